@@ -124,11 +124,11 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
     except BadJson as error:
         line = f", line {error.line:,}" if error.line else ""
         raise RecipeError(
-            f"{knob}: {clean(file)}: is no JSON ({error.message}{line}); put back the model's own"
+            f"{knob}: {clean(file)}: is not JSON ({error.message}{line}); restore the model's own"
         ) from None
     if not isinstance(value, dict):
         raise RecipeError(
-            f"{knob}: {clean(file)}: holds no JSON object but {quoted(value, 60)}; put back the model's own"
+            f"{knob}: {clean(file)}: holds {quoted(value, 60)}, not a JSON object; restore the model's own"
         )
     return value
 
@@ -165,8 +165,8 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
         main = _inside(folder, stated, f"{knob}: {folder / 'config.json'}: transformers_weights")
         if not main.is_file() or not main.name.endswith((".safetensors", ".safetensors.index.json")):
             raise RecipeError(
-                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which "
-                "is no safetensors file of the folder"
+                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which is not a "
+                "safetensors file of the folder"
             )
     elif (folder / WEIGHTS).is_file():
         main = folder / WEIGHTS
@@ -184,19 +184,17 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
 def _inside(folder: Path, name: Any, what: str) -> Path:
     """Returns the path of a file that the folder's settings name; it must lie inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise RecipeError(f"{what} names {quoted(name)}, which is no file's name")
+        raise RecipeError(f"{what} names {quoted(name)}, which is not a file name")
     file, root = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
     if root not in file.parents:
-        raise RecipeError(f"{what} names {quoted(name)}, which stands outside the folder; nothing there is read")
+        raise RecipeError(f"{what} names {quoted(name)}, which is outside the folder and is not read")
     return folder / name
 
 
 def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
     places = read_object(index, knob).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise RecipeError(
-            f"{knob}: {index} has no weight_map that says which file holds which tensor; put back the model's own"
-        )
+        raise RecipeError(f"{knob}: {index} has no weight_map that maps tensors to files; restore the model's own")
     files = sorted({_inside(folder, name, f"{knob}: {index}") for name in places.values()})
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -216,13 +214,12 @@ def _lacking(folder: Path, present: list[str]) -> str:
         )
     if present:
         return (
-            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(present)}; rename the "
-            "file, or put back the index "
-            "(or set model.weights: random)"
+            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(present)}; rename the file, or "
+            "restore the index (or set model.weights: random)"
         )
     others = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
     hint = (
-        f"; {others[0]} is a pickle, which preheat does not open: where you trust it, load it with transformers' "
+        f"; {others[0]} is a pickle, which preheat does not open: if you trust it, load it with transformers' "
         "AutoModelForCausalLM.from_pretrained and write it again by save_pretrained, which makes safetensors"
         if others
         else ""
@@ -242,7 +239,7 @@ def open_tensors(file: Path, knob: str) -> Any:
         return safe_open(str(file), framework="pt")
     except SafetensorError as error:
         raise RecipeError(
-            f"{knob}: {file}: not a whole safetensors file ({fault(error, 160)}); download it again"
+            f"{knob}: {file}: not a complete safetensors file ({fault(error, 160)}); download it again"
         ) from None
     except OSError as error:
         raise RecipeError(f"{knob}: {file}: cannot be read ({fault(error, 160)})") from None

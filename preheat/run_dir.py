@@ -80,8 +80,7 @@ METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
     "tokens": "tokens read so far",
     "loss": (
-        "mean loss of this step: a trained token in nats, or a pair, answer or document where the objective "
-        "judges those"
+        "mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges those"
     ),
     "lr": "learning rate of this step",
     "gradient_norm": "before clipping",
@@ -104,11 +103,11 @@ PLAN_KEYS = {
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
     "reserved_gib": (
-        "tensors, and what the allocator keeps of freed ones: on a GPU torch's max_memory_reserved less the workspaces"
+        "tensors, and freed ones that the allocator keeps: on a GPU torch's max_memory_reserved less the workspaces"
     ),
     "phases": (
         "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, "
-        "generation (where there are samples)"
+        "generation (if there are samples)"
     ),
     "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
@@ -118,7 +117,7 @@ PLAN_KEYS = {
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
     "fp32_rate": (
-        "FLOP/s of products in fp32, where the recipe computes in bf16 and this device is slower in it; None otherwise"
+        "FLOP/s of fp32 matmuls, if the recipe computes in bf16 and this device is slower in it; None otherwise"
     ),
     "flops_per_step": "counted by the dry run",
     "parameters": "{total, trained}",
@@ -127,12 +126,12 @@ PLAN_KEYS = {
     "seconds_total": "predicted time to finish",
     "contended": "whether the machine was busy when its rates were measured, and is still",
     "pace": (
-        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the "
-        "last nine of 20 s and more: in the predicted seconds; 1 where fewer than three are known"
+        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last "
+        "nine of 20 s and more: in the predicted seconds; 1 if fewer than three are known"
     ),
     "allocator_retries": "whether it fits only if a GPU's allocator frees cached memory in each step, which takes time",
-    "heap": "why preheat's heap, whose memory is predicted, will not serve on this machine; None where it will",
-    "watts": "of the device's board at most; None where none is known",
+    "heap": "why preheat's heap, whose memory is predicted, does not work on this machine; None if it does",
+    "watts": "of the device's board at most; None if unknown",
 }
 
 
@@ -141,8 +140,8 @@ MEMORY_KEYS = {
     "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
     "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
     "context_gib": (
-        "on a GPU, what the process holds beside that, by the driver; left out if it does not tell (pip "
-        "install nvidia-ml-py)"
+        "on a GPU, what the process holds in addition, by the driver; left out if it does not tell (pip install "
+        "nvidia-ml-py)"
     ),
 }
 """Keys of measured memory in the event `measured`; `expected_memory` gives the prediction of each."""
@@ -229,7 +228,7 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
     except RecursionError:
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
     except ValueError:  # Python's limit on the digits of an integer
-        raise BadJson("holds a number of thousands of digits, which none reads; write it as text") from None
+        raise BadJson("holds a number of thousands of digits, which no reader accepts; write it as text") from None
     if text.count("[") + text.count("{") > DEEPEST and _deep(value):
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
     return value
@@ -377,7 +376,7 @@ def _mark_of(folder: Path) -> dict[str, Any] | None:
         if not _has(kind=_text, id=_text, files=_list(_text))(mark):
             raise ValueError("its keys are not kind, id and files")
     except ValueError as error:
-        raise RunError(f"{file}: is damaged ({error}); put back a whole copy of it, or name another folder") from None
+        raise RunError(f"{file}: is damaged ({error}); restore an intact copy of it, or name another folder") from None
     return dict(mark)
 
 
@@ -632,7 +631,7 @@ class Reader:
                 "open it with the version that wrote it, or train it again into another folder"
             )
         if mark["kind"] != "run":
-            raise RunError(f"{self.path}: is not a run (its {MARK} says {quoted(mark['kind'])})")
+            raise RunError(f"{self.path}: is not a run (its {MARK} has kind {quoted(mark['kind'])})")
         return str(mark["id"])
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -645,7 +644,7 @@ class Reader:
             self.damaged[name] = f"left out: {error}"
             return {}
         if not isinstance(content, dict):
-            self.damaged[name] = f"left out: it holds {quoted(content)} in place of keys"
+            self.damaged[name] = f"left out: it holds {quoted(content)} instead of keys"
             return {}
         checks = _FILES[name]
         invalid = [
@@ -654,7 +653,7 @@ class Reader:
             if (check := checks.get(key) or checks.get("")) is not None and not check(content[key])
         ]
         if invalid:
-            self.damaged[name] = f"left out {_some(invalid)}, whose values are not what belongs there"
+            self.damaged[name] = f"left out {_some(invalid)}, whose values are invalid"
         return {key: value for key, value in content.items() if key not in invalid}
 
     def all_damaged(self) -> list[str]:
@@ -677,7 +676,7 @@ class Reader:
         except ValueError as error:
             reason = str(error)
         raise RunError(
-            f"{file}: is damaged ({reason}); put back a whole copy of it, or train again into another folder"
+            f"{file}: is damaged ({reason}); restore an intact copy of it, or train again into another folder"
         )
 
     def raw_recipe(self) -> tuple[dict[str, Any], str]:
@@ -725,7 +724,7 @@ class Reader:
         """
         values = self._json("data.json")
         if reason := self.damaged.get("data.json"):
-            raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); put back a whole copy of it")
+            raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); restore an intact copy of it")
         return values
 
     def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
@@ -893,7 +892,7 @@ def check_folder(path: Path, *, resume: bool) -> None:
             return
         if has_recipe and _mark_of(path) is not None:
             raise RunError(
-                f"{path}: holds a run already; add --resume to go on with it, or name another folder with --out"
+                f"{path}: holds a run already; add --resume to continue it, or name another folder with --out"
             )
         if existing == path and (names := _strangers(path)):
             raise RunError(
@@ -1022,7 +1021,7 @@ class Writer:
             file.flush()
         except OSError as error:
             raise RunError(
-                f"{self.path / name}: cannot be written ({error.strerror}); free some room and go on with --resume"
+                f"{self.path / name}: cannot be written ({error.strerror}); free disk space and continue with --resume"
             ) from None
 
     def metric(self, **values: Any) -> None:

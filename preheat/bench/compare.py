@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from preheat import recipe as recipes
 from preheat.core import registry
+from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import ended_by, tethered
 from preheat.planning.search.result import falls_short
@@ -36,7 +36,7 @@ class Contender:
 
     name: str
     recipe: Recipe
-    turns: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[JsonObject] = field(default_factory=list)
     failed: str = ""
     fits: bool = True
 
@@ -72,7 +72,7 @@ def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
     known = registry()
     for name in names:
         if name not in known:
-            raise RecipeError(f"--techniques: '{name}' is not known; there are {', '.join(known)}")
+            raise RecipeError(f"--techniques: '{name}' is unknown; use one of {', '.join(known)}")
     alone = [Contender(n, replace(recipe, techniques={n: recipe.techniques.get(n) or known[n]()})) for n in names]
     return [Contender("plain", replace(recipe, techniques={})), *alone]
 
@@ -86,7 +86,7 @@ def bench(
     warmup: int = 2,
     out: Path,
     say: Say | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Runs contenders in alternating turns, each in a process of its own, and writes `bench.json`.
 
     A contender that does not fit according to the plan, or that its techniques reject, gets a row with the reason.
@@ -143,7 +143,7 @@ def bench(
     return summary
 
 
-def _machine(recipe: Recipe) -> dict[str, Any]:
+def _machine(recipe: Recipe) -> JsonObject:
     """Describes the device on which the figures were measured."""
     import torch
 
@@ -153,11 +153,11 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
     return {"name": device.name, "kind": device.kind, "threads": threads, "torch": torch.__version__}
 
 
-def _plans(contenders: Sequence[Contender]) -> list[dict[str, Any] | None]:
+def _plans(contenders: Sequence[Contender]) -> list[JsonObject | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
     from preheat.training.plan_request import plan_here
 
-    plans: list[dict[str, Any] | None] = []
+    plans: list[JsonObject | None] = []
     for c in contenders:
         try:
             planned = plan_here(c.recipe)
@@ -214,16 +214,14 @@ def cosine_of(baseline: Path, other: Path) -> float | None:
     return min(1.0, dot / (norm * other_norm)) if norm and other_norm else None
 
 
-def speed_of(turn: dict[str, Any], warmup: int) -> float:
+def speed_of(turn: JsonObject, warmup: int) -> float:
     """Returns the tokens per second of a turn: the median over its steps after the first `warmup`."""
     return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
-def _row(
-    c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: dict[str, Any] | None
-) -> dict[str, Any]:
+def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: JsonObject | None) -> JsonObject:
     predicted = {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None
-    row: dict[str, Any] = {
+    row: JsonObject = {
         "name": c.name,
         "techniques": list(c.recipe.techniques),
         "failed": c.failed,
@@ -249,7 +247,7 @@ def _row(
     }
 
 
-def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: float) -> list[dict[str, Any]]:
+def verdicts(rows: Sequence[JsonObject], names: Sequence[str], available: float) -> list[JsonObject]:
     """Compares the recipe with and without each of its techniques.
 
     Returns:
@@ -257,7 +255,7 @@ def verdicts(rows: Sequence[dict[str, Any]], names: Sequence[str], available: fl
         once. within_noise is None if a failure or a single turn of each allows no verdict.
     """
     by_name = {row["name"]: row for row in rows}
-    entries: list[dict[str, Any]] = []
+    entries: list[JsonObject] = []
     full = by_name.get("all")
     for name in names:
         rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any, Literal
 
+from preheat.core.json_types import JsonObject
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.hardware.child_processes import ended_by, tethered
 from preheat.recipe import Sample
@@ -52,11 +53,11 @@ class InferenceContender:
 class _Worker:
     """The process of a contender and its answers."""
 
-    def __init__(self, speech: InferenceContender, job: dict[str, Any], folder: Path):
+    def __init__(self, speech: InferenceContender, job: JsonObject, folder: Path):
         self.speech, self.failed, self.about, self.turns = (
             speech,
             "",
-            dict[str, Any](),
+            JsonObject(),
             dict[tuple[int, int], list[Any]](),
         )
         file = folder / f"{id(self)}.json"
@@ -75,7 +76,7 @@ class _Worker:
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, request: Any = None) -> dict[str, Any]:
+    def ask(self, request: object = None) -> JsonObject:
         """Sends a request and returns the answer, or waits for the initial one; empty after a failure."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -85,11 +86,11 @@ class _Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else self._ended()
+        answer: JsonObject = json.loads(line) if line else self._ended()
         self.failed = answer.get("failed", "")
         return {} if self.failed else answer
 
-    def _ended(self) -> dict[str, Any]:
+    def _ended(self) -> JsonObject:
         code = self._process.wait()
         self._errors.seek(0)
         last = (self._errors.read().strip().splitlines() or [""])[-1] if code >= 0 else ""
@@ -106,7 +107,7 @@ def bench_inference(
     text: str | None = None,
     out: Path,
     say: Say | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measures contenders in alternating turns, shape by shape, and writes `inference.json`.
 
     Each contender generates every shape once before it is timed, so that kernel selection and compilation are not
@@ -185,16 +186,16 @@ def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], 
         for (rows, length), cache in zip(cells, worker.about["cache_bytes"], strict=True):
             if positions and length + tokens > positions:
                 raise RecipeError(
-                    f"--lengths {length}: with {tokens} tokens more than the {positions:,} positions of "
+                    f"--lengths {length}: and {tokens} generated tokens are more than the {positions:,} positions of "
                     f"{worker.speech.name}; use {positions - tokens} or less"
                 )
             logits = 4 * rows * worker.about["vocabulary"]
             if (needed := weights + cache + logits) > device["memory"]:
                 raise DoesNotFit(
                     f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs "
-                    f"{cache / 2**30:.2f} GiB beside {weights / 2**30:.2f} GiB of "
-                    f"weights, {needed / 2**30:.2f} GiB in all, and {device['name']} has "
-                    f"{device['memory'] / 2**30:.2f} GiB; use fewer rows or sample.cache=int8"
+                    f"{cache / 2**30:.2f} GiB on top of {weights / 2**30:.2f} GiB of weights, {needed / 2**30:.2f} "
+                    f"GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer rows or "
+                    "sample.cache=int8"
                 )
 
 
@@ -211,7 +212,7 @@ def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], re
     say("done", total, total)
 
 
-def _model(worker: _Worker) -> dict[str, Any]:
+def _model(worker: _Worker) -> JsonObject:
     keys = ("parameters", "weights_bytes", "dtype", "loss", "startup_seconds", "beyond_weights_gib")
     speech = worker.speech
     return {
@@ -223,7 +224,7 @@ def _model(worker: _Worker) -> dict[str, Any]:
     }
 
 
-def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int) -> dict[str, Any]:
+def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int) -> JsonObject:
     turns, others = worker.turns[cell], baseline.turns[cell]
     rows, length = cell
     speeds = [turn["drawn"] / turn["rest"] for turn in turns]

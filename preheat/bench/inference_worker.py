@@ -17,9 +17,14 @@ import time
 _BEGUN = time.perf_counter()  # before anything heavy is imported: start-up is measured from here
 
 from pathlib import Path  # noqa: E402
-from typing import TYPE_CHECKING, Any  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from preheat.core.json_types import JsonObject
     from preheat.models.generation.generate import Timed
 
 __all__ = ["InferenceWorker", "main"]
@@ -38,7 +43,7 @@ class InferenceWorker:
         PreheatError: the model cannot be opened, or does not support the settings.
     """
 
-    def __init__(self, job: dict[str, Any]):
+    def __init__(self, job: JsonObject):
         from preheat.inference.load import load_draft_model, load_model
         from preheat.models.hf import facts, require_decoder_only
         from preheat.recipe import Sample
@@ -48,10 +53,10 @@ class InferenceWorker:
         opened = load_model(job["model"])
         self.device, self.tokenizer = opened.build.device, opened.tokenizer
         self.positions = opened.build.model.positions
-        self.model: Any = opened.build.trained[0]
+        self.model: PreTrainedModel = opened.build.trained[0]
         require_decoder_only(self.model, "preheat bench --inference")
         if job["engine"] == "transformers":
-            self.model = _plain(job, self.model.device)
+            self.model = _plain(job, next(self.model.parameters()).device)
         elif job["dtype"] is not None:
             _cast(self.model, job["dtype"])
         self.draft = (
@@ -63,7 +68,7 @@ class InferenceWorker:
         self._text: list[int] = []
         self._baseline: int | None = None
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> JsonObject:
         """Reads the text from which prompts are cut (a file, or Python's standard library), and starts measuring peak
         memory.
 
@@ -96,7 +101,7 @@ class InferenceWorker:
         start = row % (len(self._text) // length) * length
         return self._text[start : start + length]
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> JsonObject:
         """Returns the sizes of the model and the predicted cache of each shape."""
         from preheat.models.generation.generate import patterned, settled
         from preheat.models.generation.kv_cache import room
@@ -130,7 +135,7 @@ class InferenceWorker:
             "startup_seconds": time.perf_counter() - _BEGUN,
         }
 
-    def measure(self, rows: int, length: int) -> dict[str, Any]:
+    def measure(self, rows: int, length: int) -> JsonObject:
         """Generates `rows` texts after prompts of `length` tokens.
 
         Returns:
@@ -171,7 +176,7 @@ class InferenceWorker:
         from preheat.models.generation.kv_cache import cache_nbytes
 
         class Clock(StoppingCriteria):
-            def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
                 input_ids[:, -1].tolist()  # waits for the device
                 timed.at.append(time.perf_counter())
                 timed.tokens.append(len(input_ids))
@@ -191,7 +196,7 @@ class InferenceWorker:
         timed.cache_bytes = cache_nbytes(cache)
         return list(output[:, ids.shape[1] :].tolist())
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> JsonObject:
         """Measures the peak memory of all shapes and the loss.
 
         Returns:
@@ -213,7 +218,7 @@ class InferenceWorker:
         return {"beyond_weights_gib": beyond, "loss": cached_loss(self.model, rows, self.settings)}
 
 
-def _joined(parts: list[Timed]) -> dict[str, Any]:
+def _joined(parts: list[Timed]) -> JsonObject:
     """Sums the timings of groups that were generated one after the other."""
     return {
         "first": sum(part.at[0] - part.begun for part in parts),
@@ -224,7 +229,7 @@ def _joined(parts: list[Timed]) -> dict[str, Any]:
     }
 
 
-def _plain(job: dict[str, Any], device: Any) -> Any:
+def _plain(job: JsonObject, device: torch.device) -> PreTrainedModel:
     """Loads the folder's model with transformers alone.
 
     Raises:
@@ -246,15 +251,14 @@ def _plain(job: dict[str, Any], device: Any) -> Any:
     if missing := sorted(info["missing_keys"]):
         raise RunError(
             f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model "
-            f"({missing[0]}), and would draw them; "
-            "it opens plain folders, and none that `preheat compress` wrote: leave it to preheat, or name the "
-            "model it was made from"
+            f"({missing[0]}), and would initialize them at random; it does not open what `preheat compress` wrote: "
+            "leave engine out, or name the original model"
         )
     model.generation_config = GenerationConfig()  # without end tokens: every text gets its full length
     return model.to(device).eval()
 
 
-def _cast(model: Any, dtype: str) -> None:
+def _cast(model: PreTrainedModel, dtype: str) -> None:
     """Casts plain parameters in place.
 
     Buffers are not cast, because rotary frequencies would lose precision, nor are weights in a quantized format.
@@ -266,7 +270,7 @@ def _cast(model: Any, dtype: str) -> None:
             p.data = p.data.to(getattr(torch, DTYPES[dtype]))
 
 
-def _tensors(model: Any) -> list[Any]:
+def _tensors(model: PreTrainedModel) -> list[Tensor]:
     """Returns the tensors that hold a model's weights, including those inside of tensor subclasses."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -286,7 +290,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries may print to standard output, which is for answers
 
-    def answer(values: dict[str, Any]) -> None:
+    def answer(values: JsonObject) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
     try:

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
+from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
 from preheat.run_dir import MEMORY_KEYS, expected_memory
@@ -101,7 +101,7 @@ class _Group:
     """Contenders with the same batch; the first one is the baseline."""
 
     contenders: list[Contender]
-    plans: list[dict[str, Any] | None] = field(default_factory=list)
+    plans: list[JsonObject | None] = field(default_factory=list)
 
 
 def _recipe(wish: TrialOptions, rows: int) -> Recipe:
@@ -153,7 +153,7 @@ def _group(wish: TrialOptions) -> _Group | None:
     )
 
 
-def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> JsonObject:
     """Trains a few steps without and with a technique, each in a process of its own.
 
     Returns:
@@ -184,7 +184,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
     say("reading data")
     plain = _recipe(wish, wish.rows)
     prepare(plain.data, length=wish.seq_len, seed=plain.seed)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     steps = 0
     zero = wish.benchmark or wish.technique == "zero"
     reserved = 2 * STARTUP + LEAST if zero else 0.0
@@ -253,13 +253,13 @@ def _steps(group: _Group, left: float) -> int:
             return min(steps, 10)
         c, seconds = running.pop()
         c.failed = (
-            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, "
-            "--seq-len or --model-size"
+            f"a step would take {seconds:.0f} s, longer than a trial may take; lower --batch-size, --seq-len or "
+            "--model-size"
         )
     return 2
 
 
-def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[JsonObject]:
     """Runs the contenders one after the other until about `until`; on a busy machine with fewer steps, but at least
     two."""
     with tempfile.TemporaryDirectory() as folder:
@@ -272,10 +272,10 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
                 left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
         cosines = [cosine_of(files[0], file) for file in files]
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     common = min((len(turn["losses"]) for c in group.contenders for turn in c.turns), default=0)
     for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True):
-        row: dict[str, Any] = {
+        row: JsonObject = {
             "name": c.name,
             "against": "without",
             "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None,
@@ -295,7 +295,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
     return rows
 
 
-def compare(rows: list[dict[str, Any]]) -> None:
+def compare(rows: list[JsonObject]) -> None:
     """Adds to each row its speed ratio to its baseline, in place."""
     by_name = {row["name"]: row for row in rows}
     for row in rows:
@@ -304,7 +304,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["ratio"] = row["tokens_per_second"] / base["tokens_per_second"] if both else None
 
 
-def _changed(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def _changed(row: JsonObject, rows: list[JsonObject]) -> str:
     """Summarizes the comparison of a row with its baseline; empty for baselines."""
     if row["name"] == row["against"]:
         return ""
@@ -340,21 +340,20 @@ def _limits(wish: TrialOptions) -> list[str]:
     notes = []
     tried = set(TECHNIQUES) if wish.benchmark else {wish.technique}
     if tried & {"mixed_precision", "integration"} and wish.precision.startswith("fp16"):
-        notes.append("a CPU's fp16 products are slower than fp32's: fp16 gains speed on a GPU only")
+        notes.append("fp16 matmuls are slower than fp32's on a CPU: fp16 is only faster on a GPU")
     if tried & {"mixed_precision", "integration"} and wish.precision == "fp8":
-        notes.append("a CPU has no fp8 products; the memory given for a GPU is that of bf16, fp8's casts are not in it")
+        notes.append("a CPU has no fp8 matmuls; the memory predicted for a GPU is that of bf16, without fp8's casts")
     if tried & {"efficient_attention", "integration"}:
         notes.append(
-            "the fused kernels are those of the CPU; on a GPU they are other ones (flash), whose speed this does "
-            "not show"
+            "the fused kernels here are the CPU's; a GPU uses others (flash), whose speed this does not measure"
         )
     if "zero" in tried:
         notes.append(
-            f"{PROCESSES} processes share this CPU's cores and memory: the speed of several GPUs is not shown, "
-            "what each keeps is"
+            f"{PROCESSES} processes share this CPU's cores: this shows the memory of each of several GPUs, not their "
+            "speed"
         )
         if wish.cpu_offload:
-            notes.append("--cpu-offload: the states are on the host already, so here it changes nothing")
+            notes.append("--cpu-offload: the states are already on the host, so it has no effect here")
     return notes
 
 
@@ -396,7 +395,7 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
 
 def _with_and_without_zero(
     wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[JsonObject], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
     from preheat.training.plan_request import plan_here
@@ -406,7 +405,7 @@ def _with_and_without_zero(
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
     one = plan_here(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
-    results: list[dict[str, Any]] = [
+    results: list[JsonObject] = [
         {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
     ]
     seconds = one["seconds_per_step"] * PROCESSES * 1.5  # 1.5: shared cores, and communication of gradients and weights
@@ -419,8 +418,8 @@ def _with_and_without_zero(
         )
     elif steps < 2:
         why = (
-            f"a step would take {seconds:.0f} s, longer than a trial waits; smaller: --batch-size, --seq-len "
-            "or --model-size"
+            f"a step would take {seconds:.0f} s, longer than a trial may take; lower --batch-size, --seq-len or "
+            "--model-size"
         )
     for row, stage in zip(results, (0, wish.zero_stage), strict=True):
         row["not_run"] = why

@@ -17,7 +17,11 @@ from collections.abc import Iterator  # noqa: E402
 from contextlib import closing  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.core.technique import Build
 
 __all__ = ["SAMPLE", "main", "take_steps"]
 
@@ -25,7 +29,7 @@ SAMPLE = 1 << 16
 """Maximum elements of each parameter's gradient to store for the comparison, evenly spaced."""
 
 
-def take_steps(job: dict[str, Any]) -> dict[str, Any]:
+def take_steps(job: JsonObject) -> JsonObject:
     """Trains `job["steps"]` steps as `train` does, without evaluating, saving or reporting.
 
     Returns:
@@ -113,7 +117,7 @@ def take_steps(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keep_gradients(build: Any, path: Path) -> None:
+def _keep_gradients(build: Build, path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(

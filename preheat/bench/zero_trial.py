@@ -16,12 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.hardware.child_processes import ended_by, local_group, tethered
 
 __all__ = ["main", "run_processes", "take_steps"]
 
 
-def run_processes(job: dict[str, Any]) -> dict[str, Any]:
+def run_processes(job: JsonObject) -> JsonObject:
     """Runs one contender on its processes; returns the figures of a row, or the reason why it did not run."""
     world = job["world"]
     threads = max(1, (os.cpu_count() or 1) // world)
@@ -66,7 +67,7 @@ def run_processes(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
+def take_steps(job: JsonObject, rank: int) -> JsonObject:
     """Trains on one rank: the same model everywhere, own rows, averaged gradients; with stage 0, replicated optimizer
     states.
 
@@ -98,7 +99,7 @@ def take_steps(job: dict[str, Any], rank: int) -> dict[str, Any]:
     WeightSource().fill(model, seed=recipe.seed)
     lr = size_dial.learning_rate(sum(p.numel() for p in model.base_model.layers.parameters()))
     groups = decay_groups(model.named_parameters(), recipe.optimizer.weight_decay)
-    settings: dict[str, Any] = {"lr": lr, "betas": recipe.optimizer.betas}
+    settings: JsonObject = {"lr": lr, "betas": recipe.optimizer.betas}
     stage = job["stage"]
     optimizer: Any = (
         ZeROAdamW(groups, **settings, stage=stage, cpu_offload=job["offload"], module=model)

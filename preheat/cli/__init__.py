@@ -62,7 +62,7 @@ app = typer.Typer(
 def _global(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error. Stands before the command.")
+        bool, typer.Option("--debug", help="Show the traceback of an error. Goes before the command.")
     ] = False,
 ) -> None:
     if version:
@@ -180,4 +180,4 @@ def _report_signal(signal: Interrupted, *, json_wanted: bool) -> None:
         resume = {"resume": signal.resume} if signal.resume else {}
         say(to_json({"error": str(signal), "stopped": signal.number.name, "exit_code": signal.exit_code, **resume}))
     else:
-        say(f"{signal}{f'; to go on: {signal.resume}' if signal.resume else ''}", error=True)
+        say(f"{signal}{f'; to resume: {signal.resume}' if signal.resume else ''}", error=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,41 +29,50 @@ def bench(
     ],
     set: Set = None,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="The recipe whole, without each technique, and each technique alone.")
+        bool,
+        typer.Option(
+            "--ablate", help="Compare the whole recipe, the recipe without each technique, and each technique alone."
+        ),
     ] = False,
     techniques: Annotated[
         str | None,
-        typer.Option("--techniques", metavar="A,B,C", help="Compare these techniques, each alone, with none."),
+        typer.Option("--techniques", metavar="A,B,C", help="Compare each of these techniques alone with none."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a turn; the first two are not timed.")] = 12,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of each contender.")] = 3,
     inference: Annotated[
         bool,
-        typer.Option("--inference", help="How models write: first token, tokens/s and cache, by batch and length."),
+        typer.Option(
+            "--inference", help="Measure generation: first token, tokens/s and KV cache, by batch size and length."
+        ),
     ] = False,
-    batches: Annotated[str, typer.Option("--batches", help="With --inference: rows at a time.")] = "1,8",
-    lengths: Annotated[str, typer.Option("--lengths", help="With --inference: tokens of a prompt.")] = "128,512",
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="With --inference: written after each prompt.")] = 32,
+    batches: Annotated[str, typer.Option("--batches", help="With --inference: batch sizes.")] = "1,8",
+    lengths: Annotated[str, typer.Option("--lengths", help="With --inference: prompt lengths in tokens.")] = "128,512",
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=2, help="With --inference: tokens to generate after each prompt.")
+    ] = 32,
     variant: Annotated[
         list[str] | None,
         typer.Option(
             "--variant",
             metavar="KEY=VALUE,...",
             help=(
-                "With --inference: measure each model like this too: keys of sample (cache=int8, "
-                "prompt_lookup_tokens=4, draft_model=FOLDER), dtype=bf16, engine=transformers. May stand several times."
+                "With --inference: also measure each model with these settings: keys of sample (cache=int8, "
+                "prompt_lookup_tokens=4, draft_model=FOLDER), dtype=bf16, engine=transformers. Repeatable."
             ),
         ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option("--text", help="With --inference: a file of text for the prompts; else Python's own library."),
+        typer.Option(
+            "--text", help="With --inference: a text file for the prompts; default: Python's standard library."
+        ),
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
-        typer.Option("--device", help="Where to run; the recipe's hardware.device when not given."),
+        typer.Option("--device", help="The device to run on; default: the recipe's hardware.device."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where the results go; bench/NAME when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder of the results; default: bench/NAME.")] = None,
     json: Json = False,
 ) -> None:
     """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or
@@ -96,7 +106,7 @@ def bench(
         )
     (recipe,) = what
     if ablate == bool(techniques):
-        raise RecipeError("bench: say what to compare: --ablate, or --techniques A,B,C")
+        raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
     loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
     # Imported after the recipe is checked, since these import torch.
     from preheat.bench.compare import ablation, chosen
@@ -141,7 +151,7 @@ def bench(
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _table(rows: list[dict[str, Any]], wide: bool) -> Table:
+def _table(rows: list[JsonObject], wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +40,7 @@ def inference(
         require_model(model)
     contenders = _contenders(models, variants, set)
     folder = out or Path("bench") / (Path(models[0]).resolve().name + "-inference")
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "batches": _numbers("--batches", batches, 1),
         "lengths": _numbers("--lengths", lengths, 2),
         "tokens": tokens,
@@ -77,7 +79,7 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
     from preheat.errors import RecipeError
 
     if not re.fullmatch(r"\d+(,\d+)*", text) or min(map(int, text.split(","))) < least:
-        raise RecipeError(f"{name} {text}: write numbers of {least} or more with commas between, e.g. {name} 1,8")
+        raise RecipeError(f"{name} {text}: must be numbers of {least} or more, separated by commas, e.g. {name} 1,8")
     return sorted({int(number) for number in text.split(",")})
 
 
@@ -99,9 +101,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
             if settings.temperature:
-                raise RecipeError(
-                    "--set sample.temperature: texts are compared, so each token is the likeliest; leave it out"
-                )
+                raise RecipeError("--set sample.temperature: texts are compared, so decoding is greedy; leave it out")
             if rest.get("engine") == "transformers" and settings != sampling():
                 raise RecipeError(
                     f"--variant {variant}: runs transformers' own generate, which takes no setting but dtype"
@@ -109,11 +109,11 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
             label = f"{name}, {variant}" if variant else name
             contenders.append(InferenceContender(label, model, settings, **rest))  # type: ignore[arg-type]
     if len({contender.name for contender in contenders}) < len(contenders):
-        raise RecipeError("preheat bench --inference: a model or a variant stands twice; name each once")
+        raise RecipeError("preheat bench --inference: a model or a variant is given twice; name each once")
     return contenders
 
 
-def _table(results: dict[str, Any], wide: bool) -> Table:
+def _table(results: JsonObject, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 

@@ -17,9 +17,9 @@ __all__ = ["calibrate"]
 
 def calibrate(
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: cuda when there is one.")
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure; auto: cuda if available.")
     ] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores when not stated.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure this machine's matrix rates, memory bandwidth and operators, and store them for `plan` and `train`.
@@ -75,7 +75,7 @@ def _table(rates: Rates) -> Table:
         table.add_row(f"matrix product, {dtype}", f"{gflops(rate)} GFLOP/s")
     for row in rates.attention:
         table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{gflops(row.flops)} GFLOP/s")
-    table.add_row("memory, read and written", f"{rates.bandwidth / 1e9:,.1f} GB/s")
+    table.add_row("memory, read and write", f"{rates.bandwidth / 1e9:,.1f} GB/s")
     for way, speed in (("to", rates.to_host), ("from", rates.to_device)):
         if speed is not None:
             table.add_row(f"copies {way} the host", f"{speed / 1e9:,.1f} GB/s")

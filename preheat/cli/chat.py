@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["chat"]
 
 HELP = """\
-/system TEXT   what the assistant is told to be; alone: shows it
+/system TEXT   set the system message; without TEXT: show it
 /reset         forget the conversation, not the system message
 /save FILE     append the conversation to FILE as a row of training data (JSONL, OpenAI messages)
-/quit          end (Ctrl-D too); Ctrl-C breaks an answer off"""
+/quit          end (also Ctrl-D); Ctrl-C interrupts an answer"""
 
 
 def chat(
@@ -31,11 +31,11 @@ def chat(
         str,
         typer.Argument(
             metavar="RUN|CHECKPOINT|MODEL|ADAPTER",
-            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of peft's.",
+            help="The folder of a run, of one of its checkpoints, of a Hugging Face model, or of a PEFT adapter.",
         ),
     ],
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="At most so many tokens for each answer.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of tokens of each answer.")] = 256,
     temperature: generation.Temperature = 0.0,
     top_p: generation.TopP = 1.0,
     top_k: generation.TopK = 0,
@@ -118,7 +118,7 @@ def _command(talk: Conversation, line: str) -> None:
         generation.note(f"system: {talk.system or '(none)'}")
     elif name == "/reset":
         talk.reset()
-        generation.note("the conversation begins anew")
+        generation.note("the conversation starts over")
     elif name == "/save":
         if not rest:
             raise RecipeError("/save: needs a file, e.g. /save talk.jsonl")
@@ -133,7 +133,7 @@ def _save(talk: Conversation, file: Path) -> None:
     from preheat.errors import RecipeError
 
     if not talk.turns:
-        raise RecipeError(f"/save {file}: nothing was said yet")
+        raise RecipeError(f"/save {file}: the conversation is empty")
     try:
         with file.open("a", encoding="utf-8") as out:
             out.write(to_json({"messages": talk.messages}) + "\n")
@@ -156,11 +156,12 @@ def _answer(talk: Conversation, line: str) -> None:
     watched.tokens = len(answer.written.tokens)
     if answer.dropped:
         generation.note(
-            f"the oldest {answer.dropped} messages were dropped: with them the model's positions would not suffice"
+            f"the oldest {answer.dropped} messages were dropped: with them the conversation would exceed the "
+            "model's positions"
         )
     positions = talk.opened.build.model.positions
     if answer.written.finish_reason == "context":
-        generation.note(f"cut off: the model's {positions:,} positions end here; /reset begins anew")
+        generation.note(f"cut off: the model's {positions:,} positions end here; /reset starts over")
     elif answer.written.finish_reason == "length":
         generation.note(f"cut off after {watched.tokens:,} tokens; --tokens allows more")
     of = f" of {positions:,}" if positions else ""

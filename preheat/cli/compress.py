@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +30,7 @@ def compress(
         typer.Option(
             "--method",
             metavar="NAME[,KEY=VALUE...]",
-            help="How: `preheat compress RUN` without it lists them. May stand several times: each is tried.",
+            help="The method; `preheat compress RUN` without it lists them. Repeatable: each is tried.",
         ),
     ] = None,
     recipe: Annotated[
@@ -37,8 +38,8 @@ def compress(
         typer.Option(
             "--recipe",
             help=(
-                "A chain of steps in place of methods: inference-speed, edge, edge-vision (image classifiers), "
-                "or a file (preheat recipes show edge)."
+                "A chain of steps instead of methods: inference-speed, edge, edge-vision (image classifiers), or a "
+                "file (preheat recipes show edge)."
             ),
         ),
     ] = None,
@@ -46,7 +47,7 @@ def compress(
         float | None,
         typer.Option(
             "--bits",
-            help="A budget: so many bits a weight on average, spent where it saves most loss (method bit_budget).",
+            help="The average number of bits per weight, allocated for the least loss (method bit_budget).",
         ),
     ] = None,
     settings: Annotated[
@@ -65,24 +66,24 @@ def compress(
         typer.Option(
             "--data",
             help=(
-                "A text to calibrate with and to measure on, by parts; the run's own data when not given. A "
-                "model's folder needs it; an image classifier's a folder of images by class."
+                "A text to calibrate and to measure on (different parts of it); default: the run's own data. "
+                "Required for a model's folder; for an image classifier a folder of images by class."
             ),
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder to write; MODEL/compressed-NAME when not given.")
+        Path | None, typer.Option("--out", help="The output folder; default: MODEL/compressed-NAME.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="Calibration rows, at most; 128 when not given.")
+        int | None, typer.Option("--rows", min=1, help="Maximum number of calibration rows; default: 128.")
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=2, help="Tokens a row; the run's, or 512, when not given.")
+        int | None, typer.Option("--length", min=2, help="Tokens per row; default: the run's, or 512.")
     ] = None,
     measured: Annotated[
         int | None,
         typer.Option(
-            "--measured", min=1, help="Held-out rows that perplexity is measured on, at most; 64 when not given."
+            "--measured", min=1, help="Maximum number of held-out rows to measure perplexity on; default: 64."
         ),
     ] = None,
     within: Annotated[
@@ -90,9 +91,7 @@ def compress(
         typer.Option(
             "--within",
             min=0.0,
-            help=(
-                "Of several, the smallest is chosen whose perplexity rises by this share at most; 0.02 when not given."
-            ),
+            help="Choose the smallest variant whose perplexity rises by at most this fraction; default: 0.02.",
         ),
     ] = None,
     json: Json = False,
@@ -115,8 +114,7 @@ def compress(
     classifies_images = is_classifier(Path(model))
     if classifies_images and (recipe is None or data is None):
         raise RecipeError(
-            f"MODEL: {model} is an image classifier: a chain of steps over it, and a folder of images by "
-            "class, say what is done; "
+            f"MODEL: {model} is an image classifier: it needs a chain of steps and a folder of images by class; "
             "preheat compress MODEL --recipe edge-vision --data IMAGES"
         )
     home, step = (Path(model), "") if classifies_images else home_of(model)
@@ -146,9 +144,9 @@ def compress(
         _list_methods()
     notes: list[str] = []
     if within is not None and len(named) == 1:
-        notes.append("--within chooses among several variants, and one was asked for: it changed nothing")
+        notes.append("--within chooses among several variants, but there is only one: it had no effect")
     if rows is not None and not any(variant.method.reads_rows for variant in named):
-        notes.append("--rows: no chosen method reads calibration rows: it changed nothing but the timed prompt")
+        notes.append("--rows: no chosen method reads calibration rows: it only affected the timed prompt")
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"
@@ -181,7 +179,7 @@ def _progress(*, json: bool) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _show(result: dict[str, Any], target: Path, *, json: bool) -> None:
+def _show(result: JsonObject, target: Path, *, json: bool) -> None:
     """Prints the result: a table, notes and exports, or one JSON object."""
     from preheat.cli.views.console import console, emit
 
@@ -221,7 +219,7 @@ def _list_methods() -> None:
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: JsonObject) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -246,7 +244,7 @@ def _table(result: dict[str, Any]) -> Table:
     return table
 
 
-def _image_table(result: dict[str, Any]) -> Table:
+def _image_table(result: JsonObject) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

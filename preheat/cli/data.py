@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from preheat.cli.views.console import Json, RecipeArgument, Set
+from preheat.core.json_types import JsonObject
 
 __all__ = ["data"]
 
@@ -17,7 +18,7 @@ def data(
     set: Set = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Packed sequences to show.")] = 3,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with all of it.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page with all of this.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -50,7 +51,7 @@ def data(
         raise DataError("\n".join(prepared.blocked))
 
 
-def _print(screen: Any, shown: dict[str, Any]) -> None:
+def _print(screen: Any, shown: JsonObject) -> None:
     from rich.rule import Rule
     from rich.table import Table
     from rich.text import Text
@@ -74,7 +75,7 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
                 text.append(span if colours or not trained else f"«{span}»", "bold green" if trained else "dim")
             screen.print(text, soft_wrap=True)
         if example["padding"]:
-            screen.print(Text(f"and {example['padding']:,} places of padding", "dim"))
+            screen.print(Text(f"and {example['padding']:,} positions of padding", "dim"))
     screen.print(Rule(Text(clean(shown["name"])), align="left", characters="─" if colours else "-"))
     screen.print(
         Text.assemble("shown in ", ("green" if colours else "«»", "bold green"), " is trained on, the rest is read")
@@ -92,9 +93,9 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
     for source in counts["sources"]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
         table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}")))
-    table.add_row("duplicates", f"{packing['duplicates']:,} of the examples to train on stand there before")
+    table.add_row("duplicates", f"{packing['duplicates']:,} of the training examples are duplicates")
     cut = f"; {lengths['longer_than_a_row']:,} longer than a row" + (
-        f", {packing['cut']:,} with a cut answer" if packing["cut"] else ""
+        f", {packing['cut']:,} with a truncated answer" if packing["cut"] else ""
     )
     table.add_row(
         "lengths",
@@ -103,7 +104,7 @@ def _print(screen: Any, shown: dict[str, Any]) -> None:
             f"tokens{cut}"
         ),
     )
-    full = f"{packing['efficiency']:.1%} of their places hold text, {packing['trained']:,} labels"
+    full = f"{packing['efficiency']:.1%} of their positions hold text, {packing['trained']:,} labels"
     table.add_row("packing", f"{packing['how']}: {packing['rows']:,} sequences of {packing['length']:,} tokens; {full}")
     screen.print(table)
     most = max((bar["count"] for bar in lengths["bars"]), default=0)

@@ -14,9 +14,7 @@ __all__ = ["demo"]
 
 def demo(
     set: Set = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="The run's folder; a new one under runs/ when not given.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; default: a new one under runs/.")] = None,
     json: Json = False,
 ) -> None:
     """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports.

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
 __all__ = ["app"]
 
-app = typer.Typer(help="What is wrong, and what mends it.", no_args_is_help=True, rich_markup_mode="markdown")
+app = typer.Typer(help="What is wrong, and how to fix it.", no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.callback()
 def _doctor() -> None:
-    """What is wrong, and what mends it."""
+    """What is wrong, and how to fix it."""
 
 
 @app.command("oom")
 def oom(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was out of memory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that ran out of memory.")],
     json: Json = False,
 ) -> None:
     """Show what filled the memory of a run, the three cheapest fallbacks by the plan, and allocator settings
@@ -42,7 +43,7 @@ def oom(
         console().print(_render(diagnosis, run), soft_wrap=True)
 
 
-def _render(diagnosis: dict[str, Any], run: Path) -> Group:
+def _render(diagnosis: JsonObject, run: Path) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -50,20 +51,21 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
     from preheat.cli.views.console import rate
     from preheat.sanitize import memory
 
-    failure, parts = diagnosis["failure"], list[Any]()
+    failure = diagnosis["failure"]
+    parts: list[RenderableType] = []
     if failure:
         requested = f" when {memory(failure['requested'] / 2**30)} more were asked for" if failure["requested"] else ""
         head = f"out of memory in step {failure['step'] + 1}, {failure['phase']}, on rank {failure['rank']}{requested}"
-        filled = Table("what filled it", "", box=None, pad_edge=False, title=None)
+        filled = Table("memory in use", "", box=None, pad_edge=False, title=None)
         for name, gib in sorted(diagnosis["in_use"].items(), key=lambda item: -item[1]):
-            filled.add_row(f"{name} (activations and what lies between)" if name == "other" else name, memory(gib))
+            filled.add_row(f"{name} (activations and temporary tensors)" if name == "other" else name, memory(gib))
         parts += [Text(head, style="bold"), filled]
     else:
         parts.append(Text("the plan says that it does not fit", style="bold"))
     parts.append(
         Text(
-            f"by the plan it needs {memory(diagnosis['peak_gib'])} (peak in {diagnosis['peak_phase']}); "
-            f"there are {memory(diagnosis['room_gib'])}"
+            f"predicted peak: {memory(diagnosis['peak_gib'])} (in {diagnosis['peak_phase']}) of "
+            f"{memory(diagnosis['room_gib'])} available"
         )
     )
     for rung in diagnosis["fallbacks"]:
@@ -71,7 +73,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
             Text(f"resumed from step {rung['step']} with {', '.join(rung['changed']) or 'the recipe as written'}")
         )
     if diagnosis["options"]:
-        table = Table("ways out, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
+        table = Table("fixes, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
         for way in diagnosis["options"]:
             flags = " ".join(f"--set {item}" for item in way["set"])
             table.add_row(
@@ -89,7 +91,7 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
         ]
     else:
         least = diagnosis["least"]
-        message = f"no way leaves the recipe as it is: the least is {memory(least['peak_gib'])}"
+        message = f"no fallback fits: the least needs {memory(least['peak_gib'])}"
         message += (
             f"; it would fit with {' '.join(f'--set {item}' for item in diagnosis['shorter'])}"
             if diagnosis["shorter"]
@@ -100,8 +102,8 @@ def _render(diagnosis: dict[str, Any], run: Path) -> Group:
         advice = diagnosis["allocator"]
         parts.append(
             Text(
-                f"{advice['why']}: run it with --set {advice['set']}, or where that is not had start it "
-                f"with {advice['or']}"
+                f"{advice['why']}: run it with --set {advice['set']}, or, if that is not available, start it with "
+                f"{advice['or']}"
             )
         )
     return Group(*parts)

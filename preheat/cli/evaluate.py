@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from preheat.cli.views.console import Base, Json
 from preheat.cli.views.long_context_table import grids
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,8 +30,7 @@ def evaluate(
         typer.Argument(
             metavar="RUN|MODEL|ADAPTER [AFTER]",
             help=(
-                "The folder of a run, a Hugging Face model, or an adapter of peft's. Two are compared, the "
-                "first as before."
+                "The folder of a run, a Hugging Face model, or a PEFT adapter. Two are compared, as before and after."
             ),
         ),
     ],
@@ -40,8 +39,8 @@ def evaluate(
         typer.Option(
             "--data",
             help=(
-                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or "
-                "`train`. May stand several times."
+                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. "
+                "Repeatable."
             ),
         ),
     ] = None,
@@ -51,22 +50,22 @@ def evaluate(
             "--tasks",
             metavar="NAME|FILE.yaml",
             help=(
-                "A task: a built-in name or a YAML file, NAME=ROWS for rows of yours, with ,KEY=VALUE for "
-                "further keys; lm-eval:NAME for one of lm-eval's. Of length: recall, and with a long text "
-                "needle=FILE, positions=FILE, continuation=FILE. May stand several times."
+                "A task: a built-in name or a YAML file, NAME=ROWS for your own rows, with ,KEY=VALUE for further "
+                "keys; lm-eval:NAME for one of lm-eval's. Long context: recall, and with a long text needle=FILE, "
+                "positions=FILE, continuation=FILE. Repeatable."
             ),
         ),
     ] = None,
     before: Annotated[
-        bool, typer.Option("--before", help="Of a run: also measure the model that it began from.")
+        bool, typer.Option("--before", help="For a run: also measure the model that it started from.")
     ] = False,
     forgetting: Annotated[
         str | None,
-        typer.Option("--forgetting", help="A text whose loss shows what was forgotten; with --before or two models."),
+        typer.Option("--forgetting", help="A text whose loss shows forgetting; needs --before or two models."),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows of a text.")] = 1000,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Maximum number of rows of a text.")] = 1000,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="At most so many rows of a task; all when not given.")
+        int | None, typer.Option("--limit", min=1, help="Maximum number of rows of a task; default: all.")
     ] = None,
     length: Annotated[
         int | None,
@@ -74,13 +73,12 @@ def evaluate(
             "--length",
             min=2,
             help=(
-                "Tokens a row; for texts the run's, or 512, and for tasks what the model takes (up to 2,048), "
-                "when not given."
+                "Tokens per row; default: for texts the run's, or 512; for tasks the model's positions, up to 2,048."
             ),
         ),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option("--samples", help="A file (.jsonl) for what was asked and answered, row by row.")
+        Path | None, typer.Option("--samples", help="A .jsonl file for the questions and answers, row by row.")
     ] = None,
     base: Base = None,
     json: Json = False,
@@ -100,7 +98,7 @@ def evaluate(
 
     if len(model) > 2 or (before and len(model) > 1):
         problem = "--before is for one run" if len(model) == 2 else f"{len(model)} models were named"
-        raise RecipeError(f"RUN|MODEL: one, or two that are compared; {problem}")
+        raise RecipeError(f"RUN|MODEL: name one, or two to compare; {problem}")
     if forgetting is not None and len(model) == 1 and not before:
         raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
     chosen = find_tasks(tasks or [])
@@ -117,7 +115,7 @@ def evaluate(
         raise RecipeError("--data: is needed with a model folder: name the text to evaluate on, or --tasks")
 
     wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "texts": texts,
         "tasks": chosen,
         "recipe": recipe,
@@ -212,14 +210,14 @@ def _evaluate_model(
             )
             say("texts", len(results["texts"]), len(texts))
         reach = length or max(settings.batch.seq_len, min(positions, 2048))
-        limits: dict[str, Any] = {"length": min(reach, positions or reach), "classes": opened.classes}
+        limits: JsonObject = {"length": min(reach, positions or reach), "classes": opened.classes}
         scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:
             if isinstance(task, Task):
                 results["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
-                most: dict[str, Any] = {
+                most: JsonObject = {
                     "longest": length or scorer.length,
                     "reach": reach_of(opened.build),
                     "limit": limit,
@@ -247,22 +245,22 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
             reason = "is read as a stream" if name == "train" else "has no validation rows"
             raise RecipeError(f"--data {name}: the run {reason}; name a text")
         return split
-    options: dict[str, Any] = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
+    options: JsonObject = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
     return rows_of_text(settings.data, name, knob="--data", partial=True, **options)
 
 
-def _summarize(model: str, results: Results) -> dict[str, Any]:
+def _summarize(model: str, results: Results) -> JsonObject:
     """Returns the results as JSON data; top-level loss, perplexity and bits_per_byte are those of the first text."""
     from preheat.evaluation.results import described
 
     parts = {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
-    first: Mapping[str, Any] = next(iter(parts["texts"].values()), {})
+    first: JsonObject = next(iter(parts["texts"].values()), {})
     values = {key: value["value"] for key, value in first.get("metrics", {}).items()}
     top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
     return {"model": model, **top, "tokens": first.get("tokens"), **parts}
 
 
-def _table(summary: Mapping[str, Any]) -> Table:
+def _table(summary: JsonObject) -> Table:
     from rich.table import Table
 
     compared = "before" in summary
@@ -283,7 +281,7 @@ def _table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
+def _value(value: JsonObject | None, *, signed: bool = False) -> str:
     if value is None or value["value"] is None:
         return "-"
 
@@ -294,21 +292,21 @@ def _value(value: Mapping[str, Any] | None, *, signed: bool = False) -> str:
     return show(value["value"]) + between
 
 
-def _notes(summary: Mapping[str, Any]) -> list[str]:
+def _notes(summary: JsonObject) -> list[str]:
     notes = []
     for name, result in summary["texts"].items():
         left = f"; {result['unread_rows']:,} more rows were not read (--rows)" if result["unread_rows"] else ""
-        cut = f"; {result['truncated']:,} examples lost their end (--length)" if result["truncated"] else ""
+        cut = f"; {result['truncated']:,} examples were truncated (--length)" if result["truncated"] else ""
         notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
     for name, result in summary["tasks"].items():
-        cut = f"; {result['truncated']:,} had no room for all of their context" if result["truncated"] else ""
+        cut = f"; {result['truncated']:,} had their context truncated" if result["truncated"] else ""
         notes.append(f"{name}: {result['rows']:,} rows{cut}")
     for part in ("texts", "tasks"):
         for name, off in summary.get("difference", {}).get(part, {}).items():
             if not off["paired"]:
                 notes.append(
                     f"{name}: the two did not read the same rows (another tokenizer), so each was resampled "
-                    "by itself; only bits a byte compare"
+                    "separately; only bits per byte are comparable"
                 )
     notes.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
     return notes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Base, Json
+from preheat.core.json_types import JsonObject
 
 __all__ = ["export"]
 
@@ -17,32 +18,30 @@ To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm", "torchc
 def export(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN", help="A run's folder, a model's in Hugging Face's layout, or an adapter's of peft's."
-        ),
+        typer.Argument(metavar="RUN", help="The folder of a run, of a Hugging Face model, or of a PEFT adapter."),
     ],
     to: Annotated[
         To,
         typer.Option(
             "--to",
-            help="hf: a Hugging Face folder, adapters merged. peft: the adapter alone. gguf: one file for llama.cpp. "
-            "onnx: for ONNX Runtime. "
-            "executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for PyTorch. vllm: a folder in "
-            "fewer bits, in compressed-tensors' layout. torchchat: its checkpoint and settings.",
+            help="hf: a Hugging Face folder, adapters merged. peft: only the adapter. gguf: one file for llama.cpp. "
+            "onnx: for ONNX Runtime. executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for "
+            "PyTorch. vllm: a quantized folder in the compressed-tensors format. torchchat: its checkpoint and "
+            "settings.",
         ),
     ] = "hf",
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The folder to write; RUN/export-hf, -gguf-q8_0 and so on when not given."),
+        typer.Option("--out", help="The output folder; default: RUN/export-hf, -gguf-q8_0 and so on."),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
-            help="Precision of the weights. hf: float32, bfloat16, float16 (the run's). gguf: f32, f16 (when not "
-            "given), bf16, q8_0, q4_0, and with "
-            "llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. executorch: float32, 8da4w. "
-            "aoti: float32, bfloat16. vllm: int8, int4. torchchat: float32, bfloat16 (when not given), float16.",
+            help="Precision of the weights. hf: float32, bfloat16, float16 (the run's). gguf: f32, f16 (default), "
+            "bf16, q8_0, q4_0, and with llama-quantize on the PATH q4_k_m, q5_k_m, q6_k. onnx: float32, int8. "
+            "executorch: float32, 8da4w. aoti: float32, bfloat16. vllm: int8, int4. torchchat: float32, bfloat16 "
+            "(default), float16.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -51,15 +50,15 @@ def export(
             "--tolerance",
             min=0.0,
             help=(
-                "Largest accepted difference of a logit, as a share of the largest logit, in place of the "
-                "format's own bounds."
+                "Largest accepted difference of a logit, as a fraction of the largest logit; replaces the format's "
+                "own bounds."
             ),
         ),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            "--length", min=2, help="executorch: positions of the cache; the model's, up to 2,048, when not given."
+            "--length", min=2, help="executorch: positions of the KV cache; default: the model's, up to 2,048."
         ),
     ] = None,
     base: Base = None,
@@ -102,7 +101,7 @@ def export(
         console().print(f"note: {result['note']}", soft_wrap=True)
 
 
-def _perplexity(result: dict[str, Any]) -> str:
+def _perplexity(result: JsonObject) -> str:
     before, after = result["before"]["perplexity"], result["after"]["perplexity"]
     return (
         "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {result['perplexity_of']}"

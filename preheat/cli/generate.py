@@ -10,6 +10,7 @@ import typer
 from preheat.cli.options import generation
 from preheat.cli.views.console import Base, Json
 from preheat.cli.views.output import write_text
+from preheat.core.json_types import JsonObject
 
 __all__ = ["generate"]
 
@@ -20,19 +21,20 @@ def generate(
         typer.Argument(
             metavar="RUN|CHECKPOINT|MODEL|ADAPTER...",
             help=(
-                "The folder of a run, of one of its checkpoints, of a Hugging Face model, or of an adapter of "
-                "peft's; several are shown side by side."
+                "The folder of a run, of one of its checkpoints, of a Hugging Face model, or of a PEFT adapter; "
+                "several are shown side by side."
             ),
         ),
     ],
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="The beginning to continue. May stand several times."),
+        typer.Option("--prompt", metavar="TEXT", help="A prompt to continue. Repeatable."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", help='Prompts, one a line; a .jsonl file holds {"prompt": ...} or {"messages": [...]} a line.'
+            "--file",
+            help='Prompts, one per line; a .jsonl file has {"prompt": ...} or {"messages": [...]} in each line.',
         ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help=generation.HELP["max_new_tokens"])] = 64,
@@ -49,12 +51,12 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Lay prompts out by the chat template, or not; as the run was trained when not given.",
+            help="Apply the chat template to the prompts, or not; default: as the run was trained.",
         ),
     ] = None,
     template: generation.ChatTemplate = None,
     base: Base = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts written at a time.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per batch.")] = 8,
     json: Json = False,
 ) -> None:
     """Writes text with a run or a model, as it is written.
@@ -147,12 +149,12 @@ class _Screen:
             write_text(_prompt_text(prompt), "\n")
 
 
-def _prompt_text(prompt: Any) -> str:
+def _prompt_text(prompt: str | list[JsonObject]) -> str:
     """Returns a prompt as text; chat messages become one line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
-def _print_side_by_side(models: list[str], texts: list[list[dict[str, Any]]]) -> None:
+def _print_side_by_side(models: list[str], texts: list[list[JsonObject]]) -> None:
     """Prints each prompt with the text of each model: in columns if the terminal is wide enough, else one per line."""
     from rich.table import Column, Table
     from rich.text import Text

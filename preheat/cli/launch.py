@@ -25,7 +25,7 @@ def launch(
         Literal["slurm", "kubernetes", "skypilot", "ray"],
         typer.Option(
             "--scheduler",
-            help="Who runs it: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray.",
+            help="The scheduler: an sbatch script, Kubeflow manifests, a SkyPilot task, or an entry script for Ray.",
         ),
     ],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help=_HELP["nodes"])] = 1,
@@ -52,7 +52,7 @@ def launch(
     kind: Annotated[Kind | None, typer.Option("--kind", help=_HELP["kind"])] = None,
     set: Set = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; standard output when not given.")
+        Path | None, typer.Option("--output", "-o", help="The output file; default: standard output.")
     ] = None,
     json: Json = False,
 ) -> None:

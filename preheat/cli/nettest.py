@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,20 +19,17 @@ __all__ = ["nettest"]
 def nettest(
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", help="Processes to start on this host. Under torchrun its processes are taken."),
+        typer.Option("--nproc", help="Processes to start on this host. Under torchrun, its processes are used."),
     ] = None,
     backend: Annotated[
         Literal["auto", "gloo", "nccl"],
-        typer.Option("--backend", help="auto: nccl where every process has a GPU, else gloo."),
+        typer.Option("--backend", help="auto: nccl if every process has a GPU, otherwise gloo."),
     ] = "auto",
     collectives: Annotated[
         list[str] | None,
         typer.Option(
             "--collective",
-            help=(
-                "all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; all of them when not stated. "
-                "May stand several times."
-            ),
+            help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; default: all of them. Repeatable.",
         ),
     ] = None,
     sizes: Annotated[str, typer.Option("--sizes", help="A range by fours, or a list: 1KiB,1MiB.")] = "1KiB-64MiB",
@@ -43,13 +41,11 @@ def nettest(
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other processes.")] = 60.0,
     port: Annotated[
         int | None,
-        typer.Option(
-            "--port", min=1, max=65535, help="Port of the rendezvous with --nproc; a free one when not stated."
-        ),
+        typer.Option("--port", min=1, max=65535, help="Port of the rendezvous with --nproc; default: a free one."),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the figures as a page with plots.")] = None,
     store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Keep the figures beside the calibration, for plans.")
+        bool, typer.Option("--store/--no-store", help="Store the figures with the calibration, for plans.")
     ] = True,
     json: Json = False,
 ) -> None:
@@ -72,7 +68,8 @@ def nettest(
         raise RecipeError(f"--nproc: {nproc}, and torchrun has started processes already; leave --nproc out")
     if not under and nproc is None:
         raise RecipeError(
-            "--nproc: one process has nobody to send to; use --nproc 2 or more, or start it with torchrun on each host"
+            "--nproc: one process has no other to send to; use --nproc 2 or more, or start it with torchrun on "
+            "each host"
         )
     if html is not None and not (html.parent.is_dir() and os.access(html.parent, os.W_OK)):
         raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists")
@@ -121,7 +118,7 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _renderables(result: dict[str, Any]) -> list[RenderableType]:
+def _renderables(result: JsonObject) -> list[RenderableType]:
     from rich.table import Table
 
     from preheat.report.nettest_page import against_words, seconds, size
@@ -173,7 +170,7 @@ def _renderables(result: dict[str, Any]) -> list[RenderableType]:
     busy = sum(row["high"] > 2 * row["seconds"] for row in result["rows"])
     if busy:
         parts.append(
-            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: something "
-            "else wanted the cores or the network; measure again when they are quiet"
+            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: other processes used "
+            "the cores or the network; measure again when these are idle"
         )
     return [*parts, against_words(result)]

@@ -6,12 +6,13 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Json, Set
 from preheat.cli.views.output import passing
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from preheat.planning.request import Request
@@ -41,15 +42,20 @@ def plan(
         str | None,
         typer.Option(
             "--gpu",
-            help="A device of the catalogue (H100, RTX-4090), or stated: name=X,memory=24GiB,bandwidth=1008,bf16=165.",
+            help=(
+                "A device of the catalogue (H100, RTX-4090), or its figures: "
+                "name=X,memory=24GiB,bandwidth=1008,bf16=165."
+            ),
         ),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option("--count", min=1, help="Devices of a host; of the whole run where --nodes is not given."),
+        typer.Option("--count", min=1, help="Devices of a host; without --nodes, of the whole run."),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts, of --count devices each.")] = 1,
-    length: Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a row.")] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=2, help="Tokens of a row (the sequence length).")
+    ] = None,
     batch_tokens: Annotated[
         int | None,
         typer.Option("--batch-tokens", help="Tokens of a global batch: of one optimizer step, over all devices."),
@@ -58,17 +64,14 @@ def plan(
         Literal["full", "lora", "qlora"] | None,
         typer.Option(
             "--method",
-            help="For a model: train all of it (when not given), an adapter, or an adapter on a base in 4 bits.",
+            help="For a model: train all weights (default), an adapter, or an adapter on a 4-bit base.",
         ),
     ] = None,
     aim: Annotated[
         Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"] | None,
         typer.Option(
             "--aim",
-            help=(
-                "What to search for; fastest for a model. A recipe is planned as it is when not given, else "
-                "searched around."
-            ),
+            help="What to search for; default: fastest for a model; a recipe is planned as it is, without a search.",
         ),
     ] = None,
     allow: Annotated[
@@ -76,26 +79,28 @@ def plan(
         typer.Option(
             "--allow",
             help=(
-                "How far the search may change numbers: exact keeps them, rounding takes bf16 (the default for "
-                "a model), different more. exact is the default for a recipe."
+                "How far the search may change the numerics: exact: not at all (the default for a recipe), rounding: "
+                "bf16 (the default for a model), different: more."
             ),
         ),
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars for an hour of a device.")] = None,
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a device-hour in dollars.")] = None,
     inference: Annotated[
         bool,
-        typer.Option(
-            "--inference", help="What serving needs: weights, KV cache, rows that fit; and how fast it can be."
-        ),
+        typer.Option("--inference", help="Plan serving: weights, KV cache, rows that fit, and the speed at best."),
     ] = False,
     compute_budget: Annotated[
         float | None,
         typer.Option(
-            "--compute-budget", metavar="FLOPS", help="The model and tokens that so many FLOPs are best spent on."
+            "--compute-budget",
+            metavar="FLOPS",
+            help="The compute-optimal model size and number of tokens for this many FLOPs.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the recipe there, for `preheat train`.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots there.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the recipe to this file, for `preheat train`.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page with plots to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Predict memory and speed by a dry run, for this machine or any GPU; explain what does not fit.
@@ -124,7 +129,7 @@ def plan(
     first = subject(method or "full")
     if first.from_user and method is not None:
         raise RecipeError(
-            f"--method: {method}: a recipe says how it trains by its techniques; leave --method out, or name a model"
+            f"--method: {method}: a recipe's techniques define how it trains; leave --method out, or name a model"
         )
     if first.from_user:
         options = {"compute_budget": None, "inference": inference, "gpu": gpu}
@@ -146,8 +151,8 @@ def plan(
 
 
 def finish(
-    result: dict[str, Any],
-    page: Callable[[], dict[str, Any]],
+    result: JsonObject,
+    page: Callable[[], JsonObject],
     subject: Subject,
     *,
     out: Path | None,
@@ -174,8 +179,8 @@ def finish(
         if subject.absent:
             screen.print(
                 (
-                    f"{subject.absent} is not here: planned by its built-in configuration; tokenizer, weights "
-                    "and data were not looked at"
+                    f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
+                    "weights and data were not checked"
                 ),
                 style="dim",
             )
@@ -186,9 +191,7 @@ def finish(
         raise typer.Exit(3)
 
 
-def plan_as_written(
-    request: Request, devices: int, price: float | None
-) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[JsonObject, Callable[[], JsonObject]]:
     """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
@@ -201,12 +204,12 @@ def plan_as_written(
     request = resolve_auto(request)
     recipe, prediction = request.recipe, plan(request)
     added = tuple(recipe.techniques.values())
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # also report the longest context that fits
         more["longest_context"] = longest_as_stated(request)
     result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
 
-    def page() -> dict[str, Any]:
+    def page() -> JsonObject:
         return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
     more["settled"] = {
@@ -220,7 +223,7 @@ def plan_as_written(
 
 def _searched(
     request: Request, others: Mapping[str, Recipe], *, aim: str, allow: str, price: float | None, quiet: bool
-) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+) -> tuple[JsonObject, Callable[[], JsonObject]]:
     """Searches for the best recipe; if nothing fits, plans of other methods that do are added to the alternatives.
 
     Args:
@@ -268,13 +271,13 @@ def _searched(
                         }
                     )
 
-    def page() -> dict[str, Any]:
+    def page() -> JsonObject:
         return figures(result, request)
 
     return explained, page
 
 
-def recipe_text(result: Mapping[str, Any], subject: Subject) -> str:
+def recipe_text(result: JsonObject, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe.commented_yaml import brief
 

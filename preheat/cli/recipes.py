@@ -73,7 +73,7 @@ def schema() -> None:
 
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")],
-    out: Annotated[Path | None, typer.Option("--out", help="The file to write; NAME.yaml when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The output file; default: NAME.yaml.")] = None,
 ) -> None:
     """Copies a built-in recipe for you to edit, with comments that say what each line does.
 
@@ -83,7 +83,7 @@ def init(
 
     source, target = _find(name), out or Path(f"{name}.yaml")
     if target.exists():
-        raise RecipeError(f"{target}: stands there already; name another file with --out")
+        raise RecipeError(f"{target}: already exists; name another file with --out")
     try:
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:

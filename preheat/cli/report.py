@@ -14,7 +14,7 @@ __all__ = ["report"]
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs: finished, going on, stopped or failed.", show_default=False)
+        list[Path], typer.Argument(help="Folders of runs: finished, running, stopped or failed.", show_default=False)
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:

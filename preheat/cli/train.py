@@ -8,12 +8,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
+from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
 from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["resuming", "run", "train"]
 
 
-def run(
-    recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]
-) -> dict[str, Any]:
+def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
@@ -67,7 +66,7 @@ def run(
         else:
             screen.print(_summary(result))
             if "resume" in result:
-                say(f"to go on: {result['resume']}")
+                say(f"to resume: {result['resume']}")
     if code:
         raise typer.Exit(code)
     return result
@@ -95,7 +94,7 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
 
-def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
+def _finished(result: JsonObject, recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
@@ -105,8 +104,8 @@ def _finished(result: dict[str, Any], recipe: Recipe) -> Text:
         f"--set stop.{key}={2 * limit:g}" for key, limit in limits.items()
     )  # the first limit reached ends the run
     return Text(
-        f"{result['run']}: has finished already, at step {result['steps']:,}; nothing was written. "
-        f"To go on longer, resume it with a later end: {later}"
+        f"{result['run']}: is finished already, at step {result['steps']:,}; nothing was written. To train longer, "
+        f"resume it with a later end: {later}"
     )
 
 
@@ -120,7 +119,7 @@ def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[N
         raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
 
-def _summary(result: dict[str, Any]) -> Group:
+def _summary(result: JsonObject) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -226,30 +225,30 @@ def train(
     context: typer.Context,
     recipe: RecipeArgument,
     set: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/NAME when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; default: runs/NAME.")] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
             help=(
-                "Go on with the run in that folder from its last whole checkpoint: bit for bit on CPUs, and on "
-                "a GPU with hardware.deterministic=true."
+                "Resume the run in that folder from its last intact checkpoint: bit for bit on CPUs, and on a GPU "
+                "with hardware.deterministic=true."
             ),
         ),
     ] = False,
     auto_resume: Annotated[
         bool,
-        typer.Option("--auto-resume", help="Go on with the run where that folder holds one, and begin it where not."),
+        typer.Option("--auto-resume", help="Resume the run if that folder holds one, otherwise start it."),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Train even where the plan says that it does not fit.")
+        bool, typer.Option("--force", help="Train even if the plan predicts that it does not fit.")
     ] = False,
     nproc: Annotated[
         int,
         typer.Option(
             "--nproc",
             min=1,
-            help="Processes on this host, one a device; the recipe's techniques say how they share the work.",
+            help="Processes on this host, one per device; the recipe's techniques decide how the work is split.",
         ),
     ] = 1,
     restarts: Annotated[
@@ -257,7 +256,7 @@ def train(
         typer.Option(
             "--restarts",
             min=0,
-            help="With --nproc: start all again so often after one of them died, from the last checkpoint.",
+            help="With --nproc: number of restarts from the last checkpoint after a process died.",
         ),
     ] = 0,
     dry_run: Annotated[
@@ -265,15 +264,16 @@ def train(
         typer.Option(
             "--dry-run",
             help=(
-                "What comes before the first step, and nothing written: read the data, build, take a step "
-                "without memory, plan."
+                "Everything before the first step, and nothing written: read the data, build the model, simulate a "
+                "step, plan."
             ),
         ),
     ] = False,
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="With --dry-run: on a device of the catalogue, or a stated one, as of preheat plan."
+            "--gpu",
+            help="With --dry-run: plan for a device of the catalogue, or for given figures, as in preheat plan.",
         ),
     ] = None,
     json: Json = False,
@@ -292,7 +292,7 @@ def train(
         _dry_run(recipe, set or [], gpu=gpu, out=out, resume=resume, nproc=nproc, json=json)
         return
     if gpu is not None:
-        raise RecipeError("--gpu: a run takes the devices that are here; add --dry-run to look at it on another")
+        raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")
     # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name

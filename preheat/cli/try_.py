@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,9 +33,7 @@ def try_(
     ] = "tiny",
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            "--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; by size and length when not given."
-        ),
+        typer.Option("--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; default: by size and length."),
     ] = None,
     accumulation_steps: Annotated[
         int | None,
@@ -43,8 +42,7 @@ def try_(
             "--accumulation_steps",
             min=1,
             help=(
-                "Micro-batches in a step of gradient_accumulation and integration; 4, or 2 where 4 are too "
-                "many, when not given."
+                "Micro-batches in a step of gradient_accumulation and integration; default: 4, or 2 if 4 are too many."
             ),
         ),
     ] = None,
@@ -54,7 +52,7 @@ def try_(
     zero_stage: Annotated[
         int,
         typer.Option(
-            "--zero-stage", "--zero_stage", help="1: optimizer states shared out; 2: gradients too; 3: weights too."
+            "--zero-stage", "--zero_stage", help="1: shard optimizer states; 2: gradients too; 3: weights too."
         ),
     ] = 1,
     cpu_offload: Annotated[
@@ -128,7 +126,7 @@ def try_(
         screen.note(line)
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: JsonObject) -> Table:
     from rich.table import Table
 
     from preheat.cli.views.console import rate

@@ -33,8 +33,8 @@ class Unwritable(RunError):
 
     def __init__(self, out: Path, why: str):
         super().__init__(
-            f"{out}: cannot be written ({why}); nothing of it was left; free some room or name another folder "
-            "with --out"
+            f"{out}: cannot be written ({why}); nothing was left behind; free disk space or name another folder with "
+            "--out"
         )
         self.reason = why
 
@@ -77,9 +77,8 @@ class NewFolder:
         mark = self._temporary / MARK
         if os.path.lexists(self._temporary) and not _is_ours(self._temporary, mark):
             raise RunError(
-                f"{self.out}: is first written as {self._temporary}, which stands there and was not left by "
-                "preheat; take that away, or name "
-                "another folder with --out"
+                f"{self.out}: is first written as {self._temporary}, which exists and is not from preheat; remove it, "
+                "or name another folder with --out"
             )
         if not self._temporary.exists():
             self._temporary.mkdir()
@@ -217,9 +216,9 @@ def require_new(out: str | Path, source: str | Path | None = None) -> None:
         if target.is_symlink():
             raise RunError(f"{out}: is a link; name a folder of its own with --out")
         if target.exists() and not target.is_dir():
-            raise RunError(f"{out}: is a file that stands there already; name another folder with --out")
+            raise RunError(f"{out}: is an existing file; name another folder with --out")
         if target.is_dir() and any(target.iterdir()):
-            raise RunError(f"{out}: stands there already; name another folder with --out")
+            raise RunError(f"{out}: already exists; name another folder with --out")
         ancestor = next(folder for folder in target.parents if folder.exists())
     except OSError as error:
         raise RunError(
@@ -233,4 +232,4 @@ def require_new(out: str | Path, source: str | Path | None = None) -> None:
         return
     home = home_of(source)[0].resolve()
     if (home / "recipe.yaml").is_file() and any(target.resolve().is_relative_to(home / name) for name in _OWN):
-        raise RunError(f"{out}: is inside of what the run {home.name} keeps for itself; name another folder with --out")
+        raise RunError(f"{out}: is inside a folder of the run {home.name} itself; name another folder with --out")

@@ -44,8 +44,8 @@ def require_rows(rows: Sequence[Tensor]) -> None:
     # Rows that start at different offsets of a repetitive text differ from each other, but their runs do not.
     if len(runs) and (distinct := len(runs.unique(dim=0))) < _OWN * len(runs):
         raise DataError(
-            f"calibration: the rows say the same over and over: {distinct:,} different runs of {_RUN} tokens "
-            f"in {len(runs):,}; name other text with --data"
+            f"calibration: the rows repeat themselves: {distinct:,} different runs of {_RUN} tokens in {len(runs):,}; "
+            "name other text with --data"
         )
 
 

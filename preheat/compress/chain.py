@@ -66,7 +66,7 @@ class Step:
         if self.train is None and (self.techniques or self.where_possible):
             raise ValueError("techniques and where_possible are for a step that trains")
         if strange := [name for name in self.where_possible if name not in self.techniques]:
-            raise ValueError(f"where_possible: {strange[0]} does not stand in the step's techniques")
+            raise ValueError(f"where_possible: {strange[0]} is not among the step's techniques")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load_chain(path: str | Path) -> Chain:
     values, lines = read(file, str(path))
     if not isinstance(values, Mapping) or not isinstance(values.get("chain"), list) or not values["chain"]:
         raise RecipeError(
-            f"{path}: is no chain: it has no list of steps under `chain`; preheat recipes show edge shows one"
+            f"{path}: is not a chain: it has no list of steps under `chain`; preheat recipes show edge shows one"
         )
     reader = RecipeReader(str(path), lines)
     for key in values:

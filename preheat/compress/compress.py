@@ -69,7 +69,7 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         owner, _, own = key.rpartition(".")
         if owner and owner not in keys:
             raise RecipeError(
-                f"--set {shorten(item)}: {quoted(owner, 40)} is none of the chosen methods; "
+                f"--set {shorten(item)}: {quoted(owner, 40)} is not one of the chosen methods; "
                 f"{nearest(owner, list(keys))}"
             )
         having = [name for name in keys if own in keys[name] and owner in ("", name)]
@@ -200,7 +200,7 @@ def compress(
     if not variants:
         raise RecipeError(f"--method: none is named; {', '.join(methods())}")
     if len({v.name for v in variants}) < len(variants):
-        raise RecipeError("--method: the same method with the same settings stands twice; leave one out")
+        raise RecipeError("--method: the same method with the same settings is given twice; leave one out")
     say("opening")
     opened = load_model(source)
     require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def compress(
     texts = texts or find_texts(opened, data, rows=rows, length=length)
     if any(v.method.reads_rows for v in variants):
         require_rows(texts.calibration)
-    say("measuring the model as it is")
+    say("measuring the original model")
     before = Baseline.of(opened, texts, measured=measured)
     figures, timed = [], {"before": before.plain}
     with NewFolder(out) as root:
@@ -252,8 +252,8 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
     model: PreTrainedModel = opened.build.trained[0]
     if isinstance(head(model), ClassHead):
         raise RecipeError(
-            f"{source}: has a head over classes, for which there is no perplexity to measure; compress the "
-            "model it was made from"
+            f"{source}: has a head over classes, for which there is no perplexity to measure; compress the original "
+            "model"
         )
     if beyond := beyond_transformers(model):
         raise RecipeError(
@@ -261,10 +261,10 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
             "model before that"
         )
     if is_compressed(model):
-        raise RecipeError(f"{source}: is compressed already; name the model it was made from")
+        raise RecipeError(f"{source}: is compressed already; name the original model")
     if opened.build.model.vision:
         raise RecipeError(
-            f"{source}: reads images, and what is measured here is text alone; compressing such models is not done yet"
+            f"{source}: reads images, and only text is measured here; compressing such models is not supported yet"
         )
     problems = [f"--method {v.name}: {problem}" for v in variants for problem in v.method.check(opened.build.model)]
     if problems:
@@ -285,13 +285,13 @@ def _compress_variant(
     notes += verify.code_in(folder)
     logits = held_logits(model, opened)
     del model
-    say(f"{name}: opening what was written")
+    say(f"{name}: reading back the written folder")
     reopened = load_model(folder)
     # Exactly equal: both are computed from the same stored weights, by the same code.
     if (difference := verify.compare(logits, held_logits(reopened.build.trained[0], reopened)).largest) != 0:
         raise RunError(
-            f"{folder.name}: opened again, its logits differ by up to {difference:.2g} from those of the "
-            "model that was written; nothing was written; please report it"
+            f"{folder.name}: read back, its logits differ by up to {difference:.2g} from those of the model that was "
+            "written; nothing was written; please report it"
         )
     say(f"{name}: measuring")
     row, timed = before.against(reopened)
@@ -317,7 +317,7 @@ def _chosen(figures: Sequence[JsonObject], within: float) -> tuple[str, str]:
         best = min(near, key=lambda v: v["after"]["bytes"])
         return best["name"], f"the smallest whose perplexity is at most {within:.0%} higher"
     best = min(figures, key=lambda v: v["perplexity_rise"])
-    return best["name"], f"none is within {within:.0%}: the one with the least perplexity"
+    return best["name"], f"none is within {within:.0%}: the one with the lowest perplexity"
 
 
 def summed(path: Path, figures: Sequence[JsonObject], choice: tuple[str, str], source: str, texts: Texts) -> JsonObject:

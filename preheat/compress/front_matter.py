@@ -64,7 +64,7 @@ def front_matter(
     license_fields = _license_of(base)
     values |= license_fields
     if not license_fields:
-        omitted.append("license: " + ("nobody stated one" if base is None else "the base's own card states none here"))
+        omitted.append("license: " + ("none is stated" if base is None else "the base's own card states none here"))
     if names := _datasets(recipe):
         values["datasets"] = names
     values["tags"] = list(dict.fromkeys(["preheat", *tags]))

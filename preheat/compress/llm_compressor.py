@@ -85,7 +85,7 @@ def run(model: PreTrainedModel, rows: Sequence[Tensor], request: JsonObject, pyt
             env=environment | {"HF_HUB_OFFLINE": "1"},
         )
         if process.returncode:
-            errors = [line for line in process.stderr.strip().splitlines() if line.strip()] or ["it says nothing"]
+            errors = [line for line in process.stderr.strip().splitlines() if line.strip()] or ["no output"]
             raise RunError(f"--method llm_compressor: its process {ended_by(process.returncode)}: {errors[-1].strip()}")
         return _read(folder / "made", model, request)
 
@@ -97,7 +97,7 @@ def python_of(python: str | None) -> tuple[str, str]:
         return "", f"python: it runs in an environment of its own, and none is named: {_INSTALL}"
     executable = shutil.which(named)
     if executable is None:
-        return "", f"python: {named} is no program; {_INSTALL}"
+        return "", f"python: {named} is not a program; {_INSTALL}"
     check = subprocess.run([executable, "-c", "import llmcompressor"], capture_output=True, text=True, check=False)
     return executable, f"python: {named} has no llm-compressor; {_INSTALL}" if check.returncode else ""
 
@@ -112,7 +112,7 @@ def _read(folder: Path, model: PreTrainedModel, request: JsonObject) -> Quantize
     for name in request["maps"]:
         parts = {kind: stored.pop(f"{name}.weight_{kind}", None) for kind in ("packed", "scale", "shape")}
         if parts["packed"] is None or parts["scale"] is None:
-            raise RunError(f"--method llm_compressor: left {name} as it was; please report it")
+            raise RunError(f"--method llm_compressor: left {name} unchanged; please report it")
         rows, inputs = model.get_submodule(name).weight.shape
         codes, scales = unpacked(parts["packed"], request["bits"], inputs), parts["scale"].to(torch.bfloat16)
         maps[name] = (
@@ -122,7 +122,7 @@ def _read(folder: Path, model: PreTrainedModel, request: JsonObject) -> Quantize
         )
     own = dict(model.named_parameters(remove_duplicate=False))  # includes a tied head under its own name
     if unknown := sorted(stored.keys() - own.keys()):
-        raise RunError(f"--method llm_compressor: wrote {unknown[0]}, which the model has not; please report it")
+        raise RunError(f"--method llm_compressor: wrote {unknown[0]}, which the model does not have; please report it")
     with torch.no_grad():
         for name, weight in stored.items():
             own[name].copy_(weight)

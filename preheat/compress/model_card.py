@@ -88,7 +88,7 @@ def of_compressed(
     between = f" (95 % of bootstrap resamples: {low:.4f} to {high:.4f})" if low is not None else ""
     settings = ", ".join(f"{key} {value!r}" for key, value in row["settings"].items()) or "none"
     rows = texts.calibration
-    calibration = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not looked at by this method"
+    calibration = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not used by this method"
     speeds = [figures["decode_tokens_per_second"] for figures in (before, after)]
     first = [1e3 * figures["first_token_seconds"] for figures in (before, after)]
     name = Path(source).name
@@ -120,13 +120,11 @@ def of_compressed(
             ]
         ),
         f"Measured: perplexity over {after['tokens']:,} held-out tokens in {after['rows']} rows{between}, before in "
-        "the precision that it was trained in.\n"
-        "Times are medians of turns taken alternately with the same model in bf16, by transformers' own forward with "
-        "a KV cache, on the machine that\n"
-        f"wrote this. Logits differ by at most {row['max_logit_difference']:.3g} (largest {row['largest_logit']:.3g}), "
-        "and the likeliest token is the\n"
-        f"same at {row['top_1_agreement']:.1%} of the places. What was written was opened again and gave the very "
-        "logits that it gave in memory.",
+        "the precision that it was trained in.\nTimes are medians of turns taken alternately with the same model in "
+        "bf16, by transformers' own forward with a KV cache, on the machine that\nwrote this. Logits differ by at "
+        f"most {row['max_logit_difference']:.3g} (largest {row['largest_logit']:.3g}), and the likeliest token is "
+        f"the\nsame at {row['top_1_agreement']:.1%} of the positions. The written model was read back and reproduces "
+        "its in-memory logits exactly.",
     ]
     return _card(
         source,
@@ -158,10 +156,9 @@ def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
     comparison = ""
     if (difference := steps[-1].get("logits")) is not None:
         comparison = (
-            f"Against the model that it was made from, over {difference['images']} calibration images: "
-            f"scores differ by at most {difference['largest']:.3g} "
-            f"(largest {difference['scale']:.3g}), by {difference['mean']:.3g} in the mean; the first class "
-            f"is the same at {difference['agreement']:.1%}."
+            f"Compared with the original model, over {difference['images']} calibration images: scores differ by at "
+            f"most {difference['largest']:.3g} (largest {difference['scale']:.3g}), by {difference['mean']:.3g} in "
+            f"the mean; the first class is the same at {difference['agreement']:.1%}."
         )
     name = Path(summary["source"]).resolve().name
     sections = [
@@ -226,7 +223,7 @@ def write_export(
     """
     sections = [
         "\n".join(_origin(Path(run), summary)),
-        "## Compared with the model it came from",
+        "## Compared with the original model",
         _compared(summary),
         f"Note: {summary['note']}." if summary["note"] else "",
         f"## Use\n\n```\n{use}\n```",

@@ -81,7 +81,7 @@ def run_chain(
     steps.time(rows, models, turns)
     summary = steps.summarize(rows)
     write_user_file(
-        out / "compress.json", to_json(summary, indent=1), fix="free some room; the steps' folders are whole"
+        out / "compress.json", to_json(summary, indent=1), fix="free disk space; the steps' folders are intact"
     )
     page(out)
     return summary

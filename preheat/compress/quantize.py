@@ -40,8 +40,8 @@ class High:
     def check(self, model: ModelFacts) -> list[str]:
         if model.experts:
             return [
-                f"method: the {model.experts} experts of a layer stand in one parameter, which is no linear "
-                "map: most weights would stay as they are"
+                f"method: the {model.experts} experts of a layer share one parameter, which is not a linear map: most "
+                "weights would stay unquantized"
             ]
         return []
 
@@ -131,7 +131,7 @@ def quantize_by_inputs(
                 put_in(model, name, make(name, remaining[name], statistics))
     keep_high(model, excluded, settings.high, tied=tied)
     return describe_precision(
-        model, list(chosen), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at"
+        model, list(chosen), f"{description}; {len(rows)} calibration rows of {rows[0].shape[1]} tokens"
     )
 
 

@@ -90,10 +90,9 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
         turn = added.get(strings[0])
         if turn is None:
             note = (
-                f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: "
-                "other tools stop there only when "
-                "told to (transformers: stop_strings; llama.cpp: --reverse-prompt), or train with it in "
-                "model.add_tokens"
+                f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: other tools "
+                "stop there only if configured to (transformers: stop_strings; llama.cpp: --reverse-prompt), or "
+                "train with it in model.add_tokens"
             )
             return tokenizer, None, strings[0], [note]
     if turn is None or turn == tokenizer.eos_token_id:
@@ -107,9 +106,8 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
         != before
     ):
         note = (
-            f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays "
-            f"{tokenizer.eos_token!r}, since texts and its "
-            "template are written with it: stop at what generation_config.json names"
+            f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, "
+            "since texts and its template use it: stop at the tokens in generation_config.json"
         )
         return tokenizer, turn, "", [note]
     return ending, turn, "", []
@@ -173,7 +171,6 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Non
     for text in (*TEXTS, "a"):
         if reloaded.encode(text) != tokenizer.encode(text):
             raise RunError(
-                f"{folder.name}: transformers reads its tokenizer so that it cuts {quoted(text, 30)} "
-                "otherwise than the model was trained "
-                "on; nothing was written; please report it"
+                f"{folder.name}: read by transformers, its tokenizer splits {quoted(text, 30)} differently from the "
+                "one in training; nothing was written; please report it"
             )

@@ -311,8 +311,7 @@ def require_skipped(model: PreTrainedModel, smaller: PreTrainedModel, kept: Tens
     difference = float((logits - expected).norm() / expected.norm())
     if not difference < 1e-3:
         raise RecipeError(
-            f"model: {model.config.model_type} tells its layers apart by their number, so that without some "
-            "of them the others compute "
-            f"something else (logits differ by {difference:.1%}); make it narrower by the method width, or "
-            "name another model"
+            f"model: {model.config.model_type} has layers that depend on their index, so that without some of them "
+            f"the others compute something else (logits differ by {difference:.1%}); make it narrower by the method "
+            "width, or name another model"
         )

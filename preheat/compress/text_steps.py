@@ -79,7 +79,7 @@ class TextSteps(Steps["PreTrainedModel"]):
 
     def begin(self) -> PreTrainedModel:
         chain = self._chain
-        self._say("writing the model that it begins with")
+        self._say("writing the original model")
         huggingface.write(self._source, self.start)  # creates `out`, or leaves nothing behind
         if chain.steps[0].train is not None:
             try:
@@ -88,7 +88,7 @@ class TextSteps(Steps["PreTrainedModel"]):
             except PreheatError:
                 shutil.rmtree(self._out)  # no step has run yet
                 raise
-        self._say("measuring the model that it begins with")
+        self._say("measuring the original model")
         self._before = Baseline.of(self._opened, self.texts, measured=self._measured)
         del self._opened
         return self._before.plain
@@ -126,9 +126,8 @@ class TextSteps(Steps["PreTrainedModel"]):
         result = train(recipe, out=out, progress=False)
         if result["stopped"]:
             raise RunError(
-                f"{out}: its training was ended by {result['stopped']} at step {result['steps']:,}, so the chain "
-                "ends here; preheat train "
-                f"{out}/recipe.yaml --out {out} --resume goes on with that step"
+                f"{out}: its training was ended by {result['stopped']} at step {result['steps']:,}, so the chain ends "
+                f"here; preheat train {out}/recipe.yaml --out {out} --resume continues that step"
             )
         self.place = out
         names = ", ".join(name for name in step.techniques if name not in skipped) or "no further technique"
@@ -205,7 +204,7 @@ class TextSteps(Steps["PreTrainedModel"]):
 def _methods(chain: Chain) -> dict[int, Variant]:
     """Returns the compression methods by step number; reports errors of any step before the first one starts."""
     if chain.steps[0].export is not None:
-        raise RecipeError(f"{chain.locations[0]}: exports what the chain begins with; use preheat export")
+        raise RecipeError(f"{chain.locations[0]}: exports the unchanged model; use preheat export")
     variants: dict[int, Variant] = {}
     for number, (step, place) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         with located(place):

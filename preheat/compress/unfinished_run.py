@@ -27,8 +27,8 @@ def unfinished(source: str | Path, step: int | None) -> str:
     planned = reader.plan.get("steps")
     progress = f"step {step:,}" + (f" of {planned:,}" if isinstance(planned, int) and planned >= step else "")
     if any(isinstance(end, int) and end > step for end in ends):
-        return f"this is the model at {progress}, and its run went on"
+        return f"this is the model at {progress}, and its run continued"
     return (
         f"this is the model at {progress}: the run is not finished; preheat train {run}/recipe.yaml --out {run} "
-        "--resume goes on with it"
+        "--resume continues it"
     )

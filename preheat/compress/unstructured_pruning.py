@@ -22,7 +22,9 @@ def problems(sparsity: float, pattern: str, model: ModelFacts) -> list[str]:
     """Returns why these settings cannot be applied to a model, each reason starting with the setting."""
     errors = []
     if not 0 < sparsity < 1:
-        errors.append(f"sparsity: {sparsity} is no share of weights to make zero; use a number between 0 and 1, as 0.5")
+        errors.append(
+            f"sparsity: {sparsity} is not a fraction of weights to zero; use a number between 0 and 1, e.g. 0.5"
+        )
     elif pattern == "2:4" and sparsity != 0.5:
         errors.append(
             f"sparsity: {sparsity} and pattern: 2:4 contradict each other: two of each four are 0.5; leave "
@@ -30,8 +32,8 @@ def problems(sparsity: float, pattern: str, model: ModelFacts) -> list[str]:
         )
     if model.experts:
         errors.append(
-            f"method: {model.family} holds all {model.experts} experts of a layer in one parameter, which "
-            "single weights are not pruned of; use the method depth"
+            f"method: {model.family} holds all {model.experts} experts of a layer in one parameter, from which single "
+            "weights cannot be pruned; use the method depth"
         )
     return errors
 
@@ -58,7 +60,7 @@ def maps_to_prune(model: PreTrainedModel, *, keep: str = "", pattern: str = "uns
         inputs = matrix(module).shape[1]
         if pattern == "2:4" and inputs % 4:
             raise RecipeError(
-                f"pattern: 2:4 goes by fours of inputs, and {name} has {inputs}; keep it out (keep: "
+                f"pattern: 2:4 needs inputs in groups of four, and {name} has {inputs}; keep it out (keep: "
                 f"{re.escape(name)}), or use pattern: unstructured"
             )
     return chosen

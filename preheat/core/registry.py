@@ -93,7 +93,7 @@ def _incomplete(cls: type[Technique]) -> str:
     """Returns what a technique's declaration lacks or has wrong; empty if it is complete."""
     document = sys.modules[cls.__module__].__doc__
     if not (document or "").strip():
-        return "has no docstring; say in its module what it does, when it helps, when it hurts, and its source"
+        return "has no docstring; describe in its module what it does, when it helps, when it hurts, and its source"
     for attribute in ("stage", "numerics"):
         if not hasattr(cls, attribute):
             return f"states no {attribute}; see preheat.core.Technique"
@@ -104,10 +104,10 @@ def _incomplete(cls: type[Technique]) -> str:
     for attribute in ("provides", "needs", "conflicts"):
         for tag in getattr(cls, attribute):
             if not isinstance(tag, Tag):
-                return f"{attribute} has {tag!r}, which is no Tag; use a member of preheat.core.Tag"
+                return f"{attribute} has {tag!r}, which is not a Tag; use a member of preheat.core.Tag"
     for slot in cls.owns:
         if not isinstance(slot, Slot):
-            return f"owns has {slot!r}, which is no Slot; use a member of preheat.core.Slot"
+            return f"owns has {slot!r}, which is not a Slot; use a member of preheat.core.Slot"
     return ""
 
 

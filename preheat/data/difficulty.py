@@ -105,7 +105,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
         ) from None
     if scores.ndim != 1 or not np.isfinite(scores).all():
         problem = (
-            f"line {int(np.argmin(np.isfinite(scores))) + 1} is no finite number"
+            f"line {int(np.argmin(np.isfinite(scores))) + 1} is not a finite number"
             if scores.ndim == 1
             else f"has shape {scores.shape}"
         )
@@ -132,7 +132,7 @@ def _read(path: Path) -> np.ndarray:
             return np.asarray(np.load(path, allow_pickle=False), np.float64)
         except (ValueError, EOFError) as error:
             raise DataError(
-                f"techniques.difficulty_curriculum.scores: {path}: no NumPy array of numbers "
+                f"techniques.difficulty_curriculum.scores: {path}: not a NumPy array of numbers "
                 f"({str(error).splitlines()[0]})"
             ) from None
     if path.suffix not in (".txt", ".jsonl"):
@@ -150,6 +150,6 @@ def _read(path: Path) -> np.ndarray:
             scores.append(float(value["score"] if isinstance(value, dict) else value))
         except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError(
-                f"{where}: {quoted(line.strip(), 60)} is no score; write a number or an object with a score"
+                f"{where}: {quoted(line.strip(), 60)} is not a score; write a number or an object with a score"
             ) from None
     return np.array(scores, np.float64)

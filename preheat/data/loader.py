@@ -191,7 +191,7 @@ def rows_consumed(shape: Shape, length: int) -> int:
     wanted = f"{shape.rows} rows of {shape.length}"
     assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {wanted}"
     assert count, f"{wanted} are less than a row of {length}"
-    assert shape.rows == -(-count * length // shape.length), f"{wanted} are not cut from whole rows of {length}"
+    assert shape.rows == -(-count * length // shape.length), f"{wanted} cannot be cut from whole rows of {length}"
     return count
 
 
@@ -365,7 +365,7 @@ class _Loader(Generic[Item]):
     def _failed(self) -> str | None:
         """Returns how a worker ended, or None if all are alive."""
         if self.hung:
-            return f"gave nothing for {PATIENCE:.0f} s, and was ended,"
+            return f"returned nothing for {PATIENCE:.0f} s, and was ended,"
         end = time.monotonic() + 1  # the fork server reports the end of a worker with a delay
         while self.workers:
             if ended := [worker for worker in self.workers if not worker.is_alive()]:

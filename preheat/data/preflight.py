@@ -37,24 +37,24 @@ class Check(NamedTuple):
 
 CHECKS = {
     "fields": Check(
-        "fields that are missing, empty or of another kind than the layout says", "mend the rows", drops=True
+        "fields that are missing, empty or of another kind than the layout says", "fix the rows", drops=True
     ),
     "roles": Check(
-        "conversations whose roles do not alternate, begin wrongly, or end without an answer", "mend the conversations"
+        "conversations whose roles do not alternate, begin wrongly, or end without an answer", "fix the conversations"
     ),
     "encoding": Check(
         "text in a broken encoding: half surrogates, replacement characters, UTF-8 read as Latin-1",
-        "decode the source anew",
+        "decode the source with the right encoding",
         0.01,
     ),
     "special_tokens": Check(
-        "special tokens of the tokenizer within the text, which end turns where none ends",
-        "take them out of the text",
+        "special tokens of the tokenizer within the text, which end turns too early",
+        "remove them from the text",
         0.01,
     ),
-    "equal_answers": Check("a preferred answer that equals the rejected one", "take the pairs out", drops=True),
+    "equal_answers": Check("a preferred answer that equals the rejected one", "remove the pairs", drops=True),
     "template": Check(
-        "rows that the chat template does not render, or whose assistant it leaves out",
+        "rows that the chat template does not render, or whose answers it leaves out",
         "use another data.template",
         drops=True,
     ),
@@ -71,13 +71,13 @@ CHECKS = {
     ),
     "generation_prompt": Check(
         "the tokens before an answer differ between training and generation",
-        "make the template's generation prompt the beginning of what it renders of an answer",
+        "make the template's generation prompt the beginning of a rendered answer",
         1.0,
     ),
-    "untrained": Check("rows without a single token to train on", "take them out, or change data.train_on", drops=True),
+    "untrained": Check("rows without a single token to train on", "remove them, or change data.train_on", drops=True),
     "images": Check(
-        "images that are missing, corrupt or of a size that is not read; more images than places for them, or fewer",
-        "mend the rows",
+        "images that are missing, corrupt or of a size that is not read; more images than image placeholders, or fewer",
+        "fix the rows",
         drops=True,
     ),
     "masked": Check("no token of all rows is trained on", "change data.train_on or data.template"),
@@ -97,11 +97,11 @@ CHECKS = {
         "examples longer than batch.seq_len, whose answers are cut", "raise batch.seq_len or shorten the rows", 0.10
     ),
     "validation": Check(
-        "rows of the file to validate on that stand in the training data", "take them out of one", drops=True
+        "validation rows that are in the training data too", "remove them from one of the two", drops=True
     ),
     "near_validation": Check(
-        "validation rows that stand in the training data but for case, punctuation and spaces",
-        "take them out of one",
+        "validation rows that equal training rows except for case, punctuation and spaces",
+        "remove them from one of the two",
         0.05,
     ),
 }

@@ -44,7 +44,7 @@ def check_template(sources: Sequence[Source], template: Template | None, finding
     if template is None or not any(source.layout.chat_template for source in sources):
         return
     if not template.answers:
-        findings.add("template", template.name, "leaves out what the assistant says", of=1)
+        findings.add("template", template.name, "leaves out the assistant's text", of=1)
     elif template.end_of_turn is None:
         findings.add(
             "template_end", template.name, "ends the assistant's turn with no special token of this tokenizer", of=1
@@ -65,9 +65,7 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
         if template is not None and (opening := _open_turn(template)):
-            message = (
-                f"asks for an answer whatever is asked of it, so that each row ends in an open turn ({quoted(opening)})"
-            )
+            message = f"always adds a generation prompt, so that each row ends in an open turn ({quoted(opening)})"
             findings.add("open_turn", template.name, message, of=1)
             continue
         noting = _Noting.of(template) if template is not None else None
@@ -138,9 +136,9 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         if not text.startswith(prompt):
             at = _shared(text, prompt)
             return (
-                f"message {n + 1}: it is asked for behind {quoted(prompt[max(0, at - 12) :][:60])}, and "
-                "trained on behind "
-                f"{quoted(text[max(0, at - 12) :][:60])}: the generation prompt is no beginning of the row"
+                f"message {n + 1}: generation asks for it after {quoted(prompt[max(0, at - 12) :][:60])}, training "
+                f"has it after {quoted(text[max(0, at - 12) :][:60])}: the generation prompt is not the beginning of "
+                "the row"
             )
         between = text[len(prompt) : _first_trained(pieces, len(prompt))]
         content = (messages[n].get("content") or "").strip()
@@ -148,8 +146,8 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
             between = text[len(prompt) :].partition(content)[0]  # trained on, as if the model had to generate it
         if between.strip():
             return (
-                f"message {n + 1}: {quoted(between)} stands before the answer in training, and the generation "
-                "prompt does not write it"
+                f"message {n + 1}: {quoted(between)} precedes the answer in training, and the generation prompt lacks "
+                "it"
             )
         ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
         if difference := _unlike(encoder, encoder.alone(prompt), ids):
@@ -187,7 +185,7 @@ def _unlike(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
     if at == len(prompt):
         return ""
     one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (prompt, ids))
-    return f"the tokens of its prompt end in {one} when it is asked for, and are {other} in training"
+    return f"the tokens of its prompt end in {one} in generation, and are {other} in training"
 
 
 def check_tokens(
@@ -206,7 +204,7 @@ def check_tokens(
     kind = sources[0].layout.kind
     if not values["labels"] and values["dropped"].get("untrained"):
         findings.by_check.pop("untrained", None)
-        findings.add("masked", source, "not one token of all rows is trained on", of=1)
+        findings.add("masked", source, "no token of all rows is trained on", of=1)
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
             findings.add(
@@ -216,14 +214,14 @@ def check_tokens(
                 of=1,
             )
         else:
-            findings.add("end_token", source, "no end of a text or turn is among what is trained on", of=1)
+            findings.add("end_token", source, "no token that ends a text or turn is trained on", of=1)
     if embedding is not None and values["largest"] >= embedding:
         where, token = _first_beyond(streams, encoder, embedding)
         findings.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
     if values["near_count"]:
         for where in _wheres(streams, {int(mark) for mark in values["near"]}, held=True):
             findings.add(
-                "near_validation", where, "stands in the training data, but for case, punctuation or spaces", count=0
+                "near_validation", where, "equals training data except for case, punctuation or spaces", count=0
             )
         finding = findings.by_check.get("near_validation")
         if finding:

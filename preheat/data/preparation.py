@@ -250,8 +250,7 @@ def _open_sources(
     name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (model_tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(
-            "data.streaming: a tokenizer cannot be trained on data that is read while training; set "
-            "data.tokenizer to a folder"
+            "data.streaming: a tokenizer cannot be trained on streamed data; set data.tokenizer to a folder"
         )
     tokenizer = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
@@ -276,7 +275,7 @@ def _image_processor(
         raise DataError("data.tokenizer: a model that reads images has tokens for them; use its own tokenizer")
     if data.streaming:
         raise DataError(
-            "data.streaming: is for text alone so far; set data.streaming: false for a model that reads images"
+            "data.streaming: supports only text so far; set data.streaming: false for a model that reads images"
         )
     return ImageProcessor.of(vision, processor or {}, data.image_pixels, tokenizer)
 
@@ -469,9 +468,8 @@ def _refuse_empty(
         raise DataError(f"data.validation: {validation_source.description}: no document left ({reasons})")
     if documents["validation"] == 0 and share:
         raise DataError(
-            f"data.validation {share:g}: none of {remaining} documents falls on the validation side (their "
-            "content decides); "
-            "raise it, add documents, or name a file to validate on"
+            f"data.validation {share:g}: none of {remaining} documents is held out for validation (chosen by content "
+            "hash); raise it, add documents, or name a file to validate on"
         )
 
 

@@ -42,7 +42,7 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> JsonObject:
     train = prepared.train
     if not isinstance(train, Rows):
         raise DataError(
-            "data.streaming: a streamed source is not read before training; set data.streaming: false to look at it"
+            "data.streaming: a streamed source is not read before training; set data.streaming: false to preview it"
         )
     order = permutation(len(train), seed, 0)[:rows].tolist()
     group = train.tokens.group

@@ -93,7 +93,7 @@ class RowCache:
                 temporary.rename(header_file)
             stored = None if foreign else json.loads(header_file.read_bytes())
         except ValueError:
-            raise self._refused("kept.json is not whole") from None
+            raise self._refused("kept.json is incomplete") from None
         except OSError as error:
             raise RunError(
                 f"{knob}: {folder}: cannot be written ({error.strerror or error}); name a folder with room"
@@ -105,14 +105,14 @@ class RowCache:
             other = [
                 f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value
             ]
-            raise self._refused(f"holds what was made with other settings: {', '.join(other) or 'other shapes'}")
+            raise self._refused(f"was made with other settings: {', '.join(other) or 'other shapes'}")
         if not file.is_file() or file.stat().st_size != rows * self.record:
-            raise self._refused("rows.bin is missing or not whole")
+            raise self._refused("rows.bin is missing or incomplete")
         self._file = np.memmap(file, np.uint8, mode="r+", shape=(rows, self.record))
 
     def _refused(self, why: str) -> RunError:
         return RunError(
-            f"{self.knob}: {self.folder}: {why}; remove the folder (its rows are made again) or name another one"
+            f"{self.knob}: {self.folder}: {why}; remove the folder (its rows are computed again) or name another one"
         )
 
     def missing(self, rows: Iterable[int]) -> list[int]:
@@ -144,14 +144,13 @@ class RowCache:
         """
         if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
             raise RunError(
-                f"{self.knob}: {self.folder}: row {row} was never kept; begin the run anew, which keeps "
-                "what it will read"
+                f"{self.knob}: {self.folder}: row {row} is not in the cache; start the run again, which fills the cache"
             )
         record = np.array(self._file[row])
         if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
             raise self._refused(f"row {row} is damaged")
         if (record[:_MARK] != _mark(tokens)).any():
-            raise self._refused(f"row {row} is of another text")
+            raise self._refused(f"row {row} belongs to another text")
         parts, at = [], 2 * _MARK
         for name, (shape, kind) in self._arrays.items():
             parts.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))

@@ -367,7 +367,7 @@ def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
         dataset = datasets.load_from_disk(str(path))
     except _broken() as error:
         raise DataError(
-            f"{knob} {display_path(path)}: not a whole folder of datasets.save_to_disk: {_first_line(error)}; "
+            f"{knob} {display_path(path)}: not a complete folder of datasets.save_to_disk: {_first_line(error)}; "
             "write it again"
         ) from None
     return _from_dataset(_split(dataset, data, display_path(path)), data, display_path(path))
@@ -386,8 +386,8 @@ def _datasets(knob: str, name: str, data: Data) -> _Raw:
 
     if _is_format(name):  # `datasets` would read the working directory
         raise DataError(
-            f"{knob} {name}: no such file or folder here, and {name} is a format and no dataset; name a "
-            "file or a folder"
+            f"{knob} {name}: no such file or folder here, and {name} is a format, not a dataset; name a file or a "
+            "folder"
         )
     hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
     if not hub_reachable():

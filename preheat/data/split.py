@@ -65,7 +65,7 @@ class Split:
                 continue
             mark = content_hash(document)
             if mark in self.validation_hashes:
-                findings.add("validation", document.where, "stands in the data to validate on too")
+                findings.add("validation", document.where, "is in the validation data too")
                 dropped["also in validation"] += 1
                 continue
             # The first 64 bits of a hash are a uniform number, so a document's side is independent of all others.

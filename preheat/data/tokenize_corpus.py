@@ -241,7 +241,7 @@ class _Writer:
                 for x in (ids == self.encoder.unknown, np.ones_like(ids))
             )
             for n in np.flatnonzero(lost):
-                message = f"{lost[n]:,} of its {of[n]:,} tokens stand for text that the tokenizer does not know"
+                message = f"{lost[n]:,} of its {of[n]:,} tokens are unknown to the tokenizer"
                 shown.add("unknown_tokens", documents[n][2].where, message, count=int(lost[n]))
         tally.ends += int((np.isin(ids, self.ends) & (trained > 0)).sum())
         tally.labels += int(labels[usable].sum())

@@ -284,19 +284,19 @@ def _look_at(knob: str, path: Path) -> None:
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
     refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
     if refused:
-        raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from where it is whole")
+        raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from an intact source")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         companion = path / name
         try:
             settings = json.loads(companion.read_bytes()) if companion.is_file() else {}
         except (ValueError, RecursionError, OSError) as error:
             raise DataError(
-                f"{companion}: not JSON: {fault(error, 200)}; copy it again from where it is whole"
+                f"{companion}: not JSON: {fault(error, 200)}; copy it again from an intact source"
             ) from None
         if not isinstance(settings, dict):
             raise DataError(f"{companion}: holds {kind_of(settings)}, not an object")
         if problem := _unusable(settings):
-            raise DataError(f"{companion}: {problem}; put back the model's own")
+            raise DataError(f"{companion}: {problem}; restore the model's own")
 
 
 def _unusable(settings: JsonObject) -> str | None:
@@ -383,8 +383,8 @@ def vocabulary_mismatch(own: str | None, teacher: str, add_tokens: tuple[str, ..
     """
     if own is None:
         return (
-            "teacher: knows its own tokens, and the student's tokenizer is trained on the data; set "
-            f"data.tokenizer: {teacher}"
+            "teacher: has its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: "
+            f"{teacher}"
         )
     if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
         return None
@@ -422,12 +422,12 @@ def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None
     if mine != theirs:
         number = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
         one, other = (repr(pieces[number]) if number in pieces else "nothing" for pieces in (mine, theirs))
-        return f"piece {number} is {one} in the one and {other} in the other ({len(mine):,} and {len(theirs):,} pieces)"
+        return f"token {number} is {one} in the one and {other} in the other ({len(mine):,} and {len(theirs):,} tokens)"
     for text in _SEVERAL_KINDS:
         one, other = (t.convert_ids_to_tokens(t.encode(text, add_special_tokens=False)) for t in (a, b))
         if one != other:
             at = _first_difference(one, other)
-            return f"they cut text otherwise: {one[at : at + 3]} in the one is {other[at : at + 3]} in the other"
+            return f"they split text differently: {one[at : at + 3]} in the one is {other[at : at + 3]} in the other"
     return None
 
 

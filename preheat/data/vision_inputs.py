@@ -76,8 +76,8 @@ class ImageProcessor:
         encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
         if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:
             raise DataError(
-                f"data.tokenizer: has no special token under number {wrong[0]}, which stands for images in "
-                "the model's config.json; use the model's own tokenizer"
+                f"data.tokenizer: has no special token under number {wrong[0]}, the image token of the model's "
+                "config.json; use the model's own tokenizer"
             )
         # The pixels of one token: `merge` x `merge` patches become one.
         least = (vision.patch * vision.merge) ** 2
@@ -134,11 +134,11 @@ class ImageProcessor:
         try:
             features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
         except Unreadable as error:
-            raise DataError(f"{error.message}; it was whole when the data was read") from None
+            raise DataError(f"{error.message}; it was intact when the data was read") from None
         if tuple(features["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
             raise DataError(
-                f"image {picture.path}: has another size than when the data was read; put it back, or read "
-                "anew with another PREHEAT_CACHE"
+                f"image {picture.path}: has another size than when the data was read; restore it, or read the data "
+                "again with another PREHEAT_CACHE"
             )
         return np.asarray(features["pixel_values"], dtype=np.float32)
 
@@ -168,7 +168,7 @@ def resolve_images(
     if eye is None:
         if files or any(m.get("images") for m in talk):
             raise Unreadable(
-                "images", "has images, and the model reads text alone; use one that reads images, such as a qwen3_vl"
+                "images", "has images, and the model reads only text; use one that reads images, such as a qwen3_vl"
             )
         return list(talk), ()
     texts = [m["content"].replace("<image>", PLACE) if files is not None else m["content"] for m in talk]
@@ -178,18 +178,20 @@ def resolve_images(
     if images != places:
         raise Unreadable(
             "images",
-            f"has {images} image{'s' * (images != 1)} and {places} place{'s' * (places != 1)} for one "
-            "(<image>, or a part of type image)",
+            f"has {images} image{'s' * (images != 1)} and {places} placeholder{'s' * (places != 1)} (<image>, or a "
+            "part of type image)",
         )
     left, messages, pictures = list(files or ()), list[Message](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         if mark := next((mark for mark in eye.marks if mark in text), None):
             raise Unreadable(
-                "images", f"message {n} holds {mark} in its text, which stands for an image; write <image> there"
+                "images", f"message {n} holds {mark} in its text, the placeholder of an image; write <image> there"
             )
         first, *parts = text.split(PLACE)
         if parts and message["role"] == "assistant":
-            raise Unreadable("images", f"message {n}, of the assistant, has an image; only what is read may have some")
+            raise Unreadable(
+                "images", (f"message {n}, of the assistant, has an image; only the other roles may have images")
+            )
         for part in range(len(parts)):
             file = listed[part] if part < len(listed) and listed[part] is not None else left.pop(0)
             pictures.append(eye.look(_file(file, folder)))
@@ -202,7 +204,7 @@ def _file(name: object, folder: Path) -> Path:
     if not isinstance(name, str) or not name:
         raise Unreadable("images", f"an image is {kind_of(name)}, not the path of a file")
     if re.match(r"(https?|data):", name):
-        raise Unreadable("images", f"image {name[:80]}: is no file; download it and name its path")
+        raise Unreadable("images", f"image {name[:80]}: is not a file; download it and name its path")
     return folder / name.removeprefix("file://")
 
 
@@ -223,7 +225,7 @@ def _decoded(path: Path) -> Image:
         ) from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:  # raised by Pillow's decoders
         raise Unreadable(
-            "images", f"image {path}: is corrupt or no image ({str(error).splitlines()[0][:120]})"
+            "images", f"image {path}: is corrupt or not an image ({str(error).splitlines()[0][:120]})"
         ) from None
 
 
@@ -278,7 +280,7 @@ class ImageTable:
         """
         pieces = np.flatnonzero(ids == self.eye.vision.image)
         ends = np.cumsum([0, *(p.patches // self.eye.vision.merge**2 for p in self.within(sequence))])
-        assert ends[-1] == len(pieces), f"sequence {sequence} has {len(pieces)} places for {ends[-1]} pieces of images"
+        assert ends[-1] == len(pieces), f"sequence {sequence} has {len(pieces)} positions for {ends[-1]} image tokens"
         inside = int((pieces < used).sum())
         complete = int(np.searchsorted(ends, inside, side="right")) - 1
         return (used if ends[complete] == inside else int(pieces[ends[complete]])), complete
@@ -310,7 +312,7 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
         positions[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
         next_position += max(rows, columns)
         at += rows * columns
-    assert at == len(image_tokens), f"{len(image_tokens)} places for {at} pieces of images"
+    assert at == len(image_tokens), f"{len(image_tokens)} positions for {at} image tokens"
     positions[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
     return positions
 
@@ -333,7 +335,7 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) 
         grids = torch.tensor([(1, vision.merge, vision.merge)])
     positions = (tokens.flatten() == vision.image).nonzero().flatten()
     expected = sum(p.patches for p in pictures) // vision.merge**2
-    assert len(positions) == expected, f"{len(positions)} places for {expected} pieces of images"
+    assert len(positions) == expected, f"{len(positions)} positions for {expected} image tokens"
     taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
         grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
     )

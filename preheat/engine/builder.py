@@ -96,8 +96,8 @@ def context_of(recipe: Recipe, config: PretrainedConfig, device: Device, world: 
         raise RecipeError(f"techniques: {error}") from None
     if (devices := math.prod(sizes[axis] for axis in DATA)) > recipe.batch.size:
         raise RecipeError(
-            f"batch.size: {recipe.batch.size} rows cannot be shared out among {devices} devices; use {devices} or "
-            "more, or fewer devices"
+            f"batch.size: {recipe.batch.size} rows cannot be split across {devices} devices; use {devices} or more, "
+            "or fewer devices"
         )
     facts = hf.facts(config)
     # A sink is a token at the start of each document that all of it sees (models/sinks.py).
@@ -227,7 +227,7 @@ def _record_dropout(model_build: Build, vocabulary: int | None, source: Pretrain
     if off:
         keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
         model_build.changes["dropout"] = [
-            Change(f"dropout is off, where the model's configuration has {keys}: trained without", len(off))
+            Change(f"dropout is off: the model's configuration has {keys}, and training uses none", len(off))
         ]
 
 
@@ -288,22 +288,22 @@ def _stored_quantized(model_build: Build, stored: JsonObject | QuantizationConfi
     kind = stored_config.get("quant_method")
     if kind != ours.STORED:
         raise RecipeError(
-            f"model.path: {path} is stored quantized ({kind}), which preheat does not read; name the model it was "
-            "made from, and add techniques.nf4 for a base in 4 bits"
+            f"model.path: {path} is stored quantized ({kind}), which preheat does not read; name the original model, "
+            "and add techniques.nf4 for a 4-bit base"
         )
     if not reading:
         raise RecipeError(
-            f"model.path: {path} is compressed ({stored_config.get('method')}): what is rounded is not trained, nor "
-            "does it carry adapters; name the model it was made from, "
-            "and add techniques.quantization_aware to train towards few bits, or techniques.nf4 for a base in 4 bits"
+            f"model.path: {path} is compressed ({stored_config.get('method')}): quantized weights cannot be trained "
+            "or take adapters; name the original model, and add techniques.quantization_aware to train towards few "
+            "bits, or techniques.nf4 for a base in 4 bits"
         )
     (part,) = model_build.trained
     try:
         names = ours.open_on_meta(part, stored_config)
     except (KeyError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:  # damaged or foreign config
         raise RecipeError(
-            f"model.path: {path}: its config.json does not say how its weights stand ({shorten(str(error))}); "
-            "compress it again"
+            f"model.path: {path}: its config.json does not describe how its weights are stored "
+            f"({shorten(str(error))}); compress it again"
         ) from None
     model_build.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
 
@@ -330,8 +330,8 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
     frozen = [name for name, weight in ends.items() if not weight.requires_grad]
     if frozen:
         raise RecipeError(
-            f"model.add_tokens: the {frozen[0]} is frozen under an adapter, so the new tokens would never be learnt; "
-            "train all weights, or use a template of tokens that the model knows"
+            f"model.add_tokens: the {frozen[0]} is frozen under an adapter, so the new tokens would not be trained; "
+            "train all weights, or use a template whose tokens the model has"
         )
     if model_build.weights.folder is None:
         return  # a new model: these rows are initialized like all others
@@ -348,8 +348,8 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
         rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, model_build.model.vocabulary, first, vocabulary)
     )
     message = (
-        f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} begin as the "
-        "mean of those before, and are trained"
+        f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} start as the "
+        "mean of the others, and are trained"
     )
     model_build.changes.setdefault("add_tokens", []).append(Change(message, count))
 
@@ -388,6 +388,6 @@ def _weights_folder(recipe: Recipe) -> Path | None:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise RecipeError(
-            f"model.path: {path}: its weights cannot be had from the hub ({str(error).splitlines()[0][:160]}); "
+            f"model.path: {path}: its weights cannot be loaded from the hub ({str(error).splitlines()[0][:160]}); "
             "download them and name the folder"
         ) from None

@@ -329,13 +329,13 @@ def write(
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(temporary, ignore_errors=True)
         if is_oom(error):
-            raise MemoryError(f"{final}: no memory to write it with: {str(error).splitlines()[-1]}") from None
+            raise MemoryError(f"{final}: out of memory while writing it: {str(error).splitlines()[-1]}") from None
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
         reason = "no space left on the device" if "space left" in str(error) else str(error).strip().splitlines()[-1]
         raise RunError(
-            f"{final}: cannot be written ({reason}); earlier checkpoints are whole: free some room and go on with "
-            "--resume"
+            f"{final}: cannot be written ({reason}); earlier checkpoints are intact: free disk space and continue "
+            "with --resume"
         ) from None
     if not lead:
         return final
@@ -407,17 +407,17 @@ def _manifest(path: Path) -> dict[str, JsonObject]:
     try:
         manifest = parse_json((path / "manifest.json").read_bytes())
     except OSError:
-        raise ValueError("manifest.json is missing or not whole") from None
+        raise ValueError("manifest.json is missing or incomplete") from None
     except ValueError as error:
-        raise ValueError(f"manifest.json is missing or not whole: {error}") from None
+        raise ValueError(f"manifest.json is missing or incomplete: {error}") from None
     if not isinstance(manifest, dict) or "state.json" not in manifest:
         raise ValueError("manifest.json is not a list of its files")
     for name, entry in manifest.items():
         if name in ("", ".", "..", "manifest.json") or "/" in name or "\0" in name:
-            raise ValueError(f"manifest.json names {quoted(name)}, which is no file beside it")
+            raise ValueError(f"manifest.json names {quoted(name)}, which is not a file next to it")
         size, mark = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or not isinstance(mark, str):
-            raise ValueError(f"manifest.json does not say the size and checksum of {quoted(name)}")
+            raise ValueError(f"manifest.json does not have the size and checksum of {quoted(name)}")
     return manifest
 
 
@@ -439,7 +439,7 @@ def _damage(path: Path, run: str = "") -> str | None:
     except ValueError as error:
         return str(error)
     if state.run != run:
-        return "it is of another run"
+        return "it belongs to another run"
     if state.step != step_of(path.name):
         return f"it holds step {state.step}"
     return None
@@ -491,13 +491,13 @@ def _state(path: Path) -> State:
     except OSError as error:
         raise ValueError(f"state.json cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ValueError(f"state.json is not whole: {error}") from None
+        raise ValueError(f"state.json is incomplete: {error}") from None
     if not isinstance(values, dict) or "format" not in values:
         raise ValueError("state.json is not one of a checkpoint")
     if values["format"] != FORMAT:
         raise ValueError(
-            f"it was written in format {quoted(values['format'], 20)} by another version of preheat, "
-            f"and this one reads {FORMAT}; go on with the version that began the run"
+            f"it was written in format {quoted(values['format'], 20)} by another version of preheat, and this one "
+            f"reads {FORMAT}; resume with the version that started the run"
         )
     kinds: dict[str, Any] = {
         name: (int, float) if name == "elapsed" else type(f.default)
@@ -508,7 +508,7 @@ def _state(path: Path) -> State:
     for name, kind in kinds.items():
         value = values.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
-            raise ValueError(f"state.json has no {name} that could be one ({quoted(value, 40)})")
+            raise ValueError(f"state.json has an invalid {name} ({quoted(value, 40)})")
     if not 0 < values["world"] == len(values["generators"]) or not all(map(_generators, values["generators"])):
         raise ValueError("state.json does not hold the generators of each process")
     return State(**{name: values[name] for name in kinds})
@@ -567,7 +567,7 @@ def _reading(path: Path) -> Iterator[None]:
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         message = str(error).splitlines()[-1]
         if is_oom(error):
-            raise MemoryError(f"{path}: no memory to read it with: {message}") from None
+            raise MemoryError(f"{path}: out of memory while reading it: {message}") from None
         raise RunError(
             f"{path}: cannot be read ({shorten(message, 200)}); it does not hold what this model needs"
         ) from None

@@ -77,7 +77,7 @@ class _NotResumed:
     def load_state_dict(self, state: StateDict) -> None:
         raise RunError(
             "parallel.engine: deepspeed: its checkpoints hold the weights without the optimizer's state, so a run "
-            "cannot go on from one; start another run from the weights, or use engine: native"
+            "cannot resume from one; start another run from the weights, or use engine: native"
         )
 
 
@@ -103,15 +103,11 @@ class DeepSpeed(Technique):
         if importlib.util.find_spec("deepspeed") is None:
             problems.append("is not installed: pip install 'preheat[deepspeed]', or use parallel.engine: native")
         if context.sizes[Axis.REPLICATE] < 2:
-            problems.append("shares out rows among devices, and there is one; start several with --nproc")
+            problems.append("splits rows across devices, and there is one; start several with --nproc")
         if context.recipe.checkpoint.every:
-            problems.append(
-                "checkpoint.every: a run of DeepSpeed's cannot go on from a checkpoint of ours; set it to 0"
-            )
+            problems.append("checkpoint.every: a DeepSpeed run cannot resume from our checkpoints; set it to 0")
         if self.zero == 3 and context.recipe.optimizer.lr == "auto":
-            problems.append(
-                "optimizer.lr: auto counts the parameters, which parallel.zero_stage: 3 takes apart; state a rate"
-            )
+            problems.append("optimizer.lr: auto counts the parameters, which parallel.zero_stage: 3 shards; set a rate")
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -165,7 +161,7 @@ class DeepSpeed(Technique):
             2: "optimizer states and gradients",
             3: "optimizer states, gradients and weights",
         }
-        return Change(f"DeepSpeed's ZeRO-{self.zero}: {what[self.zero]} shared out among {world} devices", world)
+        return Change(f"DeepSpeed's ZeRO-{self.zero}: {what[self.zero]} sharded across {world} devices", world)
 
     def _engine(self, build: Build, module: nn.Module, optimizer: torch.optim.Optimizer) -> DeepSpeedEngine:
         if build.torch_device.type == "cpu":

@@ -25,7 +25,7 @@ def resolve_device(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
     """
     cores, threads = os.cpu_count() or 1, recipe.hardware.threads or 1
     if threads > _THREADS_A_CORE * cores:  # measuring the rates with thousands of threads takes hours
-        raise RecipeError(f"hardware.threads: {threads:,} are too many for the {cores} cores here; use at most {cores}")
+        raise RecipeError(f"hardware.threads: {threads:,} are more than the {cores} cores here; use at most {cores}")
     be_deterministic(recipe.hardware.deterministic)
     import torch
 

@@ -150,7 +150,7 @@ def balance(build: Build, config: PretrainedConfig) -> None:
     for slot, around in ((Slot.STAGE_LOSS, balancer.forward), (Slot.FORWARD_BACKWARD, balancer.forward_backward)):
         build.claim(slot, _around(around, build.slot(slot)), "plain")
     shared = moe.shared_width(config)
-    shared_note = f", beside one of width {shared} that all go to" if shared else ""
+    shared_note = f", plus a shared one of width {shared}" if shared else ""
     balancing = f"balance loss x {balancer.coefficient:g}" if balancer.coefficient else "no balance loss"
     ours = config.get_text_config().model_type in moe.FAMILIES
     computed = "as one grouped matmul" if moe.experts_of(build.trained[0]) else "by transformers' own code"

@@ -172,7 +172,8 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
         except (OSError, ConnectionError, FileNotFoundError) as error:
             message = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise DataError(
-                f"--tasks lm-eval:{name}: its rows cannot be had ({message}); download them where there is a network"
+                f"--tasks lm-eval:{name}: its rows cannot be loaded ({message}); download them on a machine with "
+                "a network"
             ) from None
     assert output is not None, "only ranks above 0 get nothing"
     return {key: _result(values, output["samples"].get(key, [])) for key, values in output["results"].items()}
@@ -190,7 +191,7 @@ def _task_of(file: Path) -> str:
     named = ((key.value, value.value) for key, value in pairs if isinstance(value, yaml.ScalarNode))
     task = next((name for key, name in named if key in ("task", "group")), None)
     if task is None:
-        raise RecipeError(f"--tasks lm-eval:{file}: has no key 'task', so it is no task of lm-eval")
+        raise RecipeError(f"--tasks lm-eval:{file}: has no key 'task', so it is not a task of lm-eval")
     return task
 
 

@@ -164,8 +164,8 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
     scorer.length, scorer.micro = questions.longest, max(1, scorer.micro * own // max(own, questions.longest))
     if CLASSES in scorer.build.tags:
         raise RecipeError(
-            f"task {task.name}: this run has a head over classes in place of the vocabulary's: no token has a "
-            "loss under it"
+            f"task {task.name}: this run has a classification head instead of a language model head, so no token has "
+            "a loss"
         )
     identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.questions])
     with _linear(scorer.build):

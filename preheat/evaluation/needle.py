@@ -115,7 +115,7 @@ def phrase_prompt(
         )
     if len(pieces) < needles * size:
         raise ValueError(
-            f"{needles} phrases of {size} words need {needles * size} pieces, and the tokenizer has "
+            f"{needles} phrases of {size} words need {needles * size} word tokens, and the tokenizer has "
             f"{len(pieces)}; use fewer needles"
         )
     phrases = np.asarray(pieces)[generator.permutation(len(pieces))[: needles * size]].reshape(needles, size)

@@ -98,7 +98,7 @@ def measure_text(
     own = objective and build.owner(Slot.OBJECTIVE) != "plain"
     if CLASSES in build.tags and not own:
         raise RecipeError(
-            "--data: this run has a head over classes in place of the vocabulary's: a text has no loss under it"
+            "--data: this run has a classification head instead of a language model head, so a text has no loss"
         )
     losses, weights, bytes_ = [], [], []
     sums: list[LossSum] = []

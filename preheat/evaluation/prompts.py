@@ -52,7 +52,7 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
             raise DataError(f"{display_path(path)}: tasks read rows from {', '.join(ROWS)}; convert the file")
         rows = [_row(where, value) for where, value in read_file(path, keyed=True)]
     elif path.exists():
-        raise DataError(f"{display_path(path)}: is no file; name a file of rows")
+        raise DataError(f"{display_path(path)}: is not a file; name a file of rows")
     elif path.suffix in ROWS or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise missing("rows", path)
     else:

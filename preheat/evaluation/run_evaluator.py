@@ -110,7 +110,7 @@ class RunEvaluator:
             before = {part: {name: deserialize(r) for name, r in of.items()} for part, of in values.items()}
             for part, name in [(part, name) for part, of in before.items() for name in of]:
                 if not comparable(before[part][name], results.get(part, {}).get(name)):
-                    run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not those that were measured"
+                    run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not the measured ones"
                     del before[part][name]
             summary |= {"before": _values(before), "difference": differences(before, results)}
         if run is not None and BEFORE in run.damaged:

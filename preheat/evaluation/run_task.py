@@ -84,12 +84,12 @@ def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
     rows = scorer.build.trained[0].get_output_embeddings().out_features  # type: ignore[operator]
     if task.kind != "classification":
         raise RecipeError(
-            f"task {task.name}: this run has a head over {rows} classes: it can be asked a classification, no "
+            f"task {task.name}: this run has a head over {rows} classes: it supports classification tasks, not "
             f"{task.kind}"
         )
     texts = items[0].texts
     if scorer.classes and (strange := [name for name in scorer.classes if name not in texts]):
-        problem = f"the run was trained on the class {strange[0]!r}, which the task has not"
+        problem = f"the run was trained on the class {strange[0]!r}, which the task does not have"
         raise RecipeError(f"task {task.name}: choices: {problem}; {nearest(strange[0], list(texts))}")
     if not scorer.classes and len(texts) != rows:
         problem = f"the task has {len(texts)} classes and the run's head {rows}"

@@ -73,12 +73,11 @@ class Reader:
     def require_room(self, continuation: Sequence[int], where: str) -> None:
         """Raises DataError if a continuation has no token, or more than a row."""
         if not continuation:
-            raise DataError(f"{where}: what is to be scored has no token of its own")
+            raise DataError(f"{where}: the text to be scored has no token of its own")
         if len(continuation) > self.length:
             raise DataError(
-                f"{where}: what is to be scored has {len(continuation)} tokens, a row only {self.length}; "
-                "shorten it, leave such rows "
-                "out (the task's `where`), or raise batch.seq_len (of a run) or --length"
+                f"{where}: the text to be scored has {len(continuation)} tokens, a row only {self.length}; shorten "
+                "it, leave such rows out (the task's `where`), or raise batch.seq_len (of a run) or --length"
             )
 
 

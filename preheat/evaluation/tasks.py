@@ -25,10 +25,10 @@ BUILT_IN = Path(__file__).parent / "builtin"
 Kind = Literal["multiple_choice", "classification", "cloze", "exact_match", "token_f1", "numeric"]
 BY_LIKELIHOOD = ("multiple_choice", "classification", "cloze")
 OF_LENGTH = {
-    "positions": "the loss of each place of long passages: does it go on falling with what stands before?",
-    "continuation": "the loss of a passage's last tokens with none, a quarter, half and all of what stands before them",
-    "needle": "phrases hidden in a text, by length and depth: is one continued when its beginning stands at the end?",
-    "recall": "a list of keys and values, by length and depth: is the value of the key at the end told?",
+    "positions": "the loss of each position of long passages: does it keep falling with more context?",
+    "continuation": "the loss of a passage's last tokens with none, a quarter, half and all of the context before them",
+    "needle": "phrases hidden in a text, by length and depth: is one continued when the text ends in its beginning?",
+    "recall": "a list of keys and values, by length and depth: is the value of the key at the end recalled?",
 }
 TEXTS = ("positions", "continuation", "needle")
 
@@ -207,7 +207,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         first, *more = re.split(r",(?![^\[]*\])", given)  # do not split lists in brackets
         name, _, data = first.partition("=")
         if bad := [part for part in more if "=" not in part]:
-            raise RecipeError(f"{knob} {given}: '{bad[0]}' is no KEY=VALUE")
+            raise RecipeError(f"{knob} {given}: '{bad[0]}' is not KEY=VALUE")
         settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
         path = expanded(knob, name)
         if name in OF_LENGTH:
@@ -234,5 +234,5 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         tasks.append(task)
     names_of = [t if isinstance(t, str) else t.name for t in tasks]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
-        raise RecipeError(f"{knob}: {twice} stands twice")
+        raise RecipeError(f"{knob}: {twice} is given twice")
     return tasks

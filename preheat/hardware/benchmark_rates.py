@@ -171,7 +171,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         near = None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other))
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
-            tell(f"matrix products in {name}", done)
+            tell(f"matmuls in {name}", done)
             peak[name] = _peak(seconds, random, dtype, grid)
             layers = _matrix(seconds, random, name, dtype, grid)
             peak[name] = max(peak[name], *(rate.flops for rate in layers))
@@ -181,7 +181,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             attention += _attention(seconds, random, name, dtype, grid)
             adamw[name] = _adamw(seconds, random, dtype, grid)
         if has_tf32(device):
-            tell("matrix products in tf32", 0.98)
+            tell("matmuls in tf32", 0.98)
             end = allow_tf32(seconds)
             peak["tf32"] = _peak(seconds, random, torch.float32, grid)
             layers = _matrix(seconds, random, "tf32", torch.float32, grid)

@@ -276,7 +276,7 @@ def parse_accelerator(text: str) -> Accelerator:
         elif not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) == 0:
             unit = {1e12: "TFLOP/s", 1e9: "GB/s", 1.0: "watts"}[_RATES[key]]
             raise RecipeError(
-                f"--gpu: {key}: '{value}' is no {'power' if key == 'watts' else 'rate'}; write a number of {unit}"
+                f"--gpu: {key}: '{value}' is not a {'power' if key == 'watts' else 'rate'}; write a number of {unit}"
             )
         else:
             values[key] = float(value) * _RATES[key]

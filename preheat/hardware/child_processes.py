@@ -77,7 +77,7 @@ def ended_by(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"was ended by {name}" + (" (by the kernel for want of memory, perhaps)" if name == "SIGKILL" else "")
+    return f"was ended by {name}" + (" (perhaps by the kernel, out of memory)" if name == "SIGKILL" else "")
 
 
 def local_group() -> dict[str, str]:

@@ -48,7 +48,7 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
     built = _folder() / f"{source.stem}-{key[:16]}.so"
     if (reason := _reject_reason(built, key)) is not None:
         if built.exists() or built.is_symlink():
-            _log.warning("%s: is not loaded (%s); it is built anew", built, reason)
+            _log.warning("%s: is not loaded (%s); it is built again", built, reason)
         _build(source, built, home, ("-O2",) if not vector else _VECTOR, key)
     try:
         return ctypes.CDLL(str(built))
@@ -84,7 +84,7 @@ def _private_folder(other: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _log.warning(
-        "%s: others can write there, so nothing of it is loaded; set PREHEAT_CACHE to a folder of your own", other
+        "%s: others can write there, so nothing in it is loaded; set PREHEAT_CACHE to a folder of your own", other
     )
     return folder
 
@@ -102,7 +102,7 @@ def _reject_reason(built: Path, key: str) -> str | None:
     try:
         facts = built.lstat()
         if not stat.S_ISREG(facts.st_mode):
-            return "is no plain file"
+            return "is not a regular file"
         if not _is_private(facts):
             return "others can write to it"
         sealed = built.with_suffix(".sha256").read_text(encoding="utf-8", errors="replace").strip()

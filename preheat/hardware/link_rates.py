@@ -197,8 +197,8 @@ def load_links(hardware: str, torch: str) -> tuple[LinkRate, ...]:
         if values is None or {key: values.get(key) for key in expected} != expected:
             return ()
         if not isinstance(values.get("links"), list):
-            raise Damaged("links is no list")
+            raise Damaged("links is not a list")
         return tuple(read_row(LinkRate, row, zero=("low", "high")) for row in values["links"])
     except Damaged as error:
-        _log.warning("%s: is damaged (%s) and not used; measure the links anew: preheat nettest", path, error)
+        _log.warning("%s: is damaged (%s) and not used; measure the links again: preheat nettest", path, error)
         return ()

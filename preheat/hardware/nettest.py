@@ -49,7 +49,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
             return tuple(sorted({parse_memory(part) for part in text.split(",")}))
         low, high = (parse_memory(part) for part in text.split("-", 1))
     except RecipeError:
-        raise RecipeError(f"--sizes: '{text}' is no list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
+        raise RecipeError(f"--sizes: '{text}' is not a list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
     if low > high:
         raise RecipeError(f"--sizes: '{text}' falls; write the smaller size first")
     sizes = [low]
@@ -77,13 +77,13 @@ def nettest(
     """
     if processes is None:
         if int(os.environ["WORLD_SIZE"]) < 2:
-            raise RecipeError("WORLD_SIZE: torchrun started 1 process, which has nobody to send to; start 2 or more")
+            raise RecipeError("WORLD_SIZE: torchrun started 1 process, which has no other to send to; start 2 or more")
         result = measure(task, tell)
     else:
         if processes < 2:
             raise RecipeError(
-                f"--nproc: {processes} process has nobody to send to; "
-                "use --nproc 2 or more, or start it with torchrun on each host"
+                f"--nproc: {processes} process has no other to send to; use --nproc 2 or more, or start it with "
+                "torchrun on each host"
             )
         result = _run_processes(task, processes, port, tell)
     if not result:

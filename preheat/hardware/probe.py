@@ -232,7 +232,9 @@ def begin_peak(kind: str) -> None:
     """
     before = {kind: peak_bytes(kind)} | ({"reserved": peak_reserved_bytes()} if kind == "cuda" else {})
     if not reset_peak(kind):
-        raise RunError(f"{_CLEAR}: cannot be written, so the memory of one step cannot be told from that of another")
+        raise RunError(
+            f"{_CLEAR}: cannot be written, so the memory of one step cannot be separated from that of another"
+        )
     _highest.update(before)
 
 

@@ -63,7 +63,7 @@ MOVERS: dict[str, str] = {
     "mul": "x * y",
     "mul_row": "x [n, width] * w [width]",
     "mul_column": "x [n, width] * s [n, 1]",
-    "masked_fill": "x [n, width] with places of each row set to a number",
+    "masked_fill": "x [n, width] with positions of each row set to a number",
     "exp": "x.exp()",
     "rsqrt": "x.rsqrt()",
     "silu": "silu(x)",
@@ -74,7 +74,7 @@ MOVERS: dict[str, str] = {
     "sum_rows": "x [n, width] over n: the gradient of a bias or of a norm's weight",
     "norm": "the 2-norm of the whole",
     "softmax": "rows of x [n, vocabulary]",
-    "softmax_": "rows of x [n, vocabulary], written where they stand",
+    "softmax_": "rows of x [n, vocabulary], in place",
     "amax": "the greatest of each row of x [n, vocabulary]",
     "log_softmax": "rows of x [n, vocabulary]",
     "log_softmax_backward": "its gradient",
@@ -82,7 +82,7 @@ MOVERS: dict[str, str] = {
     "embedding_backward": "gradients of random rows summed into a table: the bytes of the gradient and of the table",
     "random_": "64 random bits an element, drawn one after the other on a CPU",
     "index_copy_": "rows written in random order into a tensor that exists",
-    "look_up": "numbers of a table of 256 by their 32-bit places: the bytes of the places and of what comes out",
+    "look_up": "numbers of a table of 256 by their 32-bit indices: the bytes of the indices and of the result",
     "where": "x or y, whole, by one flag",
 }
 """Memory-bound operators.
@@ -206,7 +206,7 @@ class Rates:
             RunError: nothing was measured in that dtype.
         """
         points = [((r.n, r.k, r.m), r.flops) for r in self.matrix if (r.dtype, r.layout) == (dtype, layout)]
-        return _nearest(self._require(points, f"matrix products in {dtype}"), (n, k, m))
+        return _nearest(self._require(points, f"matmuls in {dtype}"), (n, k, m))
 
     def moved_rate(self, operator: str, dtype: str, bytes: int) -> float:
         """Returns the bytes/s of one of `MOVERS` when it reads and writes `bytes` in total; `launch` is not included.
@@ -293,7 +293,7 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
             return None
         rates = _read(values)
     except Damaged as error:
-        _log.warning("%s: is damaged (%s); this machine is measured anew", path, error)
+        _log.warning("%s: is damaged (%s); this machine is measured again", path, error)
         return None
     return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_ratios(_runs_path(path))))
 
@@ -313,7 +313,7 @@ def _read(values: JsonObject) -> Rates:
 
     def rows(cls: type[_Row], key: str) -> tuple[_Row, ...]:
         if not isinstance(values[key], list):
-            raise Damaged(f"{key} is no list")
+            raise Damaged(f"{key} is not a list")
         return tuple(read_row(cls, row) for row in values[key])
 
     matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")

@@ -46,7 +46,9 @@ def set_segments(setting: str) -> tuple[bool, str]:
     # The driver's own allocator has no segments.
     if expandable or re.search(r"backend\s*:\s*cudaMallocAsync", environment):
         grow = expandable is not None and "cudaMallocAsync" not in environment and expandable[1].lower() == "true"
-        before = f"{variable} of the environment goes before hardware.segments ({setting}): {quoted(environment)}"
+        before = (
+            f"{variable} of the environment takes precedence over hardware.segments ({setting}): {quoted(environment)}"
+        )
         return grow, "" if grow == (setting != "fixed") else before
     if setting == "auto" and (why := _unsupported()):
         return False, f"segments of the GPU's allocator have fixed sizes (hardware.segments: auto): {why}"
@@ -65,11 +67,11 @@ def _unsupported() -> str:
     import torch
 
     if sys.platform != "linux":
-        return "torch has growing ones on Linux"
+        return "torch has expandable ones on Linux"
     if torch.version.hip:
-        return "torch has growing ones on AMD's devices only since ROCm 7"
+        return "torch has expandable ones on AMD's devices only since ROCm 7"
     if "microsoft" in platform.release().lower():
-        return "growing ones are known to fail on Windows' subsystem for Linux"
+        return "expandable ones are known to fail on Windows' subsystem for Linux"
     return "" if _maps_pages(torch.cuda.current_device()) else "this GPU's driver does not map memory page by page"
 
 

@@ -40,7 +40,7 @@ def read_json(path: Path) -> JsonObject | None:
     except OSError as error:
         raise Damaged(f"cannot be read ({error.strerror})") from None
     except BadJson:
-        raise Damaged("is no JSON") from None
+        raise Damaged("is not JSON") from None
     if not isinstance(values, dict):
         raise Damaged(f"holds {quoted(values, 40)}")
     return values

@@ -134,8 +134,8 @@ class Conversation:
             if later is None:
                 if count >= positions:
                     raise RecipeError(
-                        f"the message has {count:,} tokens as the template lays it out, the model only {positions:,} "
-                        "positions; say it in fewer words"
+                        f"the message has {count:,} tokens with the template, the model only {positions:,} positions; "
+                        "shorten it"
                     )
                 return count, dropped
             # Up to the next question of the user, so that the conversation still begins with one.

@@ -89,18 +89,18 @@ def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Loa
     own = checkpoint.step_of(path.name)
     if own is not None and (path.parent.parent / "recipe.yaml").is_file():
         if step not in (None, own):
-            raise RunError(f"{path}: is the checkpoint of step {own}, and step {step} was asked for; name the run")
+            raise RunError(f"{path}: is the checkpoint of step {own}, not of step {step}; name the run")
         path, step = path.parent.parent, own
     if (path / "recipe.yaml").is_file():
         return _at_start(path, base) if at_start else _run(path, step, base)
     if at_start:
-        raise RunError(f"{path}: is no run, so nothing is known of a model before it; name two models to compare them")
+        raise RunError(f"{path}: is not a run, so the model before it is unknown; name two models to compare them")
     if step is not None:
-        raise RunError(f"{path}: is no run, so it has no checkpoint of step {step}; leave --step out")
+        raise RunError(f"{path}: is not a run, so it has no checkpoint of step {step}; leave --step out")
     if (path / "adapter_config.json").is_file():
         return _adapter(path, base)
     if base is not None:
-        raise RecipeError(f"--base: {path} is no adapter (no adapter_config.json) and no run; leave it out")
+        raise RecipeError(f"--base: {path} is neither an adapter (no adapter_config.json) nor a run; leave it out")
     require_model(path)
     return _folder(str(path), str(path))
 
@@ -122,17 +122,17 @@ def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTraine
     if ours != theirs:
         odd = next((piece for piece in ours if theirs.get(piece) != ours[piece]), None)
         odd = odd if odd is not None else next(piece for piece in theirs if piece not in ours)
-        token_ids = [str(vocabulary.get(odd, "no piece")) for vocabulary in (ours, theirs)]
+        token_ids = [str(vocabulary.get(odd, "no token")) for vocabulary in (ours, theirs)]
         raise RecipeError(
-            f"sample.draft_model: {path}: has another tokenizer ({len(theirs):,} pieces, the model {len(ours):,}; "
-            f"{odd!r} is {token_ids[1]} there and {token_ids[0]} here), and a draft proposes tokens: "
-            "use a smaller model of the same family, or sample.prompt_lookup_tokens, which needs none"
+            f"sample.draft_model: {path}: has another tokenizer ({len(theirs):,} tokens, the model {len(ours):,}; "
+            f"{odd!r} is {token_ids[1]} there and {token_ids[0]} here), and a draft proposes tokens: use a smaller "
+            "model of the same family, or sample.prompt_lookup_tokens, which needs none"
         )
     model: PreTrainedModel = draft.build.trained[0]
     if patterned(model):
         raise RecipeError(
-            f"sample.draft_model: {path}: its layers have attention patterns, so it reads everything again for each "
-            "token; use a draft without"
+            f"sample.draft_model: {path}: its layers have attention patterns, so it recomputes all tokens for each "
+            "new one; use a draft without"
         )
     return model
 
@@ -173,7 +173,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
     named = recipe.model.path
     if named is None:
         if base is not None:
-            raise RecipeError(f"--base: {path} is a run whose model was new, and stands in it whole; leave it out")
+            raise RecipeError(f"--base: {path} is a run of a new model and contains all of it; leave it out")
         return recipe
     trained = (
         progress.fingerprints.get("weights") if progress is not None and recipe.model.weights != "random" else None
@@ -181,7 +181,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
     if base is not None:
         if not (Path(base) / "config.json").is_file():
             raise RecipeError(
-                f"--base: {base}: no model's folder (no config.json); name the one that {path} was trained on"
+                f"--base: {base}: not a model's folder (no config.json); name the one that {path} was trained on"
             )
         if trained is not None and WeightSource(Path(base), knob="--base").fingerprint() != trained:
             raise RecipeError(
@@ -196,7 +196,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
             folder = home.joinpath(*parts[-count:])
             if trained and (folder / "config.json").is_file() and WeightSource(folder).fingerprint() == trained:
                 return replace(recipe, model=replace(recipe.model, path=str(folder)))
-    raise RunError(f"{path}: its base model {named}: no such folder; name where it is now with --base")
+    raise RunError(f"{path}: its base model {named}: no such folder; give its current folder with --base")
 
 
 def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
@@ -209,7 +209,7 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
         raise RunError(
             f"{path}: "
             + (
-                f"no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]})"
+                f"no checkpoint is intact ({damaged[0][0].name}: {damaged[0][1]})"
                 if damaged
                 else "has no checkpoint yet"
             )
@@ -232,8 +232,8 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
         and progress.fingerprints.get("weights") != model_build.weights.fingerprint()
     ):
         raise RunError(
-            f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; put back those "
-            "that were there"
+            f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; restore the "
+            "earlier ones"
         )
     checkpoint.load_weights(model_build, newest)
     template = data.get("template") if data.get("chat") else None
@@ -281,7 +281,7 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
     if is_compressed(model):
         knob = "--base" if base is not None else f"adapter: {path}"
         raise RecipeError(
-            f"{knob}: {named} is compressed, and what is rounded carries no adapters; name the model it was made from"
+            f"{knob}: {named} is compressed, and quantized weights cannot take adapters; name the original model"
         )
     # Before anything is put into the model: an adapter fits only the weights that it was trained on.
     folder.on_base(named, opened.build.weights, stated=base is not None)

@@ -46,7 +46,7 @@ def limit_layers(
     """
     chosen = [m for index, m in enumerate(anatomy(model).attentions) if every is None or (index + 1) % every]
     if any(hasattr(m, PATTERN) for m in chosen):
-        raise ValueError("the layers have an attention pattern already; one pattern a layer")
+        raise ValueError("the layers already have an attention pattern, and there is one per layer")
     _register(attend)  # generation needs it, even if training uses the build's slots
     if model.config._attn_implementation not in (ATTENTION, STANDALONE):
         switch_attention(model, attend)
@@ -102,7 +102,8 @@ def _attention(
     """transformers' attention interface: [rows, heads, length, head_dim] in, [rows, length, heads, head_dim] out."""
     if refused := [name for name in _REFUSED if more.get(name) is not None]:
         raise ValueError(
-            f"{type(module).__name__} hands {', '.join(refused)} to its attention, which preheat's kernels do not do"
+            f"{type(module).__name__} hands {', '.join(refused)} to its attention, which preheat's kernels do not "
+            "support"
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     bias = attention_mask

@@ -56,8 +56,8 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
         if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
             raise RecipeError(
                 f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they "
-                "never "
-                "saw; copy the model's tokenizer.json there, or set data.tokenizer to the folder that has it"
+                "were not trained on; copy the model's tokenizer.json there, or set data.tokenizer to the folder "
+                "that has it"
             )
         return None
     return path
@@ -354,8 +354,8 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
         raise RecipeError(
-            f"model.path: {path}: no such folder, and not to be had from the Hugging Face hub ({fault(error, 160)}); "
-            "download it where there is a network and name the folder"
+            f"model.path: {path}: no such folder, and it cannot be loaded from the Hugging Face hub "
+            f"({fault(error, 160)}); download it on a machine with a network and name the folder"
         ) from None
     if getattr(config, "qk_rope_head_dim", None) and getattr(config, "head_dim", 0) is None:
         config.head_dim = config.qk_rope_head_dim  # transformers derives it, but a null in the file overwrites it
@@ -389,9 +389,7 @@ def _require_sound(values: JsonObject, file: Path) -> None:
     """Rejects values in a config.json for which transformers fails with a traceback, or which it misreads."""
     if not isinstance(values.get("model_type"), str):
         problem = (
-            "does not say its model_type"
-            if "model_type" not in values
-            else f"has model_type {quoted(values['model_type'])}"
+            "has no model_type" if "model_type" not in values else f"has model_type {quoted(values['model_type'])}"
         )
         raise RecipeError(
             f"model.path: {file} {problem}, so transformers has no class for it; write the architecture's name "
@@ -402,7 +400,7 @@ def _require_sound(values: JsonObject, file: Path) -> None:
         raise RecipeError(f"model.path: {file}: text_config: must be an object, got {quoted(text)}")
     if wrong := _wrong_number(values) or _wrong_number(text or {}):
         key, value, rule = wrong
-        raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; put back the model's own")
+        raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; restore the model's own")
     for part in (values, text or {}):
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
@@ -410,7 +408,7 @@ def _require_sound(values: JsonObject, file: Path) -> None:
                 raise RecipeError(f"model.path: {file}: {key}: must be a whole number above 0, got {quoted(value)}")
             if value > _highest(key):
                 raise RecipeError(
-                    f"model.path: {file}: {key}: {quoted(value)} is more than any model has; put back the model's own"
+                    f"model.path: {file}: {key}: {quoted(value)} is more than any model has; restore the model's own"
                 )
 
 
@@ -424,16 +422,13 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
     stated = {field.name for field in dataclasses.fields(config)}  # others are computed, or the family has none
     for key in _SIZES:
         if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
-            raise RecipeError(
-                f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; "
-                "add it"
-            )
+            raise RecipeError(f"model.path: {file} has no {names.get(key, key)}, which has no default; add it")
     heads, width = largest(config, "num_attention_heads"), config.hidden_size
     groups = largest(config, "num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise RecipeError(
-            f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; put "
-            "back the model's own"
+            f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; restore "
+            "the model's own"
         )
     if (
         isinstance(heads, int)
@@ -442,7 +437,7 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
     ):
         raise RecipeError(
             f"model.path: {file}: {names.get('num_attention_heads', 'num_attention_heads')}: {heads} does not divide "
-            f"{names.get('hidden_size', 'hidden_size')} {width}; put back the model's own"
+            f"{names.get('hidden_size', 'hidden_size')} {width}; restore the model's own"
         )
 
 
@@ -451,7 +446,9 @@ def _models_near(folder: Path) -> str:
     parent = folder.expanduser().parent
     names = sorted(file.parent.name for file in parent.glob("*/config.json")) if parent.is_dir() else []
     return (
-        nearest(folder.name, names[:20]) if names else f"in {parent} is no model's folder (one that holds config.json)"
+        nearest(folder.name, names[:20])
+        if names
+        else (f"in {parent} is not a model's folder (one that holds config.json)")
     )
 
 
@@ -486,7 +483,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         else 4 * width
     )
     if model.vocab_size is None and vocabulary is None:
-        raise RecipeError("model.vocab_size: is needed where no tokenizer decides it")
+        raise RecipeError("model.vocab_size: is needed if no tokenizer determines it")
     # A multiple of 64 keeps the head's matmuls fast.
     rows = model.vocab_size or -(-vocabulary // 64) * 64  # type: ignore[operator]
     common: JsonObject = {

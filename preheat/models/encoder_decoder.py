@@ -42,8 +42,8 @@ def refuse(config: PretrainedConfig) -> None:
     """Raises RecipeError for an encoder-decoder that preheat would compute differently from transformers."""
     if config.model_type not in FAMILIES:
         raise RecipeError(
-            f"model: {config.model_type} is an encoder-decoder, and of these preheat trains "
-            f"{' and '.join(FAMILIES)}; use one of them"
+            f"model: {config.model_type} is an encoder-decoder, of which preheat trains {' and '.join(FAMILIES)}; use "
+            "one of them"
         )
     if config.dropout_rate:
         raise RecipeError(
@@ -85,9 +85,9 @@ def divided(batch: Batch) -> Batch:
     if not most and batch.weight:
         where = f"rows {', '.join(map(str, batch.rows[:3]))}" if batch.rows else "rows"
         raise DataError(
-            f"{where}: all documents are trained from their first token on, so an encoder has nothing to read of them; "
-            "name data of prompts and answers "
-            "(data.layout: prompt_completion, alpaca, messages), and leave data.train_on: all out"
+            f"{where}: all documents are trained from their first token on, so an encoder has nothing to read; name "
+            "data of prompts and answers (data.layout: prompt_completion, alpaca, messages), and leave "
+            "data.train_on: all out"
         )
     return replace(batch, mask=replace(batch.mask, documents=documents, read=tuple(read)))
 

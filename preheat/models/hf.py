@@ -99,11 +99,11 @@ def configure(
     rows = text.vocab_size
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(
-            f"data.tokenizer: has {vocabulary:,} pieces but the model's embedding has {rows:,} rows; "
+            f"data.tokenizer: has {vocabulary:,} tokens but the model's embedding has {rows:,} rows; "
             + (
                 "use the model's own tokenizer"
                 if recipe.data.tokenizer or not model.path
-                else "name the tokens that it lacks in model.add_tokens"
+                else "name the missing tokens in model.add_tokens"
             )
             + (
                 ""
@@ -210,7 +210,7 @@ def _attention(
     name = type(module).__name__
     if preheat_attention is None or preheat_mask is None:
         raise RecipeError(
-            f"model: {name} of transformers does not let its layers attend by preheat's kernels, so it {_NO_PLACE}"
+            f"model: {name} of transformers does not let its layers use preheat's attention kernels, so it {_NO_PLACE}"
         )
     if attention_mask is not None:
         raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
@@ -258,8 +258,8 @@ _UNSUPPORTED = {
 
 
 REFUSED = {  # families that can only be planned for inference
-    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not do",
-    "deepseek_v2": "has a router and rotary positions of its own, which preheat does not do",
+    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not support",
+    "deepseek_v2": "has a router and rotary positions of its own, which preheat does not support",
 }
 
 
@@ -332,7 +332,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
             )
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(
-            f"model: {config.model_type} is no decoder-only model that transformers can build ({fault(error, 200)})"
+            f"model: {config.model_type} is not a decoder-only model that transformers can build ({fault(error, 200)})"
         ) from None
     model.config.use_cache = False
     replace_rotary(model)

@@ -79,9 +79,8 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
 
     if not is_classifier(folder):
         raise RecipeError(
-            f"{knob}: {folder} is no folder of an image classifier: its config.json names no class "
-            "…ForImageClassification; "
-            "save one there with transformers' save_pretrained"
+            f"{knob}: {folder} is not a folder of an image classifier: its config.json names no class "
+            "…ForImageClassification; save one there with transformers' save_pretrained"
         )
     settings = read_object(folder / "config.json", knob)
     code = remote_code.names_of_code(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
@@ -138,7 +137,7 @@ def open_processor(folder: Path, *, knob: str = "MODEL") -> BaseImageProcessor:
 
     if not (folder / "preprocessor_config.json").is_file():
         raise RecipeError(
-            f"{knob}: {folder} has no preprocessor_config.json, so nobody knows how its images are scaled; save the "
+            f"{knob}: {folder} has no preprocessor_config.json, so the scaling of its images is unknown; save the "
             "model's image processor there, too"
         )
     try:
@@ -168,8 +167,8 @@ def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Pretrained
     family = _FAMILIES.get(config.model_type)
     if family is None:
         raise RecipeError(
-            f"width: knows the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave the "
-            "step out"
+            f"width: supports the blocks of {', '.join(_FAMILIES)}, and this model is a {config.model_type}; leave "
+            "the step out"
         )
     narrowed = copy.deepcopy(config)
     now = getattr(config, family.ratio)

@@ -35,8 +35,7 @@ def require_rows(rows: Sequence[Tensor], who: str) -> None:
     """Raises RecipeError if there is nothing to calibrate on."""
     if not any(row.shape[-1] > 1 for row in rows):
         raise RecipeError(
-            f"{who}: looks at what passes through the model and was given no rows of two tokens or more; name data "
-            "to read rows from"
+            f"{who}: needs calibration rows, and there are no rows of two tokens or more; name data to read rows from"
         )
 
 
@@ -181,8 +180,8 @@ def linear_maps(model: PreTrainedModel) -> dict[str, nn.Module]:
     for name, p in model.named_parameters():
         if p.ndim > 2:
             raise RecipeError(
-                f"model: {name} holds all experts of a layer in one parameter, which single weights are not pruned "
-                "of; take out whole layers by the method depth"
+                f"model: {name} holds all experts of a layer in one parameter, from which single weights cannot be "
+                "pruned; remove whole layers by the method depth"
             )
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
 

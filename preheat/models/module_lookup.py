@@ -77,7 +77,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     kind, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
     base = base_of(model)
     if base is model:
-        raise RecipeError(f"model: {kind} has no base model under its head, so hidden states cannot be had")
+        raise RecipeError(f"model: {kind} has no base model under its head, so hidden states are not accessible")
     within = base if vision.tower(model) is None else base.language_model
     stacks = [m for m in within.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not stacks:
@@ -167,8 +167,8 @@ def require_plain_head(model: PreTrainedModel, who: str, *, tied: bool = False) 
         )
     if hasattr(head(model), "get_base_layer"):
         raise RecipeError(
-            f"techniques.{who}: makes logits from the head's weight alone, and an adapter stands on it; take the "
-            f"head out of the adapter's targets, or leave {who} out"
+            f"techniques.{who}: makes logits from the head's weight alone, and it has an adapter; remove the head "
+            f"from the adapter's targets, or leave {who} out"
         )
 
 
@@ -176,8 +176,8 @@ def require_decoder_only(model: PreTrainedModel, who: str) -> None:
     """Raises RecipeError for an encoder-decoder, which `who` (a command as the user types it) does not support."""
     if model.config.is_encoder_decoder:
         raise RecipeError(
-            f"{who}: {model.config.model_type} is an encoder-decoder, which can be trained, evaluated and written "
-            "with, and exported by --to hf alone"
+            f"{who}: {model.config.model_type} is an encoder-decoder, which can be trained, evaluated, used to "
+            "generate, and exported by --to hf only"
         )
 
 

@@ -331,7 +331,7 @@ def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
     records = []
     for router in routers(model):
         record = getattr(router, ROUTED)
-        assert record is not None, "a router did not write down what it chose"
+        assert record is not None, "a router did not record its choice"
         setattr(router, ROUTED, None)
         records.append(record)
     return torch.stack([counts for counts, _ in records]), torch.stack([sums for _, sums in records])

@@ -111,8 +111,8 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")
     ):
         raise ValueError(
-            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do "
-            "not hand on"
+            f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not "
+            "pass on"
         )
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
     course = ModelProfile(_list_of_layers(model))
@@ -127,8 +127,8 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
                 (course.entry if where == "entry" else course.exit).append(name)
             elif any(True for _ in module.parameters()):
                 raise ValueError(
-                    f"{type(model).__name__}: {name} gives something else than hidden states, which its stages would "
-                    "all need"
+                    f"{type(model).__name__}: {name} returns something other than hidden states, which all its stages "
+                    "would need"
                 )
 
         module.register_forward_hook(done)
@@ -145,7 +145,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     def leave(layer: nn.Module, _: object, out: object) -> None:
         if not (torch.is_tensor(out) and tuple(out.shape) == stream):
             raise ValueError(
-                f"{type(layer).__name__} gives more than hidden states to the next layer, which may stand on another "
+                f"{type(layer).__name__} passes more than hidden states to the next layer, which may be on another "
                 "device"
             )
         course.each.append(counter.get_total_flops() - started)
@@ -181,7 +181,7 @@ def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, strea
         )
     if not torch.equal(out, hidden):
         raise ValueError(
-            f"{type(model).__name__} changes hidden states outside its modules, which each stage would do again"
+            f"{type(model).__name__} changes hidden states outside its modules, which each stage would repeat"
         )
 
 
@@ -205,7 +205,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     """
     count = len(costs)
     if stages > count:
-        raise ValueError(f"{count} layers cannot be cut into {stages} stages; use at most {count}")
+        raise ValueError(f"{count} layers cannot be split into {stages} stages; use at most {count}")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -144,7 +144,7 @@ def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
         return forward(*args, **kwargs)
     hidden = args[0] if args else kwargs.pop("hidden_states")
     if kwargs.get("attention_mask") is not None:
-        raise RecipeError(f"model: {type(mixer).__name__} takes a mask of its own beside packed documents")
+        raise RecipeError(f"model: {type(mixer).__name__} takes a mask of its own in addition to packed documents")
     return split_documents(hidden, documents, lambda rows: forward(rows, *args[1:], **kwargs))
 
 

@@ -49,13 +49,11 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
         return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
     strange = sorted({style for style in plan.values() if style not in _STYLES})
     if strange:
-        return [
-            f"degree: the plan of {family} shares out experts ({', '.join(strange)}), which is not done here; use fsdp"
-        ]
+        return [f"degree: the plan of {family} shards experts ({', '.join(strange)}), which is not supported; use fsdp"]
     if not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
         return []  # attention is replicated
     return [
-        f"degree: {count} {what} do not divide among {degree} devices; use a degree that divides {count}"
+        f"degree: {count} {what} do not divide by {degree} devices; use a degree that divides {count}"
         for what, count in (("heads", heads), ("key-value heads", kv_heads))
         if count % degree
     ][:1]
@@ -97,7 +95,7 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
                 name = names[id(module)]
                 style = inside[name]
                 if style is None and split:
-                    raise ValueError(f"transformers' plan of {model.config.model_type} says nothing of {name}")
+                    raise ValueError(f"transformers' plan of {model.config.model_type} does not cover {name}")
                 styles[name] = style or TpStyle.REPLICATED
     ends = ((parts.embedding, TpStyle.EMBEDDING), (parts.head, TpStyle.HEAD))  # a pipeline stage may have none
     styles |= {names[id(module)]: style for module, style in ends if module is not None}
@@ -106,7 +104,7 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
     if strange or len(last) != (parts.head is not None):
         extra = ", ".join([*last, *strange]) or "no norm"
         raise ValueError(
-            f"{model.config.model_type} has {extra} beside its layers, where one norm alone behind them is known"
+            f"{model.config.model_type} has {extra} besides its layers; only a norm after them is supported"
         )
     return styles | dict.fromkeys(last, TpStyle.LAST)
 
@@ -115,7 +113,7 @@ def _adapted(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, T
     """The styles of the linear maps that an adapter puts in place of one."""
     small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
     if style is None:
-        raise ValueError(f"{name} has an adapter, and transformers' plan says nothing of the map below it")
+        raise ValueError(f"{name} has an adapter, and transformers' plan does not cover the linear map below it")
     if any(not re.search(r"\.lora_[AB]\.\w+$", key) for key in small):
         raise ValueError(
             f"{name} has an adapter with more than LoRA's two small matrices; use lora with variant: lora or rslora"

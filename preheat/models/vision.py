@@ -82,7 +82,7 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"model.path: {file}: cannot be read ({error}); put back the model's own") from None
+        raise RecipeError(f"model.path: {file}: cannot be read ({error}); restore the model's own") from None
     values = values.get("image_processor", values)
     size = {
         key: values[old]
@@ -124,8 +124,8 @@ def _processor_file(folder: str | None) -> Path | None:
         return Path(hf_hub_download(folder, names[0]))
     except (EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise RecipeError(
-            f"model.path: {folder}: its {names[0]} cannot be had from the hub ({str(error).splitlines()[0][:160]}); "
-            "download the model and name the folder"
+            f"model.path: {folder}: its {names[0]} cannot be loaded from the hub "
+            f"({str(error).splitlines()[0][:160]}); download the model and name the folder"
         ) from None
 
 

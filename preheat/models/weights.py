@@ -391,7 +391,7 @@ class WeightSource:
             if isinstance(error, RecipeError):
                 raise
             raise RecipeError(
-                f"{self.knob}: {self.folder}: {name} cannot be put together of {listed(stored.keys)} "
+                f"{self.knob}: {self.folder}: {name} cannot be assembled from {listed(stored.keys)} "
                 f"({fault(error, 160)}); is a file missing?"
             ) from None
 
@@ -403,8 +403,8 @@ class WeightSource:
             if not torch.equal(self._value(name, names.need(name)), self._value(other, names.need(other))):
                 raise RecipeError(
                     f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which the model's "
-                    "configuration ties; "
-                    "set tie_word_embeddings to false in its config.json, or take one of the two out of the file"
+                    "configuration ties; set tie_word_embeddings to false in its config.json, or remove one of the "
+                    "two from the file"
                 )
 
     def _tell_left(self, model: PreTrainedModel, names: Names) -> None:

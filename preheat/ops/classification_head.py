@@ -49,7 +49,7 @@ def pad_for(tokenizer: PreTrainedTokenizerBase) -> int:
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
         if token is not None and token != tokenizer.eos_token_id:
             return int(token)
-    raise ValueError("the tokenizer has no token to pad with beside the one that ends a sequence; add pad_token to it")
+    raise ValueError("the tokenizer has no padding token other than its end-of-text token; add pad_token to it")
 
 
 def as_sequence_classifier(model: PreTrainedModel, *, pad: int) -> PreTrainedModel:

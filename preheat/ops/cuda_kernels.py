@@ -33,7 +33,7 @@ def is_plain(operator: Operator) -> bool:
     names = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := sorted(names - {*OPERATORS, "all"}):
         raise RunError(
-            f"{SWITCH}: {quoted(unknown[0])} is no operator with a kernel; use {', '.join(OPERATORS)} or all"
+            f"{SWITCH}: {quoted(unknown[0])} is not an operator with a kernel; use {', '.join(OPERATORS)} or all"
         )
     return operator in names or "all" in names
 

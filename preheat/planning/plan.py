@@ -140,7 +140,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:
         raise RecipeError(
-            f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; state {dtype}=TFLOP/s too"
+            f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; add {dtype}=TFLOP/s"
         )
     steps = steps_of(recipe, request.rows)
     start = sum(t.startup_seconds(device) for t in recipe.techniques.values())

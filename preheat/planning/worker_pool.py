@@ -122,7 +122,7 @@ def _collect(seconds: float | None) -> list[Task]:
         except (EOFError, OSError):
             failure = "its process has ended"
         if failure:
-            _log.debug("an observation in another process failed, and is made again: %s", failure)
+            _log.debug("an observation in another process failed and is repeated: %s", failure)
             undone += [worker.task] if worker.task else []
             _helpers.remove(worker)
             worker.end()

@@ -100,7 +100,7 @@ def _tokens(model: Model) -> Iterator[tuple[str, str]]:
         text = "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer"
         yield "model.add_tokens", text
     if len(set(tokens)) < len(tokens) or not all(token.strip() for token in tokens):
-        yield "model.add_tokens", f"{quoted(list(tokens))} has one that is empty or stands twice; write each once"
+        yield "model.add_tokens", f"{quoted(list(tokens))} has one that is empty or repeated; write each once"
 
 
 def _data(data: Data) -> Iterator[tuple[str, str]]:
@@ -145,7 +145,7 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
         text = f"schedule {recipe.schedule.kind} needs a length in steps, tokens or epochs"
         yield "stop.hours", f"{text}; add one (hours still ends the run early) or use schedule.kind: constant"
     if recipe.evaluate.baselines and streaming:
-        text = "counts the training rows, and those of a stream are not known before"
+        text = "counts the training rows, and those of a stream are not known in advance"
         yield "evaluate.baselines", f"{text}; set it to false, or data.streaming: false"
 
 
@@ -157,7 +157,7 @@ def sample_problems(sample: Sample) -> list[tuple[str, str]]:
 def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
-            text = f"{value:g} chooses among drawn tokens, and temperature 0 draws none; set a temperature, e.g. 0.8"
+            text = f"{value:g} filters sampled tokens, and temperature 0 does not sample; set a temperature, e.g. 0.8"
             yield name, text
     if sample.compile is True and sample.cache not in ("auto", "static"):
         yield "compile", f"needs a cache that does not grow, and this one is {sample.cache}; leave cache out"
@@ -175,7 +175,7 @@ def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
     if sample.draft_model is not None and sample.prompt_lookup_tokens is not None:
         yield "prompt_lookup_tokens", "proposes tokens, and so does the draft model; leave one of them out"
     if sample.temperature > 0:
-        yield name, "proposes tokens of greedy text, and a temperature draws others; set temperature 0"
+        yield name, "proposes tokens for greedy decoding, and a temperature samples; set temperature 0"
     if sample.compile is True:
         yield "compile", f"decodes one token at a time, and {name} reads several; leave one of them out"
     elif sample.cache == "static":
@@ -191,7 +191,7 @@ def _prompts(sample: Sample) -> Iterator[tuple[str, str]]:
 def _chat_problem(messages: tuple[Mapping[str, object], ...]) -> str | None:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            return f"{quoted(dict(message))} is no message; write {{role: user, content: ...}}"
+            return f"{quoted(dict(message))} is not a message; write {{role: user, content: ...}}"
     if not messages or messages[-1]["role"] == "assistant":
         return "a chat to answer ends with the user's message"
     return None

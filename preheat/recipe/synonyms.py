@@ -153,8 +153,8 @@ NAMES: Mapping[str, str] = {
 }
 """Another trainer's name -> our key."""
 # Settings of other trainers that are no keys of a recipe, with what to use in their place.
-_FOLDER = "the folder is the command's: preheat train RECIPE --out FOLDER"
-_RESUME = "it is the command's: preheat train RECIPE --out FOLDER --resume"
+_FOLDER = "the folder is an option of the command: preheat train RECIPE --out FOLDER"
+_RESUME = "it is an option of the command: preheat train RECIPE --out FOLDER --resume"
 _MICRO = (
     "'batch.size' counts all rows of a step, over devices and micro-batches; "
     "'techniques.gradient_accumulation.steps' says in how many micro-batches"

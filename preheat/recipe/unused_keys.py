@@ -99,7 +99,7 @@ def _sampled(key: str) -> Rule:
 
 def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rule:
     return Rule(
-        f"data.{key}", lambda r: _has_fields(r) and read(r), "the rows of {source} are read in one way; leave it out"
+        f"data.{key}", lambda r: _has_fields(r) and read(r), "the rows of {source} have a fixed layout; leave it out"
     )
 
 
@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "model.max_positions",
         lambda r: r.model.family != "t5",
-        "t5 tells places by their distance, however long; leave it out",
+        "t5 has relative positions of any length; leave it out",
     ),
     Rule(
         "model.vocab_size",
@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "model.size",
         lambda r: not (r.model.num_layers and r.model.hidden_size and r.model.num_heads),
-        "num_layers, hidden_size and num_heads say how large the model is; leave it out, or them",
+        "num_layers, hidden_size and num_heads determine the size of the model; leave it out, or them",
         refuse=True,
     ),
     Rule("model.trust_remote_code", lambda r: r.model.path, "only the folder of model.path brings code; leave it out"),
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.train_on",
         lambda r: _lists(r) or r.data.template or (r.data.layout in _CHAT_LAYOUTS and _has_fields(r)),
-        "it chooses among the turns of conversations, and the rows are none; leave it out",
+        "it chooses among the turns of conversations, and the rows are not conversations; leave it out",
     ),
     Rule(
         "data.classes",
@@ -167,30 +167,30 @@ RULES: tuple[Rule, ...] = (
         "rows of the layout {layout} have no classes; use data.layout: classes, or leave it out",
     ),
     Rule(
-        "data.subset", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
+        "data.subset", lambda r: not _is_file(r), "it is for a `datasets` source, and {source} is not one; leave it out"
     ),
     Rule(
-        "data.split", lambda r: not _is_file(r), "it is of a `datasets` source, and {source} is not one; leave it out"
+        "data.split", lambda r: not _is_file(r), "it is for a `datasets` source, and {source} is not one; leave it out"
     ),
     Rule("data.vocab_size", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
-    Rule("data.image_pixels", lambda r: not _new(r), "a new model reads text alone; leave it out"),
-    Rule("data.images", lambda r: not _new(r), "a new model reads text alone; leave it out"),
+    Rule("data.image_pixels", lambda r: not _new(r), "a new model reads only text; leave it out"),
+    Rule("data.images", lambda r: not _new(r), "a new model reads only text; leave it out"),
     Rule(
         "data.text_files",
         lambda r: PurePath(_only(r) or "").suffix not in _ONE_TEXT_FORMAT and _has_fields(r),
-        "it is about .txt files, and {source} is none; leave it out",
+        "it is for .txt files, and {source} is not one; leave it out",
     ),
-    Rule("data.prefetch", lambda r: r.data.workers, "it is of loader processes; set data.workers, or leave it out"),
+    Rule("data.prefetch", lambda r: r.data.workers, "it is for loader processes; set data.workers, or leave it out"),
     Rule(
         "optimizer.betas",
         _without("adafactor"),
-        "adafactor keeps no running means of this kind (it has decay); leave it out",
+        "adafactor has no moving averages of this kind (it has decay); leave it out",
     ),
     Rule("optimizer.eps", _without("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
     Rule(
         "schedule.warmup_ratio",
         _counted,
-        "it is a share of the run, whose length stop.hours does not tell; add stop.max_steps, or leave it out",
+        "it is a fraction of the run, whose length stop.hours does not determine; add stop.max_steps, or leave it out",
     ),
     Rule(
         "schedule.decay_ratio",
@@ -223,7 +223,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "parallel.zero_stage",
         lambda r: r.parallel.engine == "deepspeed",
-        "only engine deepspeed reads it; set parallel.engine: deepspeed, or use techniques.fsdp in its place",
+        "only engine deepspeed reads it; set parallel.engine: deepspeed, or use techniques.fsdp instead",
         refuse=True,
     ),
     Rule("parallel.timeout", lambda r: r.parallel.devices != 1, "one process waits for no other; leave it out"),
@@ -253,17 +253,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "techniques.length_curriculum.multiple",
         _of("length_curriculum", lambda t: not t.lengths),
-        "lengths are the stages themselves; leave it out",
+        "lengths define the stages; leave it out",
     ),
     Rule(
         "techniques.expert_balancing.rate",
         _of("expert_balancing", lambda t: t.method == "bias"),
-        "only method: bias moves one; leave it out",
+        "only method: bias has one; leave it out",
     ),
     Rule(
         "techniques.distillation.top_k",
         _of("distillation", lambda t: t.cache is not None or t.pieces == "common"),
-        "only a cache and pieces: common keep the likeliest alone; leave it out",
+        "only a cache and pieces: common limit the tokens to the likeliest; leave it out",
     ),
     Rule(
         "techniques.chunked_loss.rows",
@@ -273,7 +273,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "techniques.tensor_parallel.rows",
         _of("tensor_parallel", lambda t: t.loss_parallel),
-        "only loss_parallel makes logits some rows at a time; leave it out",
+        "only loss_parallel computes logits some rows at a time; leave it out",
     ),
 )
 

@@ -190,9 +190,8 @@ class RecipeReader:
     def recipe(self, values: object) -> Recipe:
         if values is None or values == {}:
             raise RecipeError(
-                f"{self.where}: is empty; write at least a model and an end, e.g. {{model: {{size: 15M}}, "
-                f"stop: {{max_steps: 100}}}}, "
-                "or begin with a copy: preheat init demo"
+                f"{self.where}: is empty; write at least a model and a stopping condition, e.g. {{model: {{size: "
+                "15M}, stop: {max_steps: 100}}, or begin with a copy: preheat init demo"
             )
         if not isinstance(values, Mapping):
             raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quoted(values)}")
@@ -228,7 +227,7 @@ class RecipeReader:
         if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
             for one, times in sorted(Counter(values).items()):
                 if times > 1:
-                    self.report(at, f"{name}: {quoted(one)} stands twice")
+                    self.report(at, f"{name}: {quoted(one)} is given twice")
             values = dict.fromkeys(values)
         if values is None:
             return {}

@@ -211,7 +211,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
                     name = shorten(".".join(here))
                     first = lines[here]
                     raise RecipeError(
-                        f"{where}:{key.start_mark.line + 1}: key '{name}' stands twice (also in line {first})"
+                        f"{where}:{key.start_mark.line + 1}: key '{name}' is given twice (also in line {first})"
                     )
                 lines[here] = key.start_mark.line + 1
                 walk(value, here)

@@ -6,8 +6,8 @@ bench.json ──render──▶ bench.html
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report import page, svg
 from preheat.report.formatting import (
     change,
@@ -39,13 +39,13 @@ def write_bench(folder: str | Path) -> Path:
     return page.write_figures(source, "preheat bench", ("name", "rows"), _page)
 
 
-def _page(result: dict[str, Any]) -> str:
+def _page(result: JsonObject) -> str:
     verdicts = [nbsp_units(v["message"]) for v in result["verdicts"]]
     return page.document(
         f"{result['name']} · preheat bench",
         f"""{page.header("preheat bench", headline(result["name"]), _headline(result))}
 {page.section("verdicts", "Verdicts", page.bullets(verdicts) if verdicts else page.small(_NO_VERDICT))}
-{page.section("give", "What each technique gives", _waterfalls(result))}
+{page.section("give", "Gain of each technique", _waterfalls(result))}
 {page.section("contenders", "Every contender", _table(result))}
 <footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its \
 own, in alternation. Speed: median over the turns
@@ -58,7 +58,7 @@ gradients with those of {escape(result["rows"][0]["name"])}. All figures as data
 _NO_VERDICT = "Nothing was left out, so there is no verdict."
 
 
-def _headline(result: dict[str, Any]) -> str:
+def _headline(result: JsonObject) -> str:
     rows = {row["name"]: row for row in result["rows"]}
     plain, combined = rows.get("plain"), rows.get("all")
     if not plain or not combined or plain["failed"] or combined["failed"]:
@@ -73,7 +73,7 @@ def _headline(result: dict[str, Any]) -> str:
     )
 
 
-def _waterfalls(result: dict[str, Any]) -> str:
+def _waterfalls(result: JsonObject) -> str:
     rows = {row["name"]: row for row in result["rows"] if not row["failed"]}
     if "plain" not in rows or "all" not in rows:
         return ""
@@ -113,7 +113,7 @@ def _waterfalls(result: dict[str, Any]) -> str:
     return page.two_columns(*drawn)
 
 
-def _table(result: dict[str, Any]) -> str:
+def _table(result: JsonObject) -> str:
     rows = result["rows"]
     predicted = [row["predicted"]["peak_gib"] if not row["failed"] and row["predicted"] else None for row in rows]
     unit, texts = sizes([*(None if row["failed"] else row["peak_gib"] for row in rows), *predicted])
@@ -129,13 +129,13 @@ def _table(result: dict[str, Any]) -> str:
     )
 
 
-def ratio_range(row: dict[str, Any]) -> str:
+def ratio_range(row: JsonObject) -> str:
     """Returns the lowest and highest speed ratio of a contender's turns."""
     low, high = row["ratio_spread"]
     return f"{low:.2f} to {high:.2f}" if len(row["speeds"]) > 1 else "one turn"
 
 
-def _row(row: dict[str, Any], peak: str, predicted: str) -> str:
+def _row(row: JsonObject, peak: str, predicted: str) -> str:
     cosine = f"{row['gradient_cosine']:.6f}" if number(row["gradient_cosine"]) is not None else "none in common"
     low, high = row["spread"]
     return page.named_row(

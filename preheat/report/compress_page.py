@@ -9,8 +9,9 @@ import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from preheat.core.json_types import JsonObject
 from preheat.report import page
 from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, number_cell, series_colour
@@ -47,7 +48,7 @@ def write_compress(folder: str | Path) -> Path:
     return page.write_figures(source, "preheat compress", ("chosen", "variants"), _page)
 
 
-def _page(result: dict[str, Any]) -> str:
+def _page(result: JsonObject) -> str:
     chosen = next(v for v in result["variants"] if v["name"] == result["chosen"])
     before, after = chosen["before"], chosen["after"]
     faster = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
@@ -64,8 +65,8 @@ def _page(result: dict[str, Any]) -> str:
         f"""{page.header("preheat compress", Path(result["source"]).name, headline)}
 {page.section("pareto", "Quality against size and speed", charts)}
 {page.section("variants", "Every variant", _table(result))}
-{page.section("what", "What was done", done)}
-{page.section("notes", "What to know", notes)}
+{page.section("what", "Steps", done)}
+{page.section("notes", "Notes", notes)}
 <footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out \
 tokens. Bytes: of the weights. Times: medians of
 turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All \
@@ -73,10 +74,10 @@ figures as data: compress.json.</footer>""",
     )
 
 
-def _points(result: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
+def _points(result: JsonObject, by: str) -> list[tuple[str, float, float]]:
     """Returns (name, MiB or milliseconds per token, perplexity) of each variant; the original model comes first."""
 
-    def at(figures: dict[str, Any]) -> float:
+    def at(figures: JsonObject) -> float:
         value: float = figures["bytes"] / 2**20 if by == "size" else 1e3 / figures["decode_tokens_per_second"]
         return value
 
@@ -86,7 +87,7 @@ def _points(result: dict[str, Any], by: str) -> list[tuple[str, float, float]]:
     ]
 
 
-def _pareto(result: dict[str, Any], by: str) -> str:
+def _pareto(result: JsonObject, by: str) -> str:
     points = _points(result, by)
     best = front([(x, y) for _, x, y in points])
     right = max(x for _, x, _ in points)
@@ -167,7 +168,7 @@ def _rise(share: float) -> str:
     return f"{share:+.2%}" if share < 10 else f"×{1 + share:,.0f}"
 
 
-def _table(result: dict[str, Any]) -> str:
+def _table(result: JsonObject) -> str:
     titles = (
         "variant",
         "perplexity",
@@ -187,7 +188,7 @@ def _table(result: dict[str, Any]) -> str:
     return page.table(titles, rows)
 
 
-def _row(name: str, figures: dict[str, Any], before: dict[str, Any], variant: dict[str, Any] | None) -> str:
+def _row(name: str, figures: JsonObject, before: JsonObject, variant: JsonObject | None) -> str:
     cells = [
         f"{figures['perplexity']:.4f}",
         _rise(variant["perplexity_rise"]) if variant else "",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report import page
 from preheat.report.formatting import LONG, escape, grouped, headline, percent
 
 __all__ = ["write_data"]
 
 
-def write_data(shown: dict[str, Any], path: str | Path) -> Path:
+def write_data(shown: JsonObject, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
@@ -23,7 +23,7 @@ def write_data(shown: dict[str, Any], path: str | Path) -> Path:
     return page.write_page(_page(shown), path)
 
 
-def _page(shown: dict[str, Any]) -> str:
+def _page(shown: JsonObject) -> str:
     notices = [page.notice(line, bad=True) for line in shown["blocked"]] + list(map(page.notice, shown["preflight"]))
     packing, counts = shown["packing"], shown["counts"]
     verdict = (
@@ -45,8 +45,12 @@ def _page(shown: dict[str, Any]) -> str:
             f"of {packing['length']:,} tokens, {percent(packing['efficiency'])} text",
         ),
         ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
-        ("Longer than a row", grouped(shown["lengths"]["longer_than_a_row"]), f"{packing['cut']:,} with a cut answer"),
-        ("Duplicates", grouped(packing["duplicates"]), "examples that stand there before"),
+        (
+            "Longer than a row",
+            grouped(shown["lengths"]["longer_than_a_row"]),
+            (f"{packing['cut']:,} with a truncated answer"),
+        ),
+        ("Duplicates", grouped(packing["duplicates"]), "examples that occur before"),
         ("Layout", shown["layout_kind"], shown["layout_reason"]),
     )
     template = f" Chat template: {shown['template']}." if shown["template"] else ""
@@ -67,7 +71,7 @@ _EXAMPLES = (
 )
 
 
-def _example(example: dict[str, Any]) -> str:
+def _example(example: JsonObject) -> str:
     parts = []
     for n, doc in enumerate(example["documents"]):
         what = f", class {doc['label']}" if doc["label"] is not None else ""
@@ -81,11 +85,11 @@ def _example(example: dict[str, Any]) -> str:
         )
         parts.append(page.small(title) + f'<pre class="tokens">{text}</pre>')
     if example["padding"]:
-        parts.append(page.small(f"and {example['padding']:,} places of padding"))
+        parts.append(page.small(f"and {example['padding']:,} positions of padding"))
     return "".join(parts)
 
 
-def _bars(bars: list[dict[str, Any]]) -> str:
+def _bars(bars: list[JsonObject]) -> str:
     most = max((bar["count"] for bar in bars), default=0) or 1
     rows = []
     for bar in bars:
@@ -96,7 +100,7 @@ def _bars(bars: list[dict[str, Any]]) -> str:
     return page.table(("tokens", "examples", ""), rows, text=(0, 2))
 
 
-def _sources(sources: list[dict[str, Any]]) -> str:
+def _sources(sources: list[JsonObject]) -> str:
     rows = []
     for source in sources:
         rows.append(
@@ -110,6 +114,6 @@ def _sources(sources: list[dict[str, Any]]) -> str:
     return page.table(("source", "rows", "tokens", "weight"), rows)
 
 
-def _dropped(counts: dict[str, Any]) -> str:
+def _dropped(counts: JsonObject) -> str:
     """Returns the rows left out, by reason."""
     return ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())

@@ -10,8 +10,8 @@ import html
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.sanitize import clean, shorten
 
 __all__ = [
@@ -49,7 +49,7 @@ _INLINE = 2_000  # maximum characters of a name, value or message: longer than o
 _LARGEST = 1e100  # no measurement is larger, and matplotlib's arithmetic overflows soon after
 
 
-def escape(text: Any, limit: int = _INLINE) -> str:
+def escape(text: object, limit: int = _INLINE) -> str:
     """Returns text cleaned and escaped for HTML and attributes; beyond `limit` characters its middle is left out."""
     text = str(text)
     if len(text) > limit:
@@ -58,22 +58,22 @@ def escape(text: Any, limit: int = _INLINE) -> str:
     return html.escape(clean(text))
 
 
-def mapping(data: Any) -> dict[str, Any]:
+def mapping(data: object) -> JsonObject:
     """Returns the value if it is a dict, else an empty dict: a file of a run may hold anything."""
     return data if isinstance(data, dict) else {}
 
 
-def headline(text: Any) -> str:
+def headline(text: object) -> str:
     """Returns a name from outside as one short line for a title or a heading, not escaped."""
     return shorten(str(text), 120) or "unnamed"
 
 
-def nbsp_units(text: Any) -> str:
+def nbsp_units(text: object) -> str:
     """Returns escaped text with no-break spaces between numbers and their units."""
     return re.sub(r"(?<=\d) (?=(?:%|GiB|MiB|[KMBT]|d|h|min|s)\b|%)", "\u00a0", escape(text))
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Returns the value as a finite float; None if it is missing, not a number, NaN, infinite or absurdly large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -90,7 +90,7 @@ def _decimals(value: float, digits: int) -> str:
     return _signed(f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:.3g}")
 
 
-def loss(value: Any) -> str:
+def loss(value: object) -> str:
     """Returns a loss in nats, or 'not finite' if it is NaN or infinite."""
     finite = number(value)
     if finite is None:
@@ -98,13 +98,13 @@ def loss(value: Any) -> str:
     return _decimals(finite, 3)
 
 
-def grouped(value: Any, digits: int = 0) -> str:
+def grouped(value: object, digits: int = 0) -> str:
     """3882.4 -> '3,882'."""
     finite = number(value)
     return MISSING if finite is None else _decimals(finite, digits)
 
 
-def count(value: Any) -> str:
+def count(value: object) -> str:
     """15_120_000 -> '15.1 M'."""
     finite = number(value)
     if finite is None:
@@ -115,7 +115,7 @@ def count(value: Any) -> str:
     return _signed(f"{finite:,.0f}")
 
 
-def gib(value: Any) -> str:
+def gib(value: object) -> str:
     """1.0512 -> '1.05 GiB'; below 1 GiB in MiB, below 0.005 MiB 0."""
     finite = number(value)
     if finite is None:
@@ -127,7 +127,7 @@ def gib(value: Any) -> str:
     return f"{_decimals(finite, 2 if abs(finite) < 100 else 0)} GiB"
 
 
-def unit_of(sizes: Sequence[Any]) -> tuple[str, float]:
+def unit_of(sizes: Sequence[object]) -> tuple[str, float]:
     """Returns the unit for the sizes (GiB) of a column or an axis, chosen by the largest, and a GiB in that unit.
 
     Example:
@@ -138,7 +138,7 @@ def unit_of(sizes: Sequence[Any]) -> tuple[str, float]:
     return ("GiB", 1.0) if most >= 0.9995 else ("MiB", 1024.0)
 
 
-def sizes(values: Sequence[Any], *, signed: bool = False) -> tuple[str, list[str]]:
+def sizes(values: Sequence[object], *, signed: bool = False) -> tuple[str, list[str]]:
     """Formats a column of sizes (GiB) in one unit with equal decimals; returns (unit, texts). Rounded zeros are '0'.
 
     Example:
@@ -172,13 +172,13 @@ def change(value: float, total: float) -> str:
     return _signed(text) if re.search("[1-9]", text) else "0"
 
 
-def percent(value: Any, digits: int = 0) -> str:
+def percent(value: object, digits: int = 0) -> str:
     """0.444 -> '44 %'."""
     finite = number(value)
     return MISSING if finite is None else f"{_decimals(100 * finite, digits)} %"
 
 
-def between(metric: Any, *, signed: bool = False) -> str:
+def between(metric: object, *, signed: bool = False) -> str:
     """{value, low, high} -> '1.788 [1.70, 1.88]'; an unknown interval is left out.
 
     Example:
@@ -200,7 +200,7 @@ def between(metric: Any, *, signed: bool = False) -> str:
     return show(values[0]) + (f" [{show(low)}, {show(high)}]" if low is not None and high is not None else "")
 
 
-def off_by(predicted: Any, measured: Any) -> float | None:
+def off_by(predicted: object, measured: object) -> float | None:
     """Returns the relative error of a prediction, predicted / measured - 1; None if either is missing."""
     guess, real = number(predicted), number(measured)
     return None if guess is None or not real else guess / real - 1
@@ -212,7 +212,7 @@ def signed_percent(value: float) -> str:
     return _signed(f"{rounded:+,d} %" if abs(rounded) < 1e6 else f"{float(rounded):+.2g} %") if rounded else "0 %"
 
 
-def duration(seconds: Any) -> str:
+def duration(seconds: object) -> str:
     """3725 -> '1 h 2 min'; the two largest units."""
     finite = number(seconds)
     if finite is None:
@@ -227,7 +227,7 @@ def duration(seconds: Any) -> str:
     return " ".join(f"{n} {unit}" for n, unit in parts[first : first + 2] if n)
 
 
-def clock(seconds: Any) -> str:
+def clock(seconds: object) -> str:
     """3725.4 -> '1:02:05', the same format for all rows of a column."""
     finite = number(seconds)
     if finite is None or not 0 <= finite < 1e10:
@@ -236,7 +236,7 @@ def clock(seconds: Any) -> str:
     return f"{total // 3600:,}:{total // 60 % 60:02}:{total % 60:02}"
 
 
-def value(data: Any, depth: int = 0) -> str:
+def value(data: object, depth: int = 0) -> str:
     """Returns any value of a run as one line for tables, not escaped."""
     if data is None or data in ("", [], {}):
         return MISSING

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report import page, svg
 from preheat.report.formatting import escape, grouped, headline, loss, number, percent, sizes
 from preheat.report.page import LegendEntry, number_cell, series_colour
@@ -28,7 +28,7 @@ def write_inference(folder: str | Path) -> Path:
     )
 
 
-def _page(result: dict[str, Any]) -> str:
+def _page(result: JsonObject) -> str:
     models, machine = result["models"], result["machine"]
     names = " · ".join(headline(model["name"]) for model in models)
     return page.document(
@@ -41,14 +41,14 @@ def _page(result: dict[str, Any]) -> str:
 its own, every shape written once before it was
 timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
 the lowest and the highest; ratios within a
-round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, beside the closed form. Loss: nats \
-a token of the prompts' text, read through the cache. Beside the weights: the
-most memory that writing took. Where tokens are proposed, rows are written one after the other and their seconds \
+round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, next to the closed form. Loss: nats \
+a token of the prompts' text, read through the cache. Memory on top of the weights: the
+most that generation took. Where tokens are proposed, rows are written one after the other and their seconds \
 added. All figures as data: inference.json.</footer>""",
     )
 
 
-def _headline(result: dict[str, Any]) -> str:
+def _headline(result: JsonObject) -> str:
     first, ran = result["models"][0]["name"], {row["name"] for row in result["rows"]}
     if len(ran) < 2:
         row = result["rows"][0]
@@ -66,7 +66,7 @@ def _headline(result: dict[str, Any]) -> str:
     )
 
 
-def _figures(result: dict[str, Any]) -> list[str]:
+def _figures(result: JsonObject) -> list[str]:
     """Draws tokens/s by batch size (longest prompts) and time to first token by prompt length (largest batch)."""
     rows, batches, lengths = result["rows"], result["batches"], result["lengths"]
     figures = []
@@ -98,12 +98,12 @@ def _spread(metric: dict[str, float], show: Callable[[float], str]) -> str:
     return number_cell(show(metric["value"]), f"{show(metric['low'])} to {show(metric['high'])}")
 
 
-def _gib(size: Any) -> float | None:
+def _gib(size: object) -> float | None:
     finite = number(size)
     return None if finite is None else finite / 2**30
 
 
-def _shapes(rows: Sequence[dict[str, Any]]) -> str:
+def _shapes(rows: Sequence[JsonObject]) -> str:
     unit, caches = sizes([_gib(row[key]) for row in rows for key in ("cache_bytes", "cache_predicted_bytes")])
     titles = (
         "model",
@@ -133,7 +133,7 @@ def _shapes(rows: Sequence[dict[str, Any]]) -> str:
     return page.table(titles, shown)
 
 
-def _models(models: Sequence[dict[str, Any]]) -> str:
+def _models(models: Sequence[JsonObject]) -> str:
     weights, extra = zip(
         *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models),
         strict=True,

@@ -6,9 +6,10 @@ Accuracy by depth and length is a heat map; loss by position and by context leng
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from preheat.core.json_types import JsonObject
 from preheat.report.formatting import headline, loss, mapping, number, percent
 from preheat.report.page import LegendEntry, figure, series_colour, two_columns
 from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["heat_map", "lengths"]
 
-Parts = Sequence[Mapping[str, Any]]
+Parts = Sequence[JsonObject]
 
 
-def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def lengths(after: JsonObject, before: JsonObject) -> str:
     """Returns the charts of all tasks with per-part results; "" if there are none.
 
     Args:
@@ -52,7 +53,7 @@ def lengths(after: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 _KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
 
 
-def _complete_parts(result: Any) -> Parts:
+def _complete_parts(result: object) -> Parts:
     """Returns the measured parts of a result that have all keys of their kind; all are of the same kind."""
     listed = mapping(result).get("parts")
     parts = (
@@ -122,8 +123,8 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
             break
         falls = following["end"]
     caption = (
-        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} places to {loss(parts[-1]['value'])} "
-        f"beyond {parts[-1]['start']:,}; it falls up to place {falls:,}."
+        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} positions to {loss(parts[-1]['value'])} "
+        f"beyond {parts[-1]['start']:,}; it falls up to position {falls:,}."
     )
 
     def draw(axes: Axes) -> None:
@@ -143,7 +144,7 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
         if min(part["end"] for part in parts) > 0:
             axes.set_xscale("log", base=2)
         _ticks(axes, [part["end"] for part in parts])
-        axes.set_xlabel("up to this place, tokens", loc="right", labelpad=2)
+        axes.set_xlabel("up to this position, tokens", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss by position, nats a token"
     return figure(title, caption, drawn(name, NARROW, f"{title}. {caption}", draw), [entry for entry, _ in lines])

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report import page, svg
 from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, cell, number_cell, series_colour
@@ -40,21 +40,21 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def against_words(result: dict[str, Any]) -> str:
+def against_words(result: JsonObject) -> str:
     """Returns a sentence that compares the best bus bandwidth of each collective with the catalogue's link rate."""
     expected = result["expected"]
     link_rate = expected["in_host" if result["hosts"] == 1 else "between_hosts"]
     where = "between neighbours in a host" if result["hosts"] == 1 else "of a device to other hosts"
     if link_rate is None:
         return (
-            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; "
-            "nothing to hold these against."
+            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; nothing "
+            "to compare these with."
         )
     shares = ", ".join(f"{name.replace('_', '-')} {share:.0%}" for name, share in expected["share"].items())
     return f"The catalogue gives {link_rate / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."
 
 
-def write_net(result: dict[str, Any], path: str | Path) -> Path:
+def write_net(result: JsonObject, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Raises:
@@ -63,7 +63,7 @@ def write_net(result: dict[str, Any], path: str | Path) -> Path:
     return page.write_page(_page(result), path)
 
 
-def _page(result: dict[str, Any]) -> str:
+def _page(result: JsonObject) -> str:
     hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
     title = f"{result['devices']} processes on {hosts} over {result['backend']}"
     names = list(dict.fromkeys(row["collective"] for row in result["rows"]))
@@ -97,7 +97,7 @@ as nccl-tests count them. torch
 
 
 def _figure(
-    result: dict[str, Any],
+    result: JsonObject,
     names: list[str],
     key: str,
     scale: float,
@@ -122,7 +122,7 @@ def _figure(
     return page.figure(title, caption, drawing, legend)
 
 
-def _pairs(result: dict[str, Any]) -> str:
+def _pairs(result: JsonObject) -> str:
     if not result["pairs"]:
         return ""
     rows = (
@@ -140,7 +140,7 @@ def _pairs(result: dict[str, Any]) -> str:
     )
 
 
-def _rows(result: dict[str, Any]) -> str:
+def _rows(result: JsonObject) -> str:
     rows = (
         page.named_row(
             row["collective"].replace("_", "-"),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from preheat.core.json_types import JsonObject
 from preheat.errors import RunError
 from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, mapping, nbsp_units
 from preheat.run_dir import parse_json, write_user_file
@@ -87,7 +88,7 @@ def write_page(page: str, path: str | Path, *, fix: str = "name another file wit
     return write_user_file(path, page, marks=[GENERATOR], fix=fix)
 
 
-def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[dict[str, Any]], str]) -> Path:
+def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[JsonObject], str]) -> Path:
     """Writes the page of a JSON file of figures next to it and returns its path.
 
     Args:
@@ -108,7 +109,7 @@ def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callabl
     return write_page(page, source.with_suffix(".html"), fix="make the folder writable or free some room")
 
 
-def _read_figures(source: Path, command: str, keys: Iterable[str]) -> dict[str, Any]:
+def _read_figures(source: Path, command: str, keys: Iterable[str]) -> JsonObject:
     try:
         figures = parse_json(source.read_bytes())
     except FileNotFoundError:

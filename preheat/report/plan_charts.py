@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from preheat.core.json_types import JsonObject
 from preheat.report.formatting import gib, percent, unit_of
 from preheat.report.page import LegendEntry, figure, series_colour
 from preheat.report.svg import NARROW, SENTINEL, WIDE, both_widths, drawn, ticks
@@ -17,7 +18,7 @@ __all__ = ["pareto", "roofline", "timeline"]
 _SHADES = {"forward": "series-1", "head and loss": "series-4", "backward": "series-2", "update": "series-3"}
 
 
-def timeline(trace: Mapping[str, Any], available: float) -> str:
+def timeline(trace: JsonObject, available: float) -> str:
     """Draws the memory of live tensors over the allocations of a step, one colour per phase."""
     points, phases = trace["bytes"], trace["phases"]
     most = max((size for _, size in points), default=0.0)
@@ -44,7 +45,7 @@ def timeline(trace: Mapping[str, Any], available: float) -> str:
     return figure(f"Memory over a step, {unit}", caption, drawn("plan-timeline", NARROW, caption, draw), legend)
 
 
-def roofline(figures: Mapping[str, Any]) -> str:
+def roofline(figures: JsonObject) -> str:
     """Draws the roofline: FLOP/s against FLOPs per byte; the legend has each operator's share of the matmul time."""
     points, peak, bandwidth = figures["points"], figures["peak"], figures["bandwidth"]
     caption = "Under the slope memory decides, under the level the matrix units: " + ", ".join(
@@ -76,7 +77,7 @@ def roofline(figures: Mapping[str, Any]) -> str:
     return figure("Roofline, TFLOP/s", f"{caption}.", drawn("plan-roofline", NARROW, caption, draw), legend)
 
 
-def pareto(tried: Sequence[Mapping[str, Any]], guesses: Sequence[Mapping[str, Any]], available: float) -> str:
+def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available: float) -> str:
     """Draws tokens/s against memory of all candidates: dry-run ones, and estimated ones in grey.
 
     Returns "" for a single candidate, since there is nothing to compare.

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.page import cell, number_cell, text_cell
@@ -17,7 +16,7 @@ from preheat.report.run_charts import CATEGORY_COLOURS
 __all__ = ["write_plan"]
 
 
-def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
+def write_plan(plan: JsonObject, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
@@ -29,7 +28,7 @@ def write_plan(plan: Mapping[str, Any], path: str | Path) -> Path:
     return page.write_page(_page(plan), path)
 
 
-def _page(plan: Mapping[str, Any]) -> str:
+def _page(plan: JsonObject) -> str:
     name = headline(plan["recipe"]["name"])
     many = f"{plan['devices']:,} x " if plan["devices"] > 1 else ""
     where = f"{many}{plan['device']['name']}"
@@ -54,7 +53,7 @@ preheat plan --json.</footer>""",
     )
 
 
-def _verdict(plan: Mapping[str, Any]) -> str:
+def _verdict(plan: JsonObject) -> str:
     fits = "Fits" if plan["fits"] else "Does not fit"
     peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}"
     numbers = {"exact": "no numbers change", "rounding": "numbers are rounded", "different": "numbers differ"}[
@@ -76,7 +75,7 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _tiles(plan: Mapping[str, Any]) -> str:
+def _tiles(plan: JsonObject) -> str:
     p, cost = plan["parameters"], plan["cost"]
     tiles = [
         ("Peak memory", gib(plan["peak_gib"]), f"of {gib(plan['available_gib'])}, in {plan['peak_phase']}"),
@@ -102,7 +101,7 @@ def _tiles(plan: Mapping[str, Any]) -> str:
     return page.tiles(tiles)
 
 
-def _memory(plan: Mapping[str, Any]) -> str:
+def _memory(plan: JsonObject) -> str:
     parts = list(plan["memory"].items())
     drawing = svg.stacked(
         "plan-memory",
@@ -121,7 +120,7 @@ def _memory(plan: Mapping[str, Any]) -> str:
     return page.two_columns(f"<div>{drawing}{table}</div>", f"<div>{bars}</div>") + split + _overhead(plan)
 
 
-def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
+def _phases(plan: JsonObject) -> tuple[str, str]:
     """Returns (chart of memory by phase, table of the same figures)."""
     split = plan["phase_memory"] | ({"export, later": plan["export"]} if plan["export"] else {})
     drawing = svg.stacked(
@@ -147,19 +146,19 @@ def _phases(plan: Mapping[str, Any]) -> tuple[str, str]:
     return f"<h3>Peak by phase</h3>{drawing}", page.table((f"phase, {unit}", *plan["memory"], "all"), rows)
 
 
-def _overhead(plan: Mapping[str, Any]) -> str:
+def _overhead(plan: JsonObject) -> str:
     unit, texts = sizes(list(plan["overhead"].values()))
     rows = (
         page.row(cell(escape(what)), number_cell(text), text_cell(plan["overhead_sources"][what]))
         for what, text in zip(plan["overhead"], texts, strict=True)
     )
-    return page.table(("overhead at the peak", unit, "where the figure is from"), rows, text=(0, 2))
+    return page.table(("overhead at the peak", unit, "source of the figure"), rows, text=(0, 2))
 
 
 _MOST_LISTED = 12  # rows for estimated candidates that do not fit; the fastest are listed
 
 
-def _candidates(plan: Mapping[str, Any]) -> str:
+def _candidates(plan: JsonObject) -> str:
     """Returns the candidates as a chart and a table, and the alternatives; a recipe planned unchanged has neither."""
     figures, available = plan["figures"], plan["available_gib"]
     tried, guesses = figures["pareto"], figures["guesses"]
@@ -168,7 +167,7 @@ def _candidates(plan: Mapping[str, Any]) -> str:
             "The recipe was planned as it is, so there is nothing to compare; --aim fastest searches around it."
         )
     known = {p["techniques"] for p in tried}
-    least: dict[str, Mapping[str, Any]] = {}  # {techniques: their candidate with the least memory}
+    least: dict[str, JsonObject] = {}  # {techniques: their candidate with the least memory}
     for p in guesses:
         if p["peak_gib"] < least.get(p["techniques"], {"peak_gib": float("inf")})["peak_gib"]:
             least[p["techniques"]] = p
@@ -191,13 +190,13 @@ def _candidates(plan: Mapping[str, Any]) -> str:
     return plan_charts.pareto(tried, guesses, available) + table + more + _alternatives(plan)
 
 
-def _candidate_verdict(candidate: Mapping[str, Any], available: float) -> str:
+def _candidate_verdict(candidate: JsonObject, available: float) -> str:
     if candidate["best"]:
         return "chosen" if candidate["fits"] else f"needs the least, {gib(candidate['peak_gib'] - available)} too much"
     return "fits" if candidate["fits"] else f"does not fit: {gib(candidate['peak_gib'] - available)} too much"
 
 
-def _alternatives(plan: Mapping[str, Any]) -> str:
+def _alternatives(plan: JsonObject) -> str:
     if not plan["alternatives"]:
         return page.small("No other set of techniques was found to fit.")
     priced = plan["cost"] is not None
@@ -207,7 +206,7 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
         f"memory, {unit}",
         "tokens/s",
         *(["$ a million tokens"] if priced else []),
-        "beside the best",
+        "vs. the best",
     ]
     rows = (
         page.row(
@@ -222,7 +221,7 @@ def _alternatives(plan: Mapping[str, Any]) -> str:
     return "<h3>Alternatives</h3>" + page.table(titles, rows, text=(0, len(titles) - 1))
 
 
-def _reasons(plan: Mapping[str, Any]) -> str:
+def _reasons(plan: JsonObject) -> str:
     if not plan["rejected"]:
         return ""
     rows = (page.row(text_cell(r["recipe"]), text_cell(r["reason"])) for r in plan["rejected"])

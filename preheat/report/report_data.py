@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report.formatting import (
     count,
     duration,
@@ -27,7 +27,7 @@ __all__ = ["collect"]
 NOT_IN_TIMELINE = ("sample", "baseline")  # events with sections of their own
 
 
-def collect(path: str | Path) -> dict[str, Any]:
+def collect(path: str | Path) -> JsonObject:
     """Reads a run and computes the figures of its report.
 
     Returns:
@@ -51,16 +51,16 @@ def collect(path: str | Path) -> dict[str, Any]:
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
     events = [e for e in events if isinstance(e.get("kind"), str)]
     at = max((n for n, e in enumerate(events) if e["kind"] == "measured"), default=-1)
-    measured: dict[str, Any] = events[at] if at >= 0 else {}
+    measured: JsonObject = events[at] if at >= 0 else {}
     measured_in = sum(e["kind"] in ("started", "resumed") for e in events[: at + 1])
     last = metrics[-1] if metrics else {}
-    finished: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "finished"), {})
+    finished: JsonObject = next((e for e in reversed(events) if e["kind"] == "finished"), {})
     evaluated = evaluations[-1] if evaluations else {}
     # If the run continued after `finished`, that event describes an earlier session: ignore it.
     went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
     end = {} if went_on else finished
 
-    figures: dict[str, Any] = {
+    figures: JsonObject = {
         "title": headline(recipe.get("name") or run.path.resolve().name),
         "run": str(path),
         "state": _state(events, metrics, plan),
@@ -130,7 +130,7 @@ def collect(path: str | Path) -> dict[str, Any]:
     return figures
 
 
-def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]) -> list[tuple[str, str]]:
+def _setup(recipe: JsonObject, plan: JsonObject, environment: JsonObject) -> list[tuple[str, str]]:
     """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
@@ -162,7 +162,7 @@ def _setup(recipe: dict[str, Any], plan: dict[str, Any], environment: dict[str, 
     return [(what, text) for what, text in setup.items() if text]
 
 
-def _model(model: dict[str, Any]) -> str | None:
+def _model(model: JsonObject) -> str | None:
     """Returns the name of the model: a checkpoint's path or preset, or family and size of a new model."""
     for key in ("path", "preset"):
         if model.get(key):
@@ -175,7 +175,7 @@ def _model(model: dict[str, Any]) -> str | None:
     return str(model["family"]) if model.get("family") else None
 
 
-def _device(environment: dict[str, Any]) -> str | None:
+def _device(environment: JsonObject) -> str | None:
     machine, processes, threads = (environment.get(key) for key in ("machine", "processes", "threads"))
     name = mapping(machine).get("device") or environment.get("device")
     more = [
@@ -184,7 +184,7 @@ def _device(environment: dict[str, Any]) -> str | None:
     return ", ".join([str(name), *more]).replace("processs", "processes") if name else None
 
 
-def _expert_loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
+def _expert_loads(metrics: list[JsonObject]) -> list[list[object]]:
     """Returns [step, load of each layer] of the lines with as many layers as the first."""
     rows = [
         [line["step"], loads]
@@ -194,26 +194,26 @@ def _expert_loads(metrics: list[dict[str, Any]]) -> list[list[Any]]:
     return [row for row in rows if len(row[1]) == len(rows[0][1])]
 
 
-def _first(*values: Any) -> Any:
+def _first(*values: object) -> object:
     return next((v for v in values if v is not None), None)
 
 
-def _is_step(step: Any) -> bool:
+def _is_step(step: object) -> bool:
     return isinstance(step, int) and number(step) is not None
 
 
-def _real(value: Any) -> float:
+def _real(value: object) -> float:
     finite = number(value)
     return math.nan if finite is None else finite
 
 
-def _bad(value: Any) -> bool:
+def _bad(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:
+def _state(events: list[JsonObject], metrics: list[JsonObject], plan: JsonObject) -> dict[str, str]:
     """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, words}."""
-    session: dict[str, dict[str, Any]] = {}
+    session: dict[str, JsonObject] = {}
     for event in events:
         if event["kind"] in ("started", "resumed"):
             session = {}
@@ -240,12 +240,11 @@ def _state(events: list[dict[str, Any]], metrics: list[dict[str, Any]], plan: di
         return {"kind": "open", "message": "Not started: neither a step nor an event is recorded."}
     return {
         "kind": "open",
-        "message": f"No end is recorded: the run is still going on, or it was killed. "
-        f"Its newest figures are from {at}.",
+        "message": f"No end is recorded: the run is still running, or it was killed. Its newest figures are from {at}.",
     }
 
 
-def _verdict(figures: dict[str, Any]) -> str:
+def _verdict(figures: JsonObject) -> str:
     """Returns a summary of the run in a few sentences."""
     summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
     parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
@@ -262,7 +261,7 @@ def _verdict(figures: dict[str, Any]) -> str:
     return " ".join(filter(None, parts))
 
 
-def _what(summary: dict[str, Any]) -> str:
+def _what(summary: JsonObject) -> str:
     model, parameters = mapping(summary["model"]), mapping(summary["parameters"])
     name = Path(str(model["path"])).name if model.get("path") else str(model.get("family") or "model")
     total, trained = number(parameters.get("total")), number(parameters.get("trained"))
@@ -276,7 +275,7 @@ def _what(summary: dict[str, Any]) -> str:
     return name[:1].upper() + name[1:] + (f" on {_sources(summary['data'])}" if summary["data"] else "")
 
 
-def _sources(data: Any) -> str:
+def _sources(data: object) -> str:
     """Returns the sources of `data.source`, a name or a list of names and of mappings with a `source`.
 
     >>> _sources([{"source": "stdlib", "weight": 1}, "notes.txt"])
@@ -286,7 +285,7 @@ def _sources(data: Any) -> str:
     return " and ".join(headline(entry.get("source") if isinstance(entry, dict) else entry) for entry in several)
 
 
-def _length(summary: dict[str, Any]) -> str:
+def _length(summary: JsonObject) -> str:
     steps = number(summary["steps"])
     if not steps:
         return ": no step is recorded yet."
@@ -296,7 +295,7 @@ def _length(summary: dict[str, Any]) -> str:
     return text + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
 
 
-def _losses(summary: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+def _losses(summary: JsonObject, baseline: JsonObject | None) -> str:
     first, final, held_out = summary["first_loss"], summary["loss"], summary["validation_loss"]
     if final is None and held_out is None:
         return ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.report import expert_heatmap, svg
 from preheat.report.formatting import gib, grouped, headline, loss, mapping, number, percent, unit_of
 from preheat.report.page import LegendEntry, figure, series_colour
@@ -20,7 +20,7 @@ CATEGORY_COLOURS = {
 """Categories of memory in the order of drawing -> colour."""
 
 
-def losses(figures: dict[str, Any]) -> str:
+def losses(figures: JsonObject) -> str:
     """Draws training and validation loss in one chart, with the baselines as horizontal lines."""
     steps = svg.numbers(figures["curves"]["step"])
     raw = svg.numbers(figures["curves"]["loss"])
@@ -68,7 +68,7 @@ def losses(figures: dict[str, Any]) -> str:
     return figure("", caption, drawing, legend)
 
 
-def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
+def _levels(baseline: JsonObject | None) -> list[tuple[str, float]]:
     """Returns (name, nats per token) of the baselines: uniform, unigram and bigram models."""
     levels = []
     vocabulary = number((baseline or {}).get("vocabulary"))
@@ -81,14 +81,14 @@ def _levels(baseline: dict[str, Any] | None) -> list[tuple[str, float]]:
     return levels
 
 
-def _steps_text(steps: Sequence[Any]) -> str:
+def _steps_text(steps: Sequence[int]) -> str:
     shown = ", ".join(f"{s:,}" for s in steps[:4])
     return (
         ("step " if len(steps) == 1 else "steps ") + shown + (f" and {len(steps) - 4:,} more" if len(steps) > 4 else "")
     )
 
 
-def over_time(figures: dict[str, Any]) -> list[str]:
+def over_time(figures: JsonObject) -> list[str]:
     """Draws learning rate, gradient norm, tokens/s, memory and expert load over the steps, each if recorded."""
     curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
     bytes_held = svg.numbers(curve["memory"])
@@ -135,7 +135,7 @@ def over_time(figures: dict[str, Any]) -> list[str]:
     return [drawing for drawing in drawn if drawing]
 
 
-def evaluations(figures: dict[str, Any]) -> list[str]:
+def evaluations(figures: JsonObject) -> list[str]:
     """Draws each task metric and the forgetting loss over the steps, if there are at least two evaluations."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for evaluation in figures["evaluations"]:
@@ -164,7 +164,7 @@ def evaluations(figures: dict[str, Any]) -> list[str]:
 def _curve_figure(
     name: str,
     title: str,
-    steps: Sequence[Any],
+    steps: Sequence[int],
     values: list[float],
     show: Callable[[float], str],
     *,
@@ -211,7 +211,7 @@ def _rate(value: float) -> str:
     )
 
 
-def memory(figures: dict[str, Any]) -> str:
+def memory(figures: JsonObject) -> str:
     """Draws predicted memory by category as a stacked bar, with the measured peak and the device's memory.
 
     Returns "" if neither a prediction nor a measurement is recorded.
@@ -250,7 +250,7 @@ def memory(figures: dict[str, Any]) -> str:
     return figure("At the peak", " ".join(sentences), svg.stacked("memory", rows, " ".join(sentences), limit=limit))
 
 
-def categories(figures: dict[str, Any]) -> list[tuple[str, float, str]]:
+def categories(figures: JsonObject) -> list[tuple[str, float, str]]:
     """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
     by_category = mapping(figures["memory"])
     names = [n for n in CATEGORY_COLOURS if n in by_category] + [n for n in by_category if n not in CATEGORY_COLOURS]

@@ -6,8 +6,8 @@ import datetime
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from preheat.core.json_types import JsonObject
 from preheat.errors import RunError
 from preheat.report import page, run_charts
 from preheat.report.formatting import (
@@ -68,7 +68,7 @@ def write(run: str | Path) -> Path:
     return path
 
 
-def render(figures: dict[str, Any]) -> str:
+def render(figures: JsonObject) -> str:
     """Returns the page for the figures of `report_data.collect`; sections without records are left out."""
     sections = (
         ("loss", "Loss", run_charts.losses(figures)),
@@ -83,8 +83,8 @@ def render(figures: dict[str, Any]) -> str:
     )
     body = "".join(page.section(*parts) for parts in sections)
     footer = (
-        "All figures as data: report.json, beside this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, "
-        "less what the imports took."
+        "All figures as data: report.json, next to this page. Losses are in nats a token; 1 GiB is 2³⁰ bytes, less "
+        "what the imports took."
     )
     return page.document(
         f"{figures['title']} · preheat report",
@@ -92,7 +92,7 @@ def render(figures: dict[str, Any]) -> str:
     )
 
 
-def _header(figures: dict[str, Any]) -> str:
+def _header(figures: JsonObject) -> str:
     state = figures["state"]
     notices = ""
     if state["kind"] != "finished":
@@ -112,13 +112,13 @@ def _setup(rows: Sequence[tuple[str, str]]) -> str:
 _WORD = {"finished": "finished", "failed": "failed", "stopped": "stopped early", "open": "not finished"}
 
 
-def _tiles(figures: dict[str, Any]) -> str:
+def _tiles(figures: JsonObject) -> str:
     """Returns tiles with the most important figures; unrecorded figures have none."""
     summary, predicted, measured, off = (figures[k] for k in ("summary", "predicted", "measured", "difference"))
     parameters = mapping(summary["parameters"])
     held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
 
-    def against(key: str, show: Callable[[Any], str]) -> str:
+    def against(key: str, show: Callable[[object], str]) -> str:
         if number(predicted[key]) is None:
             return "no prediction"
         return f"predicted {show(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
@@ -146,7 +146,7 @@ def _tiles(figures: dict[str, Any]) -> str:
     return page.tiles(entries)
 
 
-def _memory(figures: dict[str, Any]) -> str:
+def _memory(figures: JsonObject) -> str:
     parts = run_charts.categories(figures)
     predicted, measured = (number(figures[k]["peak_gib"]) for k in ("predicted", "measured"))
     off = figures["difference"]["peak_gib"]
@@ -169,7 +169,7 @@ def _memory(figures: dict[str, Any]) -> str:
     return shown + _fallbacks(figures["events"])
 
 
-def _memory_of_gpu(figures: dict[str, Any]) -> str:
+def _memory_of_gpu(figures: JsonObject) -> str:
     """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
     names = {
         "allocated_gib": "allocated: tensors",
@@ -191,7 +191,7 @@ def _memory_of_gpu(figures: dict[str, Any]) -> str:
     return page.table(("at the most", f"predicted, {unit}", "measured", "difference"), rows) if rows else ""
 
 
-def _fallbacks(events: list[dict[str, Any]]) -> str:
+def _fallbacks(events: list[JsonObject]) -> str:
     """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
     fallbacks = [e for e in events if e["kind"] == "fallback"]
     if not fallbacks:
@@ -214,7 +214,7 @@ def _fallbacks(events: list[dict[str, Any]]) -> str:
     return "<h3>Out of memory</h3>" + page.table(titles, rows, text=(1, 2))
 
 
-def _phases(phases: Any) -> str:
+def _phases(phases: object) -> str:
     peaks = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
     if not peaks:
         return ""
@@ -232,11 +232,11 @@ def _phases(phases: Any) -> str:
     )
 
 
-def _before(figures: dict[str, Any]) -> dict[str, Any]:
+def _before(figures: JsonObject) -> JsonObject:
     return mapping(figures["evaluation"].get("before"))
 
 
-def _evaluation(figures: dict[str, Any]) -> str:
+def _evaluation(figures: JsonObject) -> str:
     evaluation = figures["evaluation"]
     after, before, off = (mapping(evaluation.get(k)) for k in ("after", "before", "difference"))
     compared = bool(before)
@@ -277,7 +277,7 @@ def _interval(text: str) -> str:
     return figure + (f' <span class="interval">[{interval}</span>' if interval else "")
 
 
-def _techniques(changes: dict[str, Any]) -> str:
+def _techniques(changes: JsonObject) -> str:
     rows = []
     for name, entries in changes.items():
         rows.append(page.group_row(name, 2))
@@ -288,7 +288,7 @@ def _techniques(changes: dict[str, Any]) -> str:
     return page.table(("what it changed", "count"), rows) if rows else ""
 
 
-def _samples(samples: list[dict[str, Any]]) -> str:
+def _samples(samples: list[JsonObject]) -> str:
     if not samples:
         return ""
     shown = []
@@ -326,7 +326,7 @@ def _samples(samples: list[dict[str, Any]]) -> str:
 _MOST_SAMPLES = 50
 
 
-def _prompt(prompt: Any) -> str:
+def _prompt(prompt: object) -> str:
     """Returns a prompt as text, with one line per chat message."""
     if not isinstance(prompt, list):
         return "" if prompt is None else str(prompt)
@@ -334,7 +334,7 @@ def _prompt(prompt: Any) -> str:
     return "".join(f"{message.get('role') or 'message'}: {message.get('content')}\n" for message in messages)
 
 
-def _timeline(events: list[dict[str, Any]]) -> str:
+def _timeline(events: list[JsonObject]) -> str:
     if not events:
         return ""
     begin = number(events[0].get("time"))
@@ -354,11 +354,16 @@ def _timeline(events: list[dict[str, Any]]) -> str:
     return page.small(started) + page.table(("h:min:s", "event"), rows, text=(1,))
 
 
+def _bytes(recorded: object) -> str:
+    finite = number(recorded)
+    return gib(None if finite is None else finite / 2**30)
+
+
 # Fields of events: {key: (label on the page, formatter)}. Other fields are labelled by their key without underscores.
-_RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "requested": ("it asked for", lambda recorded: gib(number(recorded) and recorded / 2**30)),
-    "room": ("free", lambda recorded: gib(number(recorded) and recorded / 2**30)),
-    "overhead": ("taken beside the tensors", lambda recorded: gib(number(recorded) and recorded / 2**30)),
+_RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
+    "requested": ("it asked for", _bytes),
+    "room": ("free", _bytes),
+    "overhead": ("memory in addition to the tensors", _bytes),
     "loss": ("loss", loss),
     "mfu": ("model FLOPs utilisation", percent),
     "peak_gib": ("peak memory", gib),
@@ -390,7 +395,7 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], str]]] = {
 _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in_use", "path")
 
 
-def _event(event: dict[str, Any]) -> str:
+def _event(event: JsonObject) -> str:
     parts = []
     for key, recorded in event.items():
         if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):
@@ -399,9 +404,9 @@ def _event(event: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _groups(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _groups(events: list[JsonObject]) -> list[list[JsonObject]]:
     """Groups four or more consecutive checkpoint events; every other event is a group of its own."""
-    groups: list[list[dict[str, Any]]] = []
+    groups: list[list[JsonObject]] = []
     for event in events:
         if groups and event["kind"] == "checkpoint" == groups[-1][0]["kind"]:
             groups[-1].append(event)
@@ -410,10 +415,10 @@ def _groups(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [part for group in groups for part in ([group] if len(group) > 3 else [[event] for event in group])]
 
 
-_ENVIRONMENT: dict[str, tuple[str, Callable[[Any], str]]] = {"memory_gib": ("memory", gib)}
+_ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("memory", gib)}
 
 
-def _environment(environment: dict[str, Any]) -> str:
+def _environment(environment: JsonObject) -> str:
     rows = [_row(k, v) for k, v in environment.items() if not isinstance(v, dict)]
     for name, group in environment.items():
         if isinstance(group, dict) and group:
@@ -422,14 +427,14 @@ def _environment(environment: dict[str, Any]) -> str:
     return page.table((), filter(None, rows)) if any(rows) else ""
 
 
-def _row(key: str, recorded: Any) -> str:
+def _row(key: str, recorded: object) -> str:
     if recorded in (None, "", [], {}):
         return ""
     label, write = _ENVIRONMENT.get(key, (key.replace("_", " "), value))
     return page.named_row(label, text_cell(write(recorded)))
 
 
-def _recipe(figures: dict[str, Any]) -> str:
+def _recipe(figures: JsonObject) -> str:
     return (
         f'<p class="again small">Runs it again:<code>{escape(figures["again"])}</code></p>'
         "<details><summary>The recipe, with every default written out</summary>"

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from preheat.report.formatting import change, number, unit_of
@@ -119,7 +119,7 @@ def ticks(
             return self.format_ticks([x])[0]
 
     class Decades(LogLocator):
-        def tick_values(self, vmin: float, vmax: float) -> Any:
+        def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
             """Returns linear ticks if the range contains fewer than two ticks of the decades."""
             locations = super().tick_values(vmin, vmax)
             low, high = min(vmin, vmax), max(vmin, vmax)
@@ -495,6 +495,6 @@ def _style(text: str, names: dict[str, str]) -> str:
     return "; ".join(rules)
 
 
-def numbers(values: Sequence[Any]) -> list[float]:
+def numbers(values: Sequence[object]) -> list[float]:
     """Returns logged values as floats; missing values and non-numbers become NaN, a gap in the curve."""
     return [math.nan if (finite := number(v)) is None else finite for v in values]

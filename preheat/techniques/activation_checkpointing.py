@@ -140,7 +140,7 @@ class ActivationCheckpointing(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.RECOMPUTATION})
 
     mode: Literal["full", "selective", "budget", "none"] = "full"
-    """full: keep a layer's input only; selective: also the results of matrix products and attention; budget: as much as
+    """full: keep a layer's input only; selective: also the results of matmuls and attention; budget: as much as
     `budget` allows; none: keep everything."""
     on_gpu: Literal["mode", "auto"] = "mode"
     """auto: on a GPU the fastest of none, selective and full that fits in 90 % of the memory according to the dry run;
@@ -149,8 +149,8 @@ class ActivationCheckpointing(Searchable):
     """With mode budget: fraction of a layer's activations, beyond its input, that may be kept; 0 is full, 1 would keep
     all."""
     products: Annotated[int, Bound(1)] = 1
-    """With mode selective: keep the results of every n-th matrix product; 2 keeps half as much and recomputes half the
-    products, as torchtitan does."""
+    """With mode selective: keep the results of every n-th matmul; 2 keeps half as much and recomputes half the
+    matmuls, as torchtitan does."""
     every: Annotated[int, Bound(1)] = 1
     """Every n-th layer; the others keep everything."""
 
@@ -191,12 +191,9 @@ class ActivationCheckpointing(Searchable):
                 f"every: {self.every} of {context.model.layers} layers wraps none; use at most {context.model.layers}"
             ]
         if (self.mode == "budget") != (self.budget is not None):
-            return [
-                f"budget: {self.budget} with mode: {self.mode}; a budget is "
-                "what mode: budget needs, and no other mode takes"
-            ]
+            return [f"budget: {self.budget} with mode: {self.mode}; only mode: budget has a budget, and it needs one"]
         if self.products > 1 and self.mode != "selective":
-            return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps products"]
+            return [f"products: {self.products} with mode: {self.mode}; only mode: selective keeps matmuls"]
         if self.mode == "none" and self.every > 1:
             return [f"every: {self.every} with mode: none, which recomputes no layer; leave it out"]
         if self.budget == 1:
@@ -208,17 +205,17 @@ class ActivationCheckpointing(Searchable):
 
         layers = anatomy(part).blocks
         if self.mode == "none":
-            return Change(f"{len(layers)} layers keep everything, and nothing is computed again", len(layers))
+            return Change(f"{len(layers)} layers keep everything, and nothing is recomputed", len(layers))
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]
         count = checkpoint_layers(layers, every=self.every, keep=keep, products=self.products)
         policy = {
             "full": "inputs kept",
-            "selective": "inputs and matrix products kept"
+            "selective": "inputs and matmuls kept"
             if self.products == 1
-            else f"inputs, attention and one in {self.products} matrix products kept",
+            else f"inputs, attention and one in {self.products} matmuls kept",
             "budget": f"inputs and at most {self.budget or 0:.0%} of the rest kept",
         }[self.mode]
-        return Change(f"{count} of {len(layers)} layers computed again in backward, {policy}", count)
+        return Change(f"{count} of {len(layers)} layers recomputed in backward, {policy}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         yield from (ActivationCheckpointing(mode="selective", products=n) for n in (1, 2))

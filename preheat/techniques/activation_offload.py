@@ -78,7 +78,8 @@ class ActivationOffload(Searchable):
             )
         if self.stay >= context.model.layers:
             problems.append(
-                f"stay: {self.stay} of {context.model.layers} layers sends none; use at most {context.model.layers - 1}"
+                f"stay: {self.stay} of {context.model.layers} layers offloads none; use at most "
+                f"{context.model.layers - 1}"
             )
         return problems
 
@@ -87,4 +88,4 @@ class ActivationOffload(Searchable):
 
         layers = anatomy(part).blocks
         count = offload_activations(layers, stay=self.stay, least=self.least_kib << 10)
-        return Change(f"activations of {count} of {len(layers)} layers wait on the host", count)
+        return Change(f"activations of {count} of {len(layers)} layers are offloaded to the host", count)

@@ -117,7 +117,7 @@ class ChunkedLoss(Searchable):
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
             if adds:
                 problems.append(
-                    f"kernel: {self.kernel} knows plain cross entropy only, without what {adds[0]} adds; use ours"
+                    f"kernel: {self.kernel} has plain cross entropy only, without the terms of {adds[0]}; use ours"
                 )
             if context.model.logit_softcap:
                 problems.append(
@@ -133,7 +133,7 @@ class ChunkedLoss(Searchable):
         rows = self._rows(build.device.kind)
         build.claim(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
         many = "as many rows as Liger chooses" if chosen == "liger" else f"{rows} rows"
-        return Change(f"head and loss {many} at a time, gradients made in the forward pass", 1, kernel=chosen)
+        return Change(f"head and loss {many} at a time, gradients computed in the forward pass", 1, kernel=chosen)
 
     def options(self, context: Context) -> Iterable[Technique]:
         most = (4096, 2048) if context.device.kind == "cuda" else ()

@@ -104,7 +104,7 @@ class Classification(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"classes": 5},), first_loss={None: math.log(2), 5: math.log(5)})
-    unsupported_for_images: ClassVar[str] = "reads text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.CLASSIFICATION_HEAD, Tag.WHOLE_EXAMPLES})
 
@@ -123,9 +123,9 @@ class Classification(Technique):
         if recipe.data.packing == "stream":
             problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
         if recipe.sample.is_active:
-            problems.append("sample: a classifier writes no text; leave them out")
+            problems.append("sample: a classifier generates no text; leave them out")
         if recipe.evaluate.baselines:
-            problems.append("evaluate.baselines: a unigram model knows no classes; set it to false")
+            problems.append("evaluate.baselines: a unigram model has no classes; set it to false")
         return problems
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
@@ -137,8 +137,8 @@ class Classification(Technique):
         build.claim(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
         return Change(
-            f"{name} over {self.classes} classes, drawn new, in place of "
-            "the vocabulary's; loss at each document's last token",
+            f"{name} over {self.classes} classes, newly initialized, in place of the language model head; loss at "
+            "each document's last token",
             1,
         )
 

@@ -188,7 +188,7 @@ def compile_layers(
 class Compile(Searchable):
     stage: ClassVar[Stage] = Stage.COMPILE
     numerics: ClassVar[Numerics] = "exact"
-    unsupported_for_images: ClassVar[str] = "compiles layers of models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text models so far; leave it out"
     # Both would fuse the same operators, and the compiler cannot trace external kernels.
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS})

@@ -88,7 +88,7 @@ class ContextParallel(Searchable):
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="context 2 does not multiply to 1 device")
     unsupported_for_images: ClassVar[str] = (
-        "cuts rows, and would cut the images in them; use fsdp with smaller micro-batches"
+        "splits rows, and would split the images in them; use fsdp with smaller micro-batches"
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
@@ -106,8 +106,8 @@ class ContextParallel(Searchable):
 
         if kind := rope_of_longest(config):
             raise ValueError(
-                f"degree: rotary positions of the kind {kind} follow the longest position of a row, and each "
-                "device has a part of it; use rope_scaling with kind: yarn or linear, or leave this out"
+                f"degree: rotary positions of the kind {kind} depend on the longest position of a row, and each "
+                "device has only a part of it; use rope_scaling with kind: yarn or linear, or leave this out"
             )
 
     def search_numerics(self) -> Literal["exact"]:
@@ -117,23 +117,23 @@ class ContextParallel(Searchable):
         recipe, problems = context.recipe, context.model.mixer_problems()
         if Tag.REDUCED_GRADIENTS not in context.tags:
             problems.append(
-                "each device has gradients of its own places, and nothing adds them up; add data_parallel or fsdp"
+                "each device has the gradients of its own positions, and nothing sums them; add data_parallel or fsdp"
             )
         if recipe.batch.seq_len < 2 * self.degree:
             problems.append(
-                f"degree: {self.degree} devices cannot share out rows of "
-                f"{recipe.batch.seq_len} places; use at most {recipe.batch.seq_len // 2}"
+                f"degree: {self.degree} devices cannot split rows of {recipe.batch.seq_len} tokens; use at most "
+                f"{recipe.batch.seq_len // 2}"
             )
         objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.claimed()]
         if objectives:
             problems.append(
-                f"the loss of {objectives[0]} is over whole rows, of which each device has a part; leave one out"
+                f"the loss of {objectives[0]} is over whole rows, and each device has a part of each; leave one out"
             )
         heads = self._heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
             problems.append(
-                f"kind: ulysses cannot share out {heads} heads among {self.degree} "
-                "devices; use a degree that divides them, or kind: ring"
+                f"kind: ulysses cannot split {heads} heads across {self.degree} devices; use a degree that divides "
+                "them, or kind: ring"
             )
         return problems
 
@@ -154,7 +154,7 @@ class ContextParallel(Searchable):
 
         heads, shared = self._heads(build)
         if heads % self.degree:
-            return "ring", f"{heads} heads cannot be shared out among {self.degree} devices"
+            return "ring", f"{heads} heads cannot be split across {self.degree} devices"
         positions = -(-build.recipe.batch.seq_len // self.degree)
         layer: dict[str, Any] = {
             "places": positions,
@@ -164,7 +164,7 @@ class ContextParallel(Searchable):
         }
         ulysses, ring = ulysses_bytes(heads=heads, size=1, **layer), ring_bytes(size=1, **layer)
         if positions < _RING_POSITIONS:
-            return "ulysses", f"{positions:,} places on a device are too few to hide a ring's sending"
+            return "ulysses", f"{positions:,} positions on a device are too few to overlap a ring's communication"
         try:
             fused = tiles_for_kernel(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
         except ValueError:
@@ -187,7 +187,7 @@ class ContextParallel(Searchable):
         build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
-        summary = f"each row among {self.degree} devices, attention of {build.model.layers} layers by {kind}"
+        summary = f"each row split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:

@@ -59,9 +59,7 @@ class DataParallel(Searchable):
 
     def check(self, context: Context) -> list[str]:
         if context.sizes[Axis.REPLICATE] * context.sizes[Axis.CONTEXT] < 2:
-            return [
-                "shares out rows among devices, and there is one; start several with --nproc (or plan with --count)"
-            ]
+            return ["splits rows across devices, and there is one; start several with --nproc (or plan with --count)"]
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:

@@ -117,8 +117,7 @@ def losses_of(
 
     if rows.tokens.examples.kind == "classes":
         raise DataError(
-            f"{_MODEL}: ranks by the loss of the next token, which "
-            "documents of a class each do not have; use by: rarity"
+            f"{_MODEL}: ranks by the loss of the next token, which classified documents do not have; use by: rarity"
         )
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
@@ -153,8 +152,8 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
     facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.vocabulary:,} pieces but the data has piece "
-            f"number {largest:,}; name a model with the data's tokenizer"
+            f"{_MODEL}: {folder} has {facts.vocabulary:,} tokens but the data has token number {largest:,}; name a "
+            "model with the data's tokenizer"
         )
     if facts.positions and facts.positions < rows.length:
         raise DataError(
@@ -192,9 +191,9 @@ class _Ranking:
         mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
         if self.mark not in ("", mark):
             raise RunError(
-                "techniques.difficulty_curriculum: the rows rank otherwise than when the "
-                "checkpoint was saved, so their order would change; put back the scores (or "
-                "the model) that the run began with, or start another run with --out"
+                "techniques.difficulty_curriculum: the rows rank differently from when the checkpoint was saved, so "
+                "their order would change; restore the scores (or the model) that the run started with, or start "
+                "another run with --out"
             )
         self.mark = mark
 
@@ -210,7 +209,7 @@ class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Numerics] = "exact"  # for a given batch; the order of batches differs
     trials: ClassVar[Trials] = Trials(settings=({"by": "length", "curve": "linear"},))
-    unsupported_for_images: ClassVar[str] = "orders rows by their text alone; leave it out"
+    unsupported_for_images: ClassVar[str] = "orders rows by their text only; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 
     by: Literal["rarity", "length"] | None = None
@@ -233,9 +232,9 @@ class DifficultyCurriculum(Technique):
         stop, problems = context.recipe.stop, []
         given = [name for name in ("by", "scores", "model") if getattr(self, name) is not None]
         if len(given) > 1:
-            problems.append(f"{given[0]}: and {given[1]} both say what is hard; state one")
+            problems.append(f"{given[0]}: and {given[1]} both define the difficulty; set one")
         if context.recipe.data.streaming:
-            problems.append("by: rows that are read while training cannot be ranked before; set data.streaming: false")
+            problems.append("by: streamed rows cannot be ranked before training; set data.streaming: false")
         if self.start == 1 or self.until == 0:
             problems.append(
                 "start: with 1 (or until: 0) all rows are drawn from the "
@@ -243,8 +242,8 @@ class DifficultyCurriculum(Technique):
             )
         if not (stop.max_steps or stop.tokens or stop.epochs):
             problems.append(
-                "until: is a share of the run, whose length is not known by "
-                "stop.hours alone; add stop.max_steps, tokens or epochs"
+                "until: is a fraction of the run, whose length stop.hours alone does not determine; add "
+                "stop.max_steps, tokens or epochs"
             )
         return problems
 

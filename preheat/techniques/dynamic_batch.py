@@ -165,7 +165,7 @@ class MicroBatch:
             self.most = self.rows  # decided once; checkpoints keep it for the rest of the run
             return None
         self.rows = more
-        return f"{prediction / 2**30:.2f} GiB foreseen of {self.limit / 2**30:.2f}"
+        return f"{prediction / 2**30:.2f} GiB predicted of {self.limit / 2**30:.2f}"
 
     def state_dict(self) -> StateDict:
         return {"rows": self.rows, "most": self.most}
@@ -271,8 +271,8 @@ class DynamicBatch(Searchable):
         build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is foreseen to fill "
-            f"at most {self.target:.0%} of the memory; the plan is for the first size",
+            f"micro-batches from {state.rows} rows up to {rows}, while a step is predicted to fill at most "
+            f"{self.target:.0%} of the memory; the plan is for the first size",
             build.state.accumulation,
         )
 

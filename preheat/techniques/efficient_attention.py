@@ -184,7 +184,7 @@ class EfficientAttentionTechnique(Searchable):
             and not (cuda and chosen in flash and _flash_supports(context))
         ):
             problems.append(
-                f"kernel: {chosen} has no window, and attention here is limited to one; use blocks, flex or auto"
+                f"kernel: {chosen} does not support windows, and attention here has one; use blocks, flex or auto"
             )
         if context.model.score_softcap and chosen not in _SOFTCAP:
             problems.append(

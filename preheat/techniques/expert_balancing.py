@@ -108,7 +108,7 @@ class ExpertBalancing(Technique):
                 f"cannot change the routers of {config.model_type}, which are transformers' own; leave it out"
             )
         if "router_aux_loss_coef" in recipe.model.config:
-            raise ValueError("coefficient: model.config.router_aux_loss_coef says the same; state it here alone")
+            raise ValueError("coefficient: model.config.router_aux_loss_coef sets the same; set it only here")
         if self.coefficient == "auto" and self.method == "bias":
             coefficient = 0.0
         else:

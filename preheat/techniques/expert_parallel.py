@@ -70,7 +70,7 @@ def shard_experts(module: nn.Module, among: DeviceMesh, alike: DeviceMesh) -> in
 class ExpertParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Numerics] = "exact"
-    trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out experts, and llama has none")
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="shards experts, and llama has none")
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_WEIGHTS, Tag.SHARDED_EXPERTS})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
     # The host reads token counts back in the middle of a layer.
@@ -86,7 +86,7 @@ class ExpertParallel(Searchable):
     def check(self, context: Context) -> list[str]:
         model, sizes = context.model, context.sizes
         if not model.experts:
-            return [f"shares out experts, and {model.family} has none; leave it out"]
+            return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
             return [f"cannot split the experts of {model.family}, which transformers computes; use fsdp"]
         if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
@@ -94,17 +94,17 @@ class ExpertParallel(Searchable):
         devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
         if devices < 2 or degree < 2:
             return [
-                "shares out experts among devices, and there is one; start several with "
-                "--nproc (or plan with --count) and degree: 2 or more"
+                "shards experts across devices, and there is one; start several with --nproc (or plan with --count) "
+                "and degree: 2 or more"
             ]
         if devices % degree:
-            return [f"degree: {degree} does not divide the {devices} devices that share out rows; use a divisor of it"]
+            return [f"degree: {degree} does not divide the {devices} devices that split the rows; use a divisor of it"]
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree
         if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
             return [
-                f"degree: leaves {rest} devices to share out each expert's matrices, and they divide not both its "
+                f"degree: leaves {rest} devices to shard each expert's matrices, and these do not divide both its "
                 f"width {2 * model.expert_width} and the model's {model.width}; use a larger degree"
             ]
         return []

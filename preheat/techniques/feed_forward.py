@@ -65,7 +65,7 @@ class FeedForward(Technique):
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"activation": "relu"},))
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.UNGATED_MLP})
-    unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text models so far; leave it out"
 
     activation: Literal["swiglu", "geglu", "reglu", "gelu", "relu"] = "geglu"
     """swiglu, geglu, reglu: gated; gelu, relu: not gated. A llama has swiglu by default, a GPT-2 gelu."""
@@ -92,5 +92,5 @@ class FeedForward(Technique):
             build.weights.fresh(r"\.mlp\.down_proj\.weight$", names, draw)
         inner = getattr(part.config, "intermediate_size", None) or part.config.n_inner
         layers = len(anatomy(part).layers)
-        own = ", a block that transformers has not" if replaced else ""
+        own = ", a block that transformers does not have" if replaced else ""
         return Change(f"{self.activation} of inner width {inner} in {layers} layers{own}", layers)

@@ -68,7 +68,7 @@ def convert_to_fp8(
 class Fp8(Searchable):
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Numerics] = "rounding"
-    trials: ClassVar[Trials] = Trials(refused_on_cpu="a CPU has no fp8 products")
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="a CPU has no fp8 matmuls")
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FP8_COMPUTE})
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
@@ -84,14 +84,12 @@ class Fp8(Searchable):
         device, rows = context.device, context.recipe.batch.seq_len
         if device.kind == "cpu":
             problems.append(
-                "needs a CUDA device of compute capability 8.9 or more (Ada, "
-                "Hopper, Blackwell): a CPU has no fp8 products"
+                "needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell): a CPU has no fp8 "
+                "matmuls"
             )
         elif device.capability is not None and device.capability < _MIN_CAPABILITY:
             capability = ".".join(map(str, device.capability))
-            problems.append(
-                f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out there"
-            )
+            problems.append(f"needs compute capability 8.9 or more; {device.name} has {capability}: leave fp8 out")
         if rows % _ALIGNMENT:  # a weight's gradient sums over tokens, which are then the inner dimension
             problems.append(f"needs batch.seq_len to be a multiple of {_ALIGNMENT}, not {rows}")
         if importlib.util.find_spec("torchao") is None:
@@ -107,10 +105,10 @@ class Fp8(Searchable):
                 f"techniques.fp8: no linear map has sizes that are multiples of {_ALIGNMENT}; leave it out"
             )
         skipped = (
-            f"; {len(left)} left in high precision, {left[0]} for one (not multiples of {_ALIGNMENT})" if left else ""
+            f"; {len(left)} left in high precision, such as {left[0]} (not multiples of {_ALIGNMENT})" if left else ""
         )
         return Change(
-            f"products of {len(converted)} linear maps in fp8, {self.recipe} scales{skipped}; embedding and head high",
+            f"matmuls of {len(converted)} linear maps in fp8, {self.recipe} scales{skipped}; embedding and head high",
             len(converted),
         )
 

@@ -93,10 +93,10 @@ class FSDP(Searchable):
         problems = []
         if context.sizes[Axis.SHARD] * context.sizes[Axis.CONTEXT] < 2:
             problems.append(
-                "shares out weights among devices, and there is one; start several with --nproc (or plan with --count)"
+                "shards weights across devices, and there is one; start several with --nproc (or plan with --count)"
             )
         if self.offload and context.device.kind == "cpu":
-            problems.append("offload: the weights are on the host already; leave it out")
+            problems.append("offload: the weights are already on the host; leave it out")
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -127,7 +127,7 @@ class FSDP(Searchable):
             build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         degree = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return Change(f"weights in {groups} groups, a {degree}th of each on a device{copies}", groups)
+        return Change(f"weights in {groups} groups, 1/{degree} of each on each device{copies}", groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
         precisions: tuple[Literal["own", "bf16"], ...] = (

@@ -90,7 +90,7 @@ class FusedOperators(Searchable):
             shared_by_rows()
         counts = fuse_operators(part, norm=self.norm, gate=self.gate)
         return Change(
-            ", ".join(f"{n} {what}" for what, n in counts.items()) + " keep their inputs alone", sum(counts.values())
+            ", ".join(f"{n} {what}" for what, n in counts.items()) + " save only their inputs", sum(counts.values())
         )
 
     def options(self, context: Context) -> Iterable[Technique]:

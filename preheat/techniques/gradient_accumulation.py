@@ -155,7 +155,10 @@ class GradientAccumulation(Searchable):
             among = f" over {devices} devices, which is {rows} a device" if devices > 1 else ""
             size = context.recipe.batch.size
             return [
-                f"steps: {self.steps} micro-batches cannot be cut from batch.size {size}{among}; use at most {rows}"
+                (
+                    f"steps: {self.steps} micro-batches are more than the rows of batch.size {size}{among}; use at "
+                    f"most {rows}"
+                )
             ]
         return []
 

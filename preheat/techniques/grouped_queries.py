@@ -58,7 +58,7 @@ class GroupedQueries(Technique):
     stage: ClassVar[Stage] = Stage.STRUCTURE
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(family="llama")
-    unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text models so far; leave it out"
 
     num_kv_heads: Annotated[int, Bound(1)] = 1
     """Key-value heads of each layer: a divisor of the model's current number."""
@@ -82,7 +82,7 @@ class GroupedQueries(Technique):
             return architecture.pool_heads(value, self.num_kv_heads, facts.head_dim)
 
         build.weights.map(architecture.KEYS_AND_VALUES, pool)
-        origin = "new weights" if build.weights.folder is None else "the mean of each group of those read"
+        origin = "new weights" if build.weights.folder is None else "the mean of each group of the loaded ones"
         return Change(
             f"{facts.heads} query heads on {self.num_kv_heads} key-value heads in {facts.layers} layers, {origin}",
             count,

@@ -104,7 +104,7 @@ class LengthCurriculum(Technique):
             {"schedule": "linear"},
         )
     )
-    unsupported_for_images: ClassVar[str] = "cuts rows, and would cut the images in them; leave it out"
+    unsupported_for_images: ClassVar[str] = "splits rows, and would split the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows would cut examples
@@ -151,7 +151,7 @@ class LengthCurriculum(Technique):
                     f"{shorter[0]:,}; they must rise up to batch.seq_len {full:,}"
                 )
             if self.start != "auto" or self.schedule != "steps":
-                problems.append("lengths: are the stages themselves; leave start and schedule out")
+                problems.append("lengths: define the stages; leave start and schedule out")
         elif start >= full:
             problems.append(f"start: {start} is not below batch.seq_len {full}; use {full // 4} or so, or longer rows")
         if start % multiple and not self.lengths:
@@ -173,8 +173,8 @@ class LengthCurriculum(Technique):
             )
         if not (stop.max_steps or stop.tokens or stop.epochs):
             problems.append(
-                "until: is a share of the run, whose length is not known by "
-                "stop.hours alone; add stop.max_steps, tokens or epochs"
+                "until: is a fraction of the run, whose length stop.hours alone does not determine; add "
+                "stop.max_steps, tokens or epochs"
             )
         if self.keep == "rows" and (stop.tokens or stop.epochs):
             problems.append(
@@ -184,8 +184,8 @@ class LengthCurriculum(Technique):
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
             problems.append(
-                "start: shorter rows would part completions from their "
-                "prompts; set data.packing: stream, or leave this out"
+                "start: shorter rows would separate completions from their prompts; set data.packing: stream, or "
+                "leave this out"
             )
         return problems
 
@@ -222,5 +222,5 @@ class LengthCurriculum(Technique):
         )
         summary += ". The plan is for full rows throughout"
         if build.device.kind == "cpu" and self.schedule != "steps":
-            summary += "; the heap may hold up to a half more than planned, which schedule: steps spares"
+            summary += "; the heap may hold up to half more than planned; schedule: steps avoids this"
         return Change(summary, len(lengths))

@@ -106,8 +106,8 @@ class Liger(Searchable):
 
         if context.device.kind != "cuda":
             return [
-                "Liger's kernels need a CUDA device; leave it out on a CPU "
-                "(chunked_loss and efficient_attention serve there)"
+                "Liger's kernels need a CUDA device; leave it out on a CPU (use chunked_loss and efficient_attention "
+                "there)"
             ]
         import importlib.util
 
@@ -124,7 +124,7 @@ class Liger(Searchable):
         if self.loss and (
             other := [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
         ):
-            problems.append(f"loss: is plain cross entropy, without what {other[0]} adds; set loss: false")
+            problems.append(f"loss: is plain cross entropy, without the terms of {other[0]}; set loss: false")
         if self.loss and context.model.logit_softcap:
             problems.append(f"loss: would leave out the cap on the logits of {context.model.family}; set loss: false")
         return problems

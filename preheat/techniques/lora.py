@@ -96,7 +96,7 @@ def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
     names = inject(model, plain)
     for name in names if str(config.init_lora_weights).startswith("pissa") else ():
         if min(base_of(model, name).weight.shape) < rank:
-            raise ValueError(f"{name} has no {rank} singular directions to begin from; lower the rank")
+            raise ValueError(f"{name} has no {rank} singular directions to start from; lower the rank")
     if expert_rank:
         scale = config.lora_alpha / (math.sqrt(expert_rank) if config.use_rslora else expert_rank)
         _add_to_experts(model, expert_rank, scale, drawn=not on_meta)
@@ -237,12 +237,10 @@ class Lora(Technique):
     def check(self, context: Context) -> list[str]:
         problems = []
         if self.variant == "pissa" and Tag.QUANTIZED_BASE in context.tags:
-            problems.append(
-                "variant: pissa changes the base's weights, which stand packed in few bits; use lora, rslora or dora"
-            )
+            problems.append("variant: pissa changes the base's weights, which are quantized; use lora, rslora or dora")
         if self.variant == "pissa" and self.start:
             problems.append(
-                "start: pissa begins from the base's singular directions and not from an adapter; use variant: lora"
+                "start: pissa starts from the base's singular directions, not from an adapter; use variant: lora"
             )
         if self.expert_rank:
             if not context.model.experts:
@@ -270,8 +268,8 @@ class Lora(Technique):
             split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
                 problems.append(
-                    f"embedding_rank: does not go with {split[0]}, which takes "
-                    "embedding and head apart; set embedding_rank: 0"
+                    f"embedding_rank: does not go with {split[0]}, which separates embedding and head; set "
+                    "embedding_rank: 0"
                 )
         return problems
 

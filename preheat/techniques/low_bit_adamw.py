@@ -86,7 +86,7 @@ class LowBitAdamW(Searchable):
 
         build.claim(Slot.OPTIMIZER, make, self.name())
         count = sum(p.requires_grad for p in part.parameters())
-        return Change(f"AdamW with moments in {self.bits} bits, a scale for {self.block_size} elements", count)
+        return Change(f"AdamW with moments in {self.bits} bits, a scale per {self.block_size} elements", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
         return [LowBitAdamW(), LowBitAdamW(bits=4, block_size=128)]

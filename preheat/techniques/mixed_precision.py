@@ -249,7 +249,7 @@ class MixedPrecision(Searchable):
     growth_interval: Annotated[int, Bound(1)] = 2000
     """fp16 modes: number of consecutive steps without overflow after which the loss scale doubles."""
     tf32: bool = False
-    """On a GPU, compute the remaining fp32 products (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
+    """On a GPU, compute the remaining fp32 matmuls (all in mode fp32, those of keep_fp32 and of an fp32 head) in TF32,
     which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
 
     def claimed(self) -> frozenset[Slot]:
@@ -278,30 +278,28 @@ class MixedPrecision(Searchable):
             try:
                 re.compile(pattern)
             except re.error as error:
-                problems.append(f"keep_fp32: {pattern!r} is no regular expression ({error})")
+                problems.append(f"keep_fp32: {pattern!r} is not a regular expression ({error})")
         if self.tf32 and not has_tf32(context.device):
             problems.append(
                 f"tf32: {context.device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out"
             )
         if self.keep_fp32 and self.mode == "fp32":
-            problems.append("keep_fp32: with mode: fp32 everything is; leave it out")
+            problems.append("keep_fp32: with mode: fp32, everything is in fp32; leave it out")
         if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
             problems.append(
                 f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out"
             )
         elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
-            problems.append(
-                "frozen: half has nothing to keep so, since no technique freezes a base; leave it out, or use auto"
-            )
+            problems.append("frozen: half has no effect, since no technique freezes a base; leave it out, or use auto")
         if self.keep_fp32 and self.claimed() and Tag.REDUCED_GRADIENTS in context.tags:
             problems.append(
-                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights travel together "
-                f"and need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
+                f"keep_fp32: with mode: {self.mode} on several devices a layer's weights are gathered together and "
+                f"need one precision; use mode: {self.mode[:4]}, or leave keep_fp32 out"
             )
         if self.mode.endswith("_master") and Tag.FROZEN_BASE in context.tags:
             half = self.mode.removesuffix("_master")
             other = "bf16_weights, which keeps the frozen ones in bf16" if half == "bf16" else half
-            problems.append(f"mode: {self.mode} is for models that are trained whole; with a frozen base use {other}")
+            problems.append(f"mode: {self.mode} is for models without frozen weights; with a frozen base use {other}")
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -310,12 +308,12 @@ class MixedPrecision(Searchable):
         total = sum(p.numel() for p in part.parameters())
         if self.tf32 and build.torch_device.type == "cuda":  # fake tensors compute nothing
             allow_tf32(build)
-        in_tf32 = ", fp32 products in TF32" if self.tf32 else ""
+        in_tf32 = ", fp32 matmuls in TF32" if self.tf32 else ""
         if self.mode == "fp32":
             return Change(
-                "weights and optimizer in fp32, products in TF32"
+                "weights and optimizer in fp32, matmuls in TF32"
                 if self.tf32
-                else "weights, products and optimizer in fp32",
+                else "weights, matmuls and optimizer in fp32",
                 total,
             )
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
@@ -324,8 +322,8 @@ class MixedPrecision(Searchable):
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
         if self.mode.endswith("_master") and not full:
             raise RecipeError(
-                f"techniques.{self.name()}.mode: {self.mode} is for models "
-                "that are trained whole; some weights are frozen"
+                f"techniques.{self.name()}.mode: {self.mode} is for models without frozen weights; some weights are "
+                "frozen"
             )
         fp32_modules = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:
@@ -335,7 +333,7 @@ class MixedPrecision(Searchable):
         if not of_weights:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
-            return Change(f"matrix products in {name} under autocast, weights in fp32{scaled}{suffix}", total)
+            return Change(f"matmuls in {name} under autocast, weights in fp32{scaled}{suffix}", total)
         count = to_half(part, half, keep=fp32_modules)
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))

@@ -57,7 +57,7 @@ class Neftune(Technique):
     numerics: ClassVar[Numerics] = "different"
     training_only: ClassVar[bool] = True
     unsupported_for_images: ClassVar[str] = (
-        "adds noise to the embeddings of text, and was not tried beside images; leave it out"
+        "adds noise to the embeddings of text, and is not tested with images; leave it out"
     )
     # Ranks that process the same tokens would draw different noise.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.PIPELINE_STAGES})

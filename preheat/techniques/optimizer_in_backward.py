@@ -72,8 +72,8 @@ class OptimizerInBackward(Searchable):
         clip = context.recipe.optimizer.max_grad_norm
         if clip > 0:
             return [
-                f"optimizer.max_grad_norm: {clip:g}: weights move before the norm over "
-                "all gradients is known; set optimizer.max_grad_norm: 0"
+                f"optimizer.max_grad_norm: {clip:g}: weights are updated before the norm over all gradients is known; "
+                "set optimizer.max_grad_norm: 0"
             ]
         return []
 
@@ -82,8 +82,8 @@ class OptimizerInBackward(Searchable):
 
         if build.hooks.finish_gradients:
             raise RecipeError(
-                "techniques.optimizer_in_backward: another technique works on the gradients after "
-                "the backward pass, when they are freed already; leave one of them out"
+                "techniques.optimizer_in_backward: another technique reads the gradients after the backward pass, "
+                "when they are already freed; leave one of them out"
             )
         updates = update_in_backward(build.optimizer)
         inner = build.slot(Slot.FORWARD_BACKWARD)
@@ -91,8 +91,8 @@ class OptimizerInBackward(Searchable):
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
             if len(batches) > 1:
                 raise RecipeError(
-                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches "
-                    f"would be {len(batches)} updates; let the batch be one micro-batch"
+                    f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches would be "
+                    f"{len(batches)} updates; use one micro-batch"
                 )
             updates.reset()
             loss: LossSum = inner(build, batches, global_weight)

@@ -65,7 +65,7 @@ class OptimizerOffload(Searchable):
 
     def check(self, context: Context) -> list[str]:
         if context.device.kind == "cuda" and Tag.REDUCED_GRADIENTS in context.tags:
-            return ["is for one device; of several each keeps its share on the host with fsdp: {offload: true}"]
+            return ["is for one device; on several use fsdp: {offload: true}, which keeps each shard on the host"]
         if context.device.kind == "cuda" or (self.on_cpu == "stay" and self.weights == "fp32"):
             return []
         if self.on_cpu == "stay":
@@ -79,7 +79,7 @@ class OptimizerOffload(Searchable):
         count = sum(p.requires_grad for p in part.parameters())
         if build.device.kind == "cpu" and self.on_cpu == "stay":
             return Change(
-                f"nothing to move: AdamW of {count} parameters is on the host already, there being no GPU", count
+                f"nothing to move: AdamW of {count} parameters is already on the host, since there is no GPU", count
             )
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:

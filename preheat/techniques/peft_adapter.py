@@ -32,17 +32,17 @@ __all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
 METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora", "road", "vera")
 """Methods that can be built on meta, start as the base, and can be trained, saved and merged."""
 _LORA = "is a technique of its own: use lora"
-_PROMPT = "puts trained tokens or keys beside the text and not into linear maps"
+_PROMPT = "trains extra tokens or keys, not linear maps"
 _REFUSED = {
     "adalora": (
-        "needs a schedule of ranks and a term of the loss within the training loop, which preheat has no place for yet"
+        "needs a schedule of ranks and a term of the loss within the training loop, which preheat does not support yet"
     ),
     "adaption_prompt": _PROMPT,
-    "boft": "reads values back while it is made, which a dry run has none of",
+    "boft": "reads values back while it is built, which a dry run does not have",
     "c3a": "does not start as the base",
     "cartridge": _PROMPT,
     "cpt": _PROMPT,
-    "fourierft": "keeps its indices where neither a checkpoint nor a dry run sees them",
+    "fourierft": "keeps its indices outside of what a checkpoint or a dry run sees",
     "lily": "cannot be merged",
     "ln_tuning": "trains norms, not linear maps",
     "lora": _LORA,
@@ -50,10 +50,10 @@ _REFUSED = {
     "p_tuning": _PROMPT,
     "prefix_tuning": _PROMPT,
     "prompt_tuning": _PROMPT,
-    "shira": "reads values back while it is made, which a dry run has none of",
+    "shira": "reads values back while it is built, which a dry run does not have",
     "trainable_tokens": "trains rows of the embedding, not linear maps",
-    "waveft": "keeps its indices where neither a checkpoint nor a dry run sees them",
-    "xlora": "mixes adapters that must be trained before",
+    "waveft": "keeps its indices outside of what a checkpoint or a dry run sees",
+    "xlora": "mixes adapters that must be trained first",
 }
 _RESERVED = (
     "target_modules",
@@ -88,12 +88,12 @@ def configure(
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:
-            hint = "set target_modules beside settings" if key == "target_modules" else nearest(key, known)
+            hint = "set target_modules next to settings" if key == "target_modules" else nearest(key, known)
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         if key == "module_dropout" and settings[key]:
             raise ValueError(
-                f"settings.module_dropout: {settings[key]}: reads a drawn value "
-                "back, which a dry run has none of; leave it at 0"
+                f"settings.module_dropout: {settings[key]}: reads a random value back, which a dry run does not have; "
+                "leave it at 0"
             )
     try:
         more = {"exclude_modules": exclude} if exclude else {}

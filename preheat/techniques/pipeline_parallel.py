@@ -51,7 +51,7 @@ __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
 _ONE_PASS = {  # techniques whose backward passes modify or free the tensors that they read
-    Tag.RECOMPUTATION: "layers that are computed again",
+    Tag.RECOMPUTATION: "recomputed layers",
     Tag.COMPILED_LAYERS: "compiled layers",
     Tag.FUSED_LAYERS: "fused layers",
     Tag.FUSED_OPERATORS: "fused operators",
@@ -191,19 +191,19 @@ class PipelineParallel(Searchable):
         # `preheat.models.pipeline_split` rejects it too; checked here so that a search sees it before building.
         if context.model.experts:
             problems.append(
-                f"{context.model.family} has experts, whose cost a dry run cannot see and whose "
-                "balancing loss stages do not hand on; use fsdp, with expert_parallel"
+                f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
+                "do not pass on; use fsdp, with expert_parallel"
             )
         problems += self._batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
             problems.append(
-                "schedule: zbv puts first and last stage on one device, where a tied embedding would stand twice; "
-                "use another schedule, or set model.config.tie_word_embeddings: false for a new model"
+                "schedule: zbv puts first and last stage on one device, which would hold a tied embedding twice; use "
+                "another schedule, or set model.config.tie_word_embeddings: false for a new model"
             )
         if Tag.REDUCE_EACH_MICRO_BATCH in tags:
             problems.append(
-                "fsdp shares out gradients once a step here, behind the last "
-                "micro-batch of the pipeline; set fsdp.reduce: last"
+                "fsdp reduces gradients once per step here, after the last micro-batch of the pipeline; set "
+                "fsdp.reduce: last"
             )
         if self.schedule in SPLIT_BACKWARD:
             problems += self._split_backward_problems(context)
@@ -221,8 +221,8 @@ class PipelineParallel(Searchable):
         problems = []
         if Tag.RESHARD_AFTER_FORWARD in context.tags:
             problems.append(
-                f"schedule: {self.schedule} takes the gradients of weights later, "
-                "when fsdp has let go of these; set fsdp.reshard_after_forward: false"
+                f"schedule: {self.schedule} computes the gradients of weights later, when fsdp has freed these; set "
+                "fsdp.reshard_after_forward: false"
             )
         problems += [
             f"schedule: {self.schedule} passes backward twice through "
@@ -243,8 +243,8 @@ class PipelineParallel(Searchable):
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
             return [
-                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps says "
-                f"{accumulation.steps}; leave one out"
+                f"micro_batches: {self.micro_batches}, and gradient_accumulation.steps is {accumulation.steps}; leave "
+                "one out"
             ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
         count = self.degree * self._each
@@ -258,13 +258,13 @@ class PipelineParallel(Searchable):
         rounds = max(1, micro // self.degree)
         if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
             return [
-                f"micro_batches: {micro} does not go into {rounds} rounds over "
-                f"{self.degree} devices; use {micro // self.degree * self.degree}"
+                f"micro_batches: {micro} do not divide into {rounds} rounds over {self.degree} devices; use "
+                f"{micro // self.degree * self.degree}"
             ]
         if rows < micro:
             return [
-                f"micro_batches: {micro} cannot be cut from {rows} rows a device "
-                f"(batch.size {context.recipe.batch.size}); use a larger batch.size"
+                f"micro_batches: {micro} are more than the {rows} rows of a device (batch.size "
+                f"{context.recipe.batch.size}); use a larger batch.size"
             ]
         return []
 
@@ -306,8 +306,8 @@ class PipelineParallel(Searchable):
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
-            f"{len(course.each)} layers in {count} stages of {layer_counts}; the "
-            f"dearest costs {share:.0%} more than the mean",
+            f"{len(course.each)} layers in {count} stages of {layer_counts}; the most expensive costs {share:.0%} "
+            "more than the mean",
             count,
         )
 

@@ -99,7 +99,7 @@ class Preference(Technique):
             "apo_zero": 0.5,
         },
     )
-    unsupported_for_images: ClassVar[str] = "compares answers to text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text so far; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OBJECTIVE, Slot.ROW_LOSS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})
 
@@ -145,19 +145,19 @@ class Preference(Technique):
     def check(self, context: Context) -> list[str]:
         problems = []
         if self.label_smoothing and self.loss not in _SMOOTHED:
-            problems.append(f"label_smoothing: {self.loss} has no form with it; use {', '.join(_SMOOTHED)}, or 0")
+            problems.append(f"label_smoothing: {self.loss} has no variant with it; use {', '.join(_SMOOTHED)}, or 0")
         if self.label_smoothing == 0.5:
             problems.append("label_smoothing: at 0.5 either order is as good, and nothing is learnt; use 0.1")
         if self.loss == "apo_zero" and self._nll:
-            problems.append("nll: is of pairs' preferred answers; leave it out with loss: apo_zero")
+            problems.append("nll: is for the preferred answers of pairs; leave it out with loss: apo_zero")
         if self.loss == "apo_zero" and self.reference == "none":
             problems.append(
                 "reference: without one no single answer is likely enough to be liked; leave it out with loss: apo_zero"
             )
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
             problems.append(
-                "reference: the adapter begins inside the base's weights, so the base without it is not the model as "
-                "it was; use another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
+                "reference: the adapter starts inside the base's weights, so the base without it is not the original "
+                "model; use another variant of the adapter, or a loss without a reference (simpo, cpo, orpo)"
             )
         recipe = context.recipe
         if recipe.data.packing == "stream":

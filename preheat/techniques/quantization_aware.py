@@ -124,8 +124,8 @@ class QuantizationAware(Technique):
     def check(self, context: Context) -> list[str]:
         if context.model.experts:
             return [
-                f"the {context.model.experts} experts of a layer stand in one "
-                "parameter, which is no linear map; leave it out"
+                f"the {context.model.experts} experts of a layer share one parameter, which is not a linear map; "
+                "leave it out"
             ]
         return []
 
@@ -139,7 +139,7 @@ class QuantizationAware(Technique):
                 f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"
             )
         inputs = ", their inputs to eight for each token" if self.inputs == "int8" else ""
-        summary = f"{four} linear maps see their weights rounded to four bits{inputs}" + (
+        summary = f"{four} linear maps compute with weights rounded to four bits{inputs}" + (
             f", {eight} to eight" if eight else ""
         )
         return Change(summary, four + eight)

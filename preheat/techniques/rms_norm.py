@@ -58,11 +58,13 @@ class RmsNorm(Technique):
         "different"  # the first loss of pretrained weights is the same; new models and updates differ
     )
     trials: ClassVar[Trials] = Trials(family="gpt2")
-    unsupported_for_images: ClassVar[str] = "is for models of text alone so far; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text models so far; leave it out"
 
     def check(self, context: Context) -> list[str]:
         family = context.model.family
-        return [] if family == "gpt2" else [f"knows the LayerNorms of gpt2 only, and this is a {family}; leave it out"]
+        return (
+            [] if family == "gpt2" else [f"supports only the LayerNorms of gpt2, and this is a {family}; leave it out"]
+        )
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.conversions import architecture

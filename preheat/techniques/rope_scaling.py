@@ -70,7 +70,7 @@ def scale_rope(
     from preheat.models.conversions import architecture
 
     if factor <= 1:
-        raise ValueError(f"factor: {factor:g} reaches no further than the model does; it must be above 1")
+        raise ValueError(f"factor: {factor:g} does not extend the model's positions; it must be above 1")
     return architecture.scale_rope(config, kind, factor, original_length, **yarn)
 
 
@@ -87,7 +87,7 @@ class RopeScaling(Technique):
         ),
         family="llama",
     )
-    unsupported_for_images: ClassVar[str] = "scales positions of text alone; leave it out"
+    unsupported_for_images: ClassVar[str] = "supports only text models; leave it out"
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.EXTENDED_CONTEXT})
 
     kind: Literal["auto", "linear", "dynamic", "base", "yarn"] = "yarn"

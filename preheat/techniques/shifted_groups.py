@@ -88,7 +88,7 @@ class ShiftedGroups(Technique):
         problems, length = [], context.recipe.batch.seq_len
         if self._tokens(context) >= length:
             problems.append(
-                f"group_size: {self._tokens(context)} of {length} tokens parts nothing; use less than batch.seq_len"
+                f"group_size: {self._tokens(context)} of {length} tokens splits nothing; use less than batch.seq_len"
             )
         if context.model.heads % 2:
             problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")

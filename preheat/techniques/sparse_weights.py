@@ -74,7 +74,9 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
         weight: Any = local(module.weight.detach())  # type: ignore[union-attr,operator,arg-type]
         weight = weight.t() if isinstance(module, Conv1D) else weight
         if weight.shape[1] % 4:
-            raise ValueError(f"prune: 2:4 goes by fours of inputs, and a map has {weight.shape[1]} (on one device)")
+            raise ValueError(
+                f"prune: 2:4 needs inputs in groups of four, and a map has {weight.shape[1]} (on one device)"
+            )
         weight.masked_fill_(two_of_four(weight.abs()), 0.0)
 
 
@@ -82,9 +84,7 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
 class SparseWeights(Technique):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "different"
-    trials: ClassVar[Trials] = Trials(
-        settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of weights that are read"
-    )
+    trials: ClassVar[Trials] = Trials(settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of loaded weights")
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BASE, Tag.STEP_IN_BACKWARD})
 
     prune: Literal["none", "2:4"] = "none"
@@ -94,8 +94,8 @@ class SparseWeights(Technique):
         model = context.recipe.model
         if self.prune == "none" and (model.path is None or model.weights == "random"):
             return [
-                "keeps the zeros of weights that are read, and this model is drawn new, "
-                "without any; name a pruned folder as model.path, or set prune: 2:4"
+                "keeps the zeros of loaded weights, and this model is newly initialized, without any; name a pruned "
+                "folder as model.path, or set prune: 2:4"
             ]
         return []
 

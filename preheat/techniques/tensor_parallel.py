@@ -75,7 +75,7 @@ def parallelize(
 class TensorParallel(Searchable):
     stage: ClassVar[Stage] = Stage.PARALLEL
     numerics: ClassVar[Numerics] = "exact"
-    trials: ClassVar[Trials] = Trials(refused_on_cpu="shares out matrices among devices, and there is one")
+    trials: ClassVar[Trials] = Trials(refused_on_cpu="shards matrices across devices, and there is one")
     unsupported_for_images: ClassVar[str] = "has no plan for a vision tower; use fsdp"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.TENSOR_PARALLEL, Tag.SEQUENCE_PARALLEL})
@@ -126,7 +126,7 @@ class TensorParallel(Searchable):
         degree = context.sizes[Axis.TENSOR]
         if degree < 2:
             return [
-                "shares out matrices among devices, and there is one; start several with --nproc (or plan with --count)"
+                "shards matrices across devices, and there is one; start several with --nproc (or plan with --count)"
             ]
         problems = context.model.mixer_problems()
         problems += tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
@@ -135,13 +135,10 @@ class TensorParallel(Searchable):
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
             )
         if self.regather and Tag.FROZEN_BASE in context.tags:
-            problems.append(
-                "regather: maps that are not trained keep no input, and adapters keep theirs whole; leave it out"
-            )
+            problems.append("regather: frozen maps save no input, and adapters save all of theirs; leave it out")
         if self.regather and Tag.RECOMPUTATION in context.tags:
             problems.append(
-                "regather: layers that are computed again gather anew anyway, "
-                "and would keep the pieces besides; leave it out"
+                "regather: recomputed layers gather again anyway, and would keep the shards too; leave it out"
             )
         if self.sequence_parallel and recipe.batch.seq_len % degree:
             problems.append(
@@ -160,7 +157,7 @@ class TensorParallel(Searchable):
                 f"leave {others[0]} out, or set loss_parallel: false"
             )
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
-            problems.append("loss_parallel: the head is over a few classes, which are not shared out; set it to false")
+            problems.append("loss_parallel: the head is over a few classes, which are not sharded; set it to false")
         elif self.loss_parallel and model.vocabulary % degree:
             problems.append(
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
@@ -172,8 +169,7 @@ class TensorParallel(Searchable):
             if Slot.OPTIMIZER in t.claimed() and Tag.ELEMENTWISE_UPDATE not in t.provided()
         ]
         problems += [
-            f"{name} brings an optimizer that is not made for weights that are shared out; use plain AdamW"
-            for name in optimizers
+            f"{name} brings an optimizer that does not support sharded weights; use plain AdamW" for name in optimizers
         ]
         return problems
 
@@ -201,10 +197,10 @@ class TensorParallel(Searchable):
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
-        parts = [f"{count} matrices shared out among {degree} devices"]
-        parts += ["activations between blocks cut along the sequence"] * self.sequence_parallel
+        parts = [f"{count} matrices sharded across {degree} devices"]
+        parts += ["activations between blocks split along the sequence"] * self.sequence_parallel
         parts += ["gathered again in backward"] * self.regather
-        parts += [f"logits of a {degree}th of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
+        parts += [f"logits of 1/{degree} of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
         parts += ["embedding and head whole"] * (not vocabulary)
         return Change("; ".join(parts), count)
 
@@ -231,6 +227,6 @@ def _without_dropout(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise RecipeError(
-                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, "
-                "on each device other places; set dropout to 0 under model.config"
+                f"techniques.tensor_parallel: {name} drops {module.p:g} of its input at random, at other positions on "
+                "each device; set dropout to 0 under model.config"
             )

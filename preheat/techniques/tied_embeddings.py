@@ -86,5 +86,5 @@ class TiedEmbeddings(Technique):
             return architecture.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
 
         build.weights.map(rf"^{embedding}\.weight$", tie)
-        source = "the mean of both" if self.keep == "mean" else f"the {self.keep} that was read"
+        source = "the mean of both" if self.keep == "mean" else f"the loaded {self.keep}"
         return Change(f"embedding and head are one matrix, {source}: {saving}, and the logits change", 1)

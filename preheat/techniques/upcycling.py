@@ -91,8 +91,8 @@ class Upcycling(Technique):
                 EXPERTS, lambda name: expert_matrices(name, weights.read, self.num_experts, self.redrawn, seed)
             )
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
-            redrawn_note = f", {self.redrawn:.0%} of the inner channels drawn anew" if self.redrawn else ""
-            origin = f"each the dense block that was read{redrawn_note}; routers new"
+            redrawn_note = f", {self.redrawn:.0%} of the inner channels reinitialized" if self.redrawn else ""
+            origin = f"each a copy of the dense block{redrawn_note}; routers new"
         summary = (
             f"{self.num_experts} experts in each of {layers} layers, {self.num_experts_per_tok} for a "
             f"token, {origin}: now a {part.config.model_type}"

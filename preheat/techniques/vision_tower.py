@@ -67,8 +67,8 @@ class VisionTower(Technique):
             return [f"{context.model.family} has no vision tower; leave it out"]
         if self.train != "frozen" and Tag.QUANTIZED_BASE in context.tags:
             return [
-                f"train: {self.train} trains weights that stand packed in few bits; "
-                "use frozen, or leave it out for adapters in the tower"
+                f"train: {self.train} trains weights that are quantized; use frozen, or leave it out for adapters in "
+                "the tower"
             ]
         return []
 

@@ -81,5 +81,5 @@ class Zero1(Searchable):
         build.hooks.around_optimizer.append(sharded)
         count = sum(p.requires_grad for p in part.parameters())
         return Change(
-            f"optimizer states of {count} parameters, a {build.mesh.size(*across)}th of each on a device", count
+            f"optimizer states of {count} parameters, 1/{build.mesh.size(*across)} of each on each device", count
         )

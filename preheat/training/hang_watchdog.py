@@ -115,7 +115,7 @@ class HangWatchdog:
         alive = [status is not None and now - status["now"] < 3 * self.interval for status in statuses]
         if self.ranks.rank != alive.index(True):
             return
-        self.say(f"nothing went on for {self.patience:.0f} s; this is where each process stands:")
+        self.say(f"no progress for {self.patience:.0f} s; state of each process:")
         for rank, (status, answers) in enumerate(zip(statuses, alive, strict=True)):
             if status is None:
                 self.say(f"  rank {rank}: never answered")

@@ -159,7 +159,7 @@ class _Loop:
             evaluated = step
             self.writer.event("unevaluated", step=step)
             self.watch.notice(
-                f"step {step}: its evaluation is left out, since it ended the run twice; take it with preheat eval"
+                f"step {step}: its evaluation is skipped, since it ended the run twice; evaluate it with preheat eval"
             )
         ranks.publish("judged", evaluated)
         return evaluated
@@ -293,7 +293,7 @@ class _Loop:
         mean = total / max(weight, 1)
         if not finite and forgiven and math.isfinite(mean):
             self.writer.event("overflow", step=step)
-            self.watch.notice(f"step {step}: the scaled gradients overflowed: left out, and the scale lowered")
+            self.watch.notice(f"step {step}: the scaled gradients overflowed: step skipped, loss scale lowered")
         elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - start
@@ -357,7 +357,7 @@ class _Loop:
         if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
         at = self.session.saving.last_step
-        return f"--resume goes on from step {at}" if at > 0 else "no checkpoint was saved yet"
+        return f"--resume continues from step {at}" if at > 0 else "no checkpoint was saved yet"
 
     def _is_late(self, seconds: float = 0.0) -> bool:
         hours = self.recipe.stop.hours
@@ -379,7 +379,7 @@ class _Loop:
         state = (
             f"The weights of step {step - 1} are untouched"
             if Tag.STEP_IN_BACKWARD not in self.build.tags
-            else "Some weights were updated before that was seen: go on from the last checkpoint"
+            else "Some weights were updated before this was detected: resume from the last checkpoint"
         )
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "

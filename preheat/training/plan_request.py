@@ -137,7 +137,7 @@ def _is_recipe(what: str) -> bool:
         if file.exists() and not file.is_dir():
             return file.name != "config.json"
     except (OSError, ValueError):
-        raise RecipeError(f"{shorten(what)}: names no file (it is too long, or holds a NUL character)") from None
+        raise RecipeError(f"{shorten(what)}: is not a file name (it is too long, or holds a NUL character)") from None
     return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
 
 
@@ -182,7 +182,7 @@ def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
 
 def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
     if tokens is not None and recipe.batch.size * recipe.batch.seq_len != tokens:
-        raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch say different things; leave one out")
+        raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch contradict each other; leave one out")
     return recipe
 
 
@@ -305,7 +305,7 @@ def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None)
         known = load_tokenizer(folder).get_vocab()
         if existing := [token for token in recipe.model.add_tokens if known.get(token, rows) < rows]:
             raise RecipeError(
-                f"model.add_tokens: the tokenizer has {existing[0]!r} already and the model a row for it; leave it out"
+                f"model.add_tokens: {existing[0]!r} is already in the tokenizer and in the embedding; leave it out"
             )
     return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 

@@ -72,7 +72,9 @@ class Ranks:
             self.store.wait([key], _PATIENCE)
             return json.loads(self.store.get(key))
         except (dist.DistNetworkError, dist.DistStoreError):
-            raise RunError(f"rank {self.rank}: rank 0 ended before the run began; its own words say why") from None
+            raise RunError(
+                f"rank {self.rank}: rank 0 ended before the run began; see its output for the reason"
+            ) from None
 
     def gather(self, key: str) -> None:
         """Waits until every process has called this with the same key, or the store is gone."""
@@ -159,7 +161,7 @@ class Ranks:
         message = message.split(". This is typically")[0].split("] ", 1)[-1]  # without gloo's source file and advice
         return RunError(
             f"rank {self.rank}: lost the other processes in step {step + 1} ({message[-160:]}); start again with "
-            "--resume, which goes on from the last checkpoint"
+            "--resume, which continues from the last checkpoint"
         )
 
     def leave(self) -> None:
@@ -187,8 +189,8 @@ def rendezvous(recipe: Recipe) -> Ranks:
             else f"start {wanted}, or leave the key out"
         )
         raise RecipeError(
-            f"parallel.devices: {wanted} processes are wanted, and {world} {'was' if world == 1 else 'were'} "
-            f"started; {hint}"
+            f"parallel.devices: {wanted} processes are needed, and {world} {'was' if world == 1 else 'were'} started; "
+            f"{hint}"
         )
     if world == 1:
         return Ranks()

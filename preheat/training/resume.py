@@ -128,8 +128,8 @@ def resumed(
     if newest is None:
         if damaged:
             raise RunError(
-                f"{folder}: no checkpoint is whole ({damaged[0][0].name}: {damaged[0][1]}); start another run "
-                "with --out"
+                f"{folder}: no checkpoint is intact ({damaged[0][0].name}: {damaged[0][1]}); start another run with "
+                "--out"
             )
         watch.notice("no checkpoint was saved yet: starting from step 0")
         return fresh

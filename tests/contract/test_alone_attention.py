@@ -35,7 +35,7 @@ def test_alone_sliding_window() -> None:
     mixed = copy.deepcopy(plain)
     assert add_sliding_window(mixed, window=5, every=3) == 2
     assert not torch.allclose(_logits(mixed, tokens), wanted, atol=1e-4)
-    with pytest.raises(ValueError, match="one pattern a layer"):
+    with pytest.raises(ValueError, match="already have an attention pattern"):
         add_sliding_window(model, window=5)
     falls(model, tokens, torch.optim.AdamW(model.parameters(), lr=0.01), plain_backward)
 

@@ -276,18 +276,18 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
 @pytest.mark.parametrize(
     ("techniques", "more", "words"),
     [
-        ("context_parallel: {}", [], "nothing adds them up; add data_parallel or fsdp"),
+        ("context_parallel: {}", [], "nothing sums them; add data_parallel or fsdp"),
         (
             "context_parallel: {kind: ulysses, degree: 3}, data_parallel: {}",
             ["parallel.devices=3"],
-            "4 heads among 3 devices",
+            "4 heads across 3 devices",
         ),
         ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
-        ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "rows of 3 places; use at most 1"),
+        ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "rows of 3 tokens; use at most 1"),
         (
             "context_parallel: {}, data_parallel: {}, rope_scaling: {kind: dynamic, original_length: 16}",
             [],
-            "dynamic follow the longest",
+            "dynamic depend on the longest",
         ),
         ("context_parallel: {}, data_parallel: {}", ["parallel.devices=3"], "context 2 does not multiply to 3 devices"),
     ],
@@ -322,7 +322,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
 
 
 def test_a_ring_refuses_a_kernel_without_statistics() -> None:
-    with pytest.raises(ValueError, match="kernel efficient does not give; flash and blocks do"):
+    with pytest.raises(ValueError, match="kernel efficient does not return; flash and blocks do"):
         ring_attention_blocks.tiles_for_kernel(functools.partial(sdpa_attention, kernel="efficient"))
 
 

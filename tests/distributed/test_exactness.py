@@ -231,6 +231,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         "{fsdp: {}, dynamic_batch: {start: 5}}"
     )
     assert (
-        "steps: 5 micro-batches cannot be cut from batch.size 8 over 2 devices, which is 4 a device; use at most 4"
+        "steps: 5 micro-batches are more than the rows of batch.size 8 over 2 devices, which is 4 a device; use at most 4"
         in words("{fsdp: {}, gradient_accumulation: {steps: 5}}")
     )

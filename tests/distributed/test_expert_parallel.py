@@ -115,7 +115,7 @@ def test_what_is_refused() -> None:
     assert "needs reduced-gradients" in problems("{expert_parallel: {}}", 1)
     assert "degree: 3 does not divide the 4 devices" in problems("{fsdp: {}, expert_parallel: {degree: 3}}", 4)
     assert "degree: 16 does not divide the 8 experts" in problems("{fsdp: {}, expert_parallel: {}}", 16, rows=16)
-    assert "divide not both" in problems("{fsdp: {}, expert_parallel: {degree: 2}}", 6)
+    assert "do not divide both" in problems("{fsdp: {}, expert_parallel: {degree: 2}}", 6)
     assert "compiled-layers" in problems("{fsdp: {}, expert_parallel: {}, compile: {}}", 2)
 
 

@@ -274,17 +274,17 @@ def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: A
         (
             "tensor_parallel: {degree: 4}",
             "llama",
-            "degree: 2 key-value heads do not divide among 4 devices; use a degree that divides 2",
+            "degree: 2 key-value heads do not divide by 4 devices; use a degree that divides 2",
         ),
-        ("tensor_parallel: {degree: 3}", "llama", "degree: 4 heads do not divide among 3 devices"),
+        ("tensor_parallel: {degree: 3}", "llama", "degree: 4 heads do not divide by 3 devices"),
         (
             "tensor_parallel: {degree: 2, sequence_parallel: true}",
             "batch.seq_len=31",
             "batch.seq_len 31 does not divide by degree 2; use 30",
         ),
         ("tensor_parallel: {degree: 2, regather: true}", "", "regather: nothing is gathered without sequence_parallel"),
-        (f"{AGAIN}, lora: {{}}", "", "regather: maps that are not trained keep no input"),
-        (f"{AGAIN}, activation_checkpointing: {{}}", "", "regather: layers that are computed again gather anew anyway"),
+        (f"{AGAIN}, lora: {{}}", "", "regather: frozen maps save no input"),
+        (f"{AGAIN}, activation_checkpointing: {{}}", "", "regather: recomputed layers gather again anyway"),
         (
             "tensor_parallel: {degree: 2, sequence_parallel: true}, length_curriculum: {}",
             "",
@@ -322,5 +322,5 @@ def test_an_inner_size_that_does_not_divide_and_dropout_are_refused_by_name(fake
     )
     with pytest.raises(RecipeError, match=r"resid_attn_dropout drops 0\.1 of its input at random"):
         build(dropping, vocabulary=96, device=DEVICE)
-    with pytest.raises(RecipeError, match=r"mlp\.gate_proj\.weight \(47, 32\) does not divide among 2 devices"):
+    with pytest.raises(RecipeError, match=r"mlp\.gate_proj\.weight \(47, 32\) does not divide by 2 devices"):
         build(recipes.override(tiny(f"{{{PLAIN}}}"), "model.config.intermediate_size=47"), vocabulary=96, device=DEVICE)

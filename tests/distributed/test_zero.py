@@ -101,7 +101,7 @@ def test_on_one_process_it_is_adamw_and_says_so(monkeypatch: pytest.MonkeyPatch)
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1, fused=True)
     losses = train(m, ours, lambda: ours.clip_grad_norm_(0.5), slice(0, 8), 1)
     assert losses == train(twin, theirs, lambda: torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5), slice(0, 8), 1)
-    with pytest.warns(UserWarning, match="on the CPU already"):
+    with pytest.warns(UserWarning, match="already on the CPU"):
         ZeROAdamW(m.parameters(), cpu_offload=True)
 
 
@@ -132,7 +132,7 @@ def test_offloaded_states_make_the_same_update(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_zero_refuses() -> None:
-    with pytest.raises(ValueError, match="none of ZeRO's"):
+    with pytest.raises(ValueError, match="not a ZeRO stage"):
         ZeROAdamW(model().parameters(), stage=4)
     with pytest.raises(ValueError, match="needs module="):
         ZeROAdamW(model().parameters(), stage=3)

@@ -72,7 +72,7 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
     assert float((logits(model.get_base_model(), ids) - wanted).abs().max()) < 1e-4
 
     _, error = preheat.here("export", "runs/tune", "--to", "peft", "--out", "alone", code=1)
-    assert "stands there already" in error
+    assert "already exists" in error
     _, error = preheat.here(
         "export", "runs/tune", "--out", "half", "--dtype", "bfloat16", "--tolerance", "1e-6", code=1
     )

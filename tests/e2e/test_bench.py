@@ -121,7 +121,7 @@ def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
 
 def test_what_cannot_be_compared_is_said(preheat: Command) -> None:
     for arguments, words in (
-        ((), "say what to compare"),
+        ((), "name what to compare"),
         (("--techniques", "lorra"), "'lorra' is not known"),
         (("--ablate", "--set", "techniques={}"), "nothing to leave out"),
     ):

@@ -113,7 +113,7 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
     assert "Helps:" in preheat.here("techniques", "show", "lora")[0]
     preheat.here("init", "demo")
     assert (preheat.folder / "demo.yaml").exists()
-    assert "stands there already" in preheat.here("init", "demo", code=2)[1]
+    assert "already exists" in preheat.here("init", "demo", code=2)[1]
     assert "did you mean 'demo'" in preheat.here("recipes", "show", "dmeo", code=2)[1]
 
 
@@ -244,7 +244,7 @@ def test_damaged_checkpoints(preheat: Command) -> None:
     for file in (preheat.folder / "runs/small/checkpoints").glob("*/*.safetensors"):
         file.write_bytes(b"")
     assert (
-        "no checkpoint is whole"
+        "no checkpoint is intact"
         in preheat.here("train", "r.yaml", "--resume", "--set", "schedule.kind=constant", code=1)[1]
     )
 
@@ -309,7 +309,7 @@ def test_a_signal_saves_and_the_last_line_is_the_command_that_goes_on(
     assert f"stopped by {number.name}" in printed
     step = max(losses(out))
     assert (out / f"checkpoints/step-{step}/manifest.json").exists()
-    typed = printed.strip().splitlines()[-1].removeprefix("to go on: ")
+    typed = printed.strip().splitlines()[-1].removeprefix("to resume: ")
     arguments = shlex.split(typed)
     settings = ["--set", "stop.max_steps=100000", "--set", "schedule.kind=constant"]
     assert arguments == ["preheat", "train", "r.yaml", *settings, "--out", str(out), "--resume"]
@@ -339,7 +339,7 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     monkeypatch.setattr(RunEvaluator, "take", interrupted)
     out = preheat.here("train", "r.yaml", *more, "--out", "cut", code=130)[0]
     assert "stopped by SIGINT at step 4" in out
-    assert out.splitlines()[-1].startswith("to go on: preheat train r.yaml")
+    assert out.splitlines()[-1].startswith("to resume: preheat train r.yaml")
     assert preheat.here("train", "r.yaml", *more, "--out", "cut", "--resume", code=130)
     assert not Reader(preheat.folder / "cut").events("finished")
     preheat.here("train", "r.yaml", *more, "--out", "cut", "--resume")
@@ -379,7 +379,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
     preheat.here("train", "r.yaml", *more, "--out", "twice", code=9)
     preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume", code=9)
     assert (
-        "step 4: its evaluation is left out" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
+        "step 4: its evaluation is skipped" in preheat.here("train", "r.yaml", *more, "--out", "twice", "--resume")[0]
     )
     assert evaluations("twice") == evaluations("whole")[1:]
     assert losses(preheat.folder / "twice") == losses(preheat.folder / "whole")

@@ -57,15 +57,15 @@ def test_a_model_is_compressed_measured_and_used(preheat: Command, stories: tupl
     (row,) = preheat.here.json("bench", "made/int8", "--inference", *few)["rows"]
     assert row["cache_bytes"] == row["cache_predicted_bytes"], "keys and values are no codes"
     _, error = preheat.here("compress", model, "--method", "int8", *how, "--out", "made", code=1)
-    assert "stands there already" in error
+    assert "already exists" in error
     _, error = preheat.here("export", "made/int8", "--out", "hf", code=1)
-    assert "is compressed, and what is rounded is not written as other formats' weights" in error
+    assert "is compressed, and quantized weights cannot be written in other formats" in error
     (preheat.folder / "r2.yaml").write_text(
         "model: {path: made/int8}\ndata: {source: text}\nbatch: {size: 2, seq_len: 64}\nstop: {max_steps: 1}\n",
         encoding="utf-8",
     )
     _, error = preheat.here("train", "r2.yaml", code=2)
-    assert "is compressed (int8): what is rounded is not trained" in error
+    assert "is compressed (int8): quantized weights cannot be trained" in error
 
 
 def test_a_run_is_compressed_as_it_was_trained_for(preheat: Command) -> None:

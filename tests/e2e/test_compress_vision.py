@@ -38,10 +38,10 @@ def test_a_classifier_is_trained_and_made_narrower_by_a_command(preheat: Command
             2,
         ),
         (("--recipe", "c.yaml", "--data", "images", "--measured", "3"), "--measured 3: would change nothing: MODEL", 2),
-        (("--data", "images"), "new is an image classifier: a chain of steps over it", 2),
+        (("--data", "images"), "new is an image classifier: it needs a chain of steps", 2),
         (("--recipe", "c.yaml"), "preheat compress MODEL --recipe edge-vision --data IMAGES", 2),
         (("--recipe", "c.yaml", "--data", "gone", "--out", "x"), "--data gone: no such folder", 4),
-        (("--recipe", "c.yaml", "--data", "images"), "stands there already", 1),
+        (("--recipe", "c.yaml", "--data", "images"), "already exists", 1),
     ):
         _, error = preheat.here("compress", "new", *arguments, code=code)
         assert words in error

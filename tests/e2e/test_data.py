@@ -233,11 +233,11 @@ def test_a_template_that_always_asks_is_refused(preheat: Command) -> None:
     (preheat.folder / "always.jinja").write_text(text)
     (preheat.folder / "rows.jsonl").write_bytes(lines(TALK))
     _, error = preheat.here("train", "chat.yaml", "--set", "data.template=always.jinja", "--out", "o", code=4)
-    assert "always.jinja: asks for an answer whatever is asked of it" in error
+    assert "always.jinja: always adds a generation prompt" in error
     assert not (preheat.folder / "o").exists()
     (preheat.folder / "never.jinja").write_text(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     )
     (preheat.folder / "rows.jsonl").write_bytes(lines(GOOD))
     _, error = preheat.here("data", "chat.yaml", "--set", "data.template=never.jinja", code=4)
-    assert "never.jinja: is not done after 5 s" in error
+    assert "never.jinja: is not finished after 5 s" in error

@@ -147,7 +147,7 @@ def refused(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str])
         (["m", "--data", "empty.txt"], 4, "empty"),
         (["m"], 2, "--data: is needed"),
         (["m", "--forgetting", "other.txt", "--data", "other.txt"], 2, "add --before"),
-        (["m", "--before", "--data", "other.txt"], 1, "is no run"),
+        (["m", "--before", "--data", "other.txt"], 1, "is not a run"),
         (["m", "m", "m", "--data", "other.txt"], 2, "3 models"),
         (["m", "--tasks", "t.yaml", "--samples", "no/where.jsonl"], 2, "--samples no/where.jsonl"),
     ],
@@ -177,7 +177,7 @@ def test_what_cannot_be_evaluated_is_one_line(
     [
         ("evaluate.tasks=[claws]", 2, "evaluate.tasks claws: no such task"),
         ("evaluate.tasks=[cloze=rows.jsonl]", 4, "no field 'context'"),
-        ("evaluate.tasks=[multiple_choice=long.jsonl]", 4, "long.jsonl:1: what is to be scored has"),
+        ("evaluate.tasks=[multiple_choice=long.jsonl]", 4, "long.jsonl:1: the text to be scored has"),
         ("evaluate.forgetting=nowhere.txt", 4, "evaluate.forgetting nowhere.txt"),
         ("evaluate.forgetting=empty.txt", 4, "evaluate.forgetting"),
     ],

@@ -70,8 +70,8 @@ def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
         ),
         (("--to", "onnx", "--dtype", "q8_0"), "--dtype q8_0: --to onnx has float32, int8", 2),
         (("--to", "hf", "--dtype", "int4"), "--dtype int4: --to hf has float32, float16, bfloat16", 2),
-        (("--to", "onnx", "--length", "64"), "--length: is of executorch's cache; --to onnx has none", 2),
-        (("--to", "gguf", "--dtype", "q8_0"), "stands there already; name another folder with --out", 1),
+        (("--to", "onnx", "--length", "64"), "--length: is for executorch's KV cache; --to onnx has none", 2),
+        (("--to", "gguf", "--dtype", "q8_0"), "already exists; name another folder with --out", 1),
         (("--to", "gguf", "--dtype", "q4_0", "--tolerance", "1e-6"), "more than the 1e-06 of it that is accepted", 1),
     ):
         _, error = preheat.here("export", run, *arguments, code=code)

@@ -61,11 +61,11 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
             3,
             "--batches 90000000: with prompts of 64 tokens the cache",
         ),
-        ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: write numbers"),
+        ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: must be numbers"),
         ((*inference, "--variant", "engine=vllm"), 2, "--variant engine=vllm: must be one of preheat, transformers"),
         ((*inference, "--variant", "cache=int3"), 2, "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8'"),
         ((*inference, "--variant", "lookup=0"), 2, "sample.prompt_lookup_tokens: must be at least 1, got 0"),
-        ((*inference, "--ablate"), 2, "--ablate: would change nothing: --inference measures models as they write"),
+        ((*inference, "--ablate"), 2, "--ablate: would change nothing: --inference measures generation"),
         (("bench", "nowhere", "--inference"), 1, "neither a run"),
         (("bench", "r.yaml", "other.yaml", "--ablate"), 2, "for models side by side add --inference"),
     ):
@@ -80,10 +80,10 @@ def test_text_is_the_same_however_it_is_kept(preheat: Command, model: str) -> No
         assert preheat.here.json(*ask, "--set", setting)["text"] == wanted
     assert preheat.here.json(*ask, "--set", "sample.cache=int8")["text"].startswith(", there was a little")
     for settings, words in (
-        (("batch.size=3",), "here it sets how text is written"),
+        (("batch.size=3",), "here it takes generation settings"),
         (
             ("sample.prompt_lookup_tokens=4", "sample.temperature=0.5"),
-            "sample.prompt_lookup_tokens: proposes tokens of greedy text",
+            "sample.prompt_lookup_tokens: proposes tokens for greedy decoding",
         ),
         (("sample.lokup=4",), "did you mean 'prompt_lookup_tokens'?"),
     ):

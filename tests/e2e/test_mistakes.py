@@ -51,10 +51,10 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "code", "words"),
     [
-        ("mine.yaml", ["data.source=pairs.jsonl"], 4, "which no layout has; say what they are: data.columns={prompt: asked, completion: reply}"),
+        ("mine.yaml", ["data.source=pairs.jsonl"], 4, "which no layout has; set data.columns={prompt: asked, completion: reply}"),
         ("mine.yaml", ["data.source=row.jsonl"], 4, "data.source row.jsonl: does not exist; looking for 'row.jsonl' in .: did you mean 'rows.jsonl'?"),
         ("mine.yaml", ["model.path=./modle"], 2, "model.path: ./modle: no such folder; did you mean 'model'?"),
-        ("mine.yaml", ["model.path=Qwen/Qwen2.5-0.5B"], 2, "download it where there is a network and name the folder"),
+        ("mine.yaml", ["model.path=Qwen/Qwen2.5-0.5B"], 2, "download it on a machine with a network and name the folder"),
         ("fine-tune", ["data.source=rows.jsonl"], 2, "can be planned, not trained; add model.path: Qwen/Qwen2.5-0.5B"),
         ("typo.yaml", [], 2, "unknown key 'optimizer.max_grad_nrm'; did you mean 'max_grad_norm'?"),
         ("mine.yaml", ["techniques.lorra={rank: 8}"], 2, "unknown technique 'lorra'; did you mean 'lora'?"),

@@ -112,7 +112,7 @@ def test_a_run_opens_from_anywhere_and_finds_its_base(preheat: Command, base: Pa
     (preheat.folder / "models").mkdir()
     base.rename(preheat.folder / "models" / "other")
     error = there.here("eval", "../run", code=1)[1]
-    assert f"its base model {base}: no such folder; name where it is now with --base" in error
+    assert f"its base model {base}: no such folder; give its current folder with --base" in error
     assert there.here.json("eval", "../run", "--base", "../models/other")["loss"] == right
     weights = load_file(preheat.folder / "models/other/model.safetensors")
     wrong = shutil.copytree(preheat.folder / "models/other", preheat.folder / "wrong")
@@ -159,8 +159,8 @@ def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> 
         assert words in preheat.here(*command, code=2)[1], command
     assert not mark.exists()
     out, _ = preheat.here("export", "run", "--out", "x", "--trust-remote-code")
-    assert "carries Python code of the model it came from (configuration_strange.py, modeling_strange.py)" in out
-    assert "carries Python code" in (preheat.folder / "x" / "README.md").read_text()
+    assert "contains Python code of the original model (configuration_strange.py, modeling_strange.py)" in out
+    assert "contains Python code" in (preheat.folder / "x" / "README.md").read_text()
 
 
 def test_what_a_folder_has_too_many_of_is_a_line(preheat: Command, base: Path) -> None:

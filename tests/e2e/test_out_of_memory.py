@@ -131,7 +131,7 @@ def test_the_first_step(preheat: Command) -> None:
     found = preheat.here.json("doctor", "oom", "capped")
     assert found["options"][0]["peak_gib"] < found["room_gib"] < found["peak_gib"]
     assert found["in_use"]["parameters"] == pytest.approx(rung_parameters(run), rel=1e-6)
-    assert "ways out" in preheat.here("doctor", "oom", "capped")[0]
+    assert "fixes, the cheapest first" in preheat.here("doctor", "oom", "capped")[0]
 
 
 def rung_parameters(run: Path) -> float:
@@ -189,7 +189,7 @@ def test_where_no_rung_suffices_it_saves_and_ends_and_goes_on_with_memory(prehea
     done = run_capped(preheat, "step 1", 20, *more)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"It has no rung; another run with batch.seq_len=(1024|512|256) would need", said)
+    assert re.search(r"It has no fallback; another run with batch.seq_len=(1024|512|256) would need", said)
     run = preheat.folder / "capped"
     last = max(steps(run))
     assert [saved.name for saved in run.glob("checkpoints/step-*")] == [f"step-{last}"]

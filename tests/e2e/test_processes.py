@@ -166,7 +166,7 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
         agent.kill()
     assert agent.returncode == 1, error
     told = error.splitlines()
-    (first,) = (n for n, line in enumerate(told) if "this is where each process stands:" in line)
+    (first,) = (n for n, line in enumerate(told) if "state of each process:" in line)
     assert re.search(r"rank 0: step \d+, .+ for \d+ s, at preheat/\S+\.py:\d+$", told[first + 1]), error
     assert re.search(r"rank 1: step \d+, .+, silent for \d+ s: stopped, or its host is gone$", told[first + 2]), error
     assert re.search(
@@ -180,11 +180,11 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
     [
         (
             ("--set", "techniques={fsdp: {}}"),
-            "techniques.fsdp: shares out weights among devices, and there is one; start several with --nproc",
+            "techniques.fsdp: shards weights across devices, and there is one; start several with --nproc",
         ),
         (
             ("--set", "parallel.devices=3"),
-            "parallel.devices: 3 processes are wanted, and 1 was started; start it with --nproc 3",
+            "parallel.devices: 3 processes are needed, and 1 was started; start it with --nproc 3",
         ),
         (
             ("--set", "techniques={}", "--nproc", "2"),

@@ -91,6 +91,6 @@ def test_what_goes_wrong_in_reading_is_told_after_the_step_that_stands(
 
     monkeypatch.setattr(Session, "rows", broken)
     monkeypatch.setattr(_Loop, "_reads_ahead", property(lambda self: True))
-    with pytest.raises(RunError, match=r"a reader was killed; --resume goes on from step 3"):
+    with pytest.raises(RunError, match=r"a reader was killed; --resume continues from step 3"):
         train(load_recipe("demo", [*sets, "stop.max_steps=6"]), out=tmp_path / "run", progress=False)
     assert len(losses(tmp_path / "run")) == 3

@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_run_is_neither_read_nor_pruned(command: Command
     mine.parent.mkdir()
     mine.write_text("mine")
     foreign = tree(b / "checkpoints/step-6")
-    with pytest.raises(RunError, match="step-4: it is of another run"):
+    with pytest.raises(RunError, match="step-4: it belongs to another run"):
         load_model(a, step=4)
     assert load_model(a).step == 2
     # A run keeps its two newest, whoever else's lie beside them.
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_another_run_is_neither_read_nor_pruned(command: Command
     (a / "recipe.yaml").write_text(text.replace("keep: 9", "keep: 2"))
     out, _ = command.here("train", "r.yaml", "--out", "a", "--resume", "--set", "checkpoint.keep=2")
     said = out.replace("\n", "")
-    assert "step-40: damaged (it is of another run)" in said
+    assert "step-40: damaged (it belongs to another run)" in said
     assert "step-5: damaged (it holds step 2)" in said
     assert losses(a) == whole
     assert weights(a) == wanted
@@ -253,7 +253,7 @@ def test_only_files_of_the_manifest_are_read_and_removed(command: Command) -> No
     whole = json.loads(manifest.read_text())
     for name in ("../../recipe.yaml", "/etc/hostname", "..", ""):
         manifest.write_text(json.dumps(whole | {name: {"bytes": 1, "sha256": "x"}}))
-        with pytest.raises(RunError, match=r"no file beside it"):
+        with pytest.raises(RunError, match=r"not a file next to it"):
             load_model(a, step=6)
     manifest.write_text(json.dumps({name: entry for name, entry in whole.items() if not name.endswith(".safetensors")}))
     with pytest.raises(RunError, match="cannot be read") as caught:
@@ -300,7 +300,7 @@ def test_a_finished_run_is_left_as_it_is(command: Command) -> None:
         ("--resume", "--set", "stop.epochs=0.1"),
     ):
         out, error = command.here("train", "r.yaml", "--out", "a", *more)
-        assert "has finished already, at step 6" in out
+        assert "is finished already, at step 6" in out
         assert "stop.max_steps=12" in out
         assert "nan" not in (out + error).lower()
         assert tree(a) == before

@@ -49,7 +49,7 @@ def test_images_from_rows_to_a_resumed_run(preheat: Command) -> None:
     assert made["max_logit_difference"] < 1e-5 * made["largest_logit"]
     assert (here / "merged/preprocessor_config.json").is_file()
     _, error = preheat.here("export", "runs/see", "--to", "gguf", code=1)
-    assert "reads images, which only --to hf writes" in error
+    assert "reads images, which only --to hf supports" in error
     _, error = preheat.here("compress", "merged", "--method", "int8", code=2)
     assert "reads images" in error
     measured = preheat.here.json("eval", "merged", "--data", "text/00.txt", "--length", "64")
@@ -65,5 +65,5 @@ def test_a_bad_image_stops_the_run_before_it_starts(preheat: Command) -> None:
     (here / "see.yaml").write_text(RECIPE.replace("validation: rows.jsonl", "validation: 0"))
     _, error = preheat.here("train", "see.yaml", code=4)
     assert "rows.jsonl" in error
-    assert "blue.png: is corrupt or no image" in error
+    assert "blue.png: is corrupt or not an image" in error
     assert not (here / "runs").exists()

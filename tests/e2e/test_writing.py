@@ -136,7 +136,7 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
         in preheat.here("generate", "runs/small", "--step", "7", code=1)[1]
     )
     asked = preheat.here("generate", "runs/small/checkpoints/step-10", "--step", "12", code=1)[1]
-    assert "is the checkpoint of step 10, and step 12 was asked for" in asked
+    assert "is the checkpoint of step 10, not of step 12" in asked
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
             "answered.jsonl:1: the chat ends with the assistant's message",
         ),
         (["--file", "chat.jsonl"], 2, "no chat template"),
-        (["--top-p", "0.9"], 2, "--top-p: 0.9 chooses among drawn tokens, and temperature 0 draws none"),
+        (["--top-p", "0.9"], 2, "--top-p: 0.9 filters sampled tokens, and temperature 0 does not sample"),
         (["--stop", ""], 2, "--stop: an empty string"),
-        (["--step", "3"], 1, "is no run"),
+        (["--step", "3"], 1, "is not a run"),
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )
@@ -182,7 +182,7 @@ def test_samples_that_leave_no_room_are_refused_before_training(here: Path, caps
     for sample, words in (
         (f"sample={{prompts: [{'word ' * 60}]}}", "sample.prompts: prompt 1: has "),
         ("sample={prompts: [[{role: user, content: Hi}]]}", "sample.prompts: prompt 1: is a chat"),
-        ("sample={prompts: [a], min_p: 0.1}", "sample.min_p: 0.1 chooses among drawn tokens"),
+        ("sample={prompts: [a], min_p: 0.1}", "sample.min_p: 0.1 filters sampled tokens"),
     ):
         assert words in _refused(capsys, "train", "r.yaml", "--set", sample, code=2)[1]
     assert not (here / "runs").exists()
@@ -191,9 +191,9 @@ def test_samples_that_leave_no_room_are_refused_before_training(here: Path, caps
 @pytest.mark.parametrize(
     ("said", "arguments", "words"),
     [
-        ("word " * 600, ["--template", "chatml"], "say it in fewer words"),
+        ("word " * 600, ["--template", "chatml"], "shorten it"),
         ("/rest\n", ["--template", "chatml"], "no such command; did you mean '/reset'?"),
-        ("/save t.jsonl\n", ["--template", "chatml"], "nothing was said yet"),
+        ("/save t.jsonl\n", ["--template", "chatml"], "the conversation is empty"),
         ("Hi\n", [], "no chat template; name the one"),
     ],
     ids=["long", "command", "save", "template"],

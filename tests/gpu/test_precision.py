@@ -31,7 +31,7 @@ def test_a_step_agrees_with_fp32_on_the_cpu(techniques: str, bound: float) -> No
     from preheat.hardware.probe import probe
 
     if "fp8" in techniques and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this device has no fp8 products")
+        pytest.skip("this device has no fp8 matmuls")
     if "tf32" in techniques and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this device has no TF32")
     recipe = tiny(techniques)

@@ -40,30 +40,28 @@ TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help=HELP["top
 TopK = Annotated[int, typer.Option("--top-k", min=0, help=HELP["top_k"])]
 MinP = Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help=HELP["min_p"])]
 Penalty = Annotated[float, typer.Option("--repetition-penalty", min=0.01, help=HELP["repetition_penalty"])]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " May stand several times.")
-]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help=HELP["stop"] + " Repeatable.")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="sample.KEY=VALUE",
         help=(
-            "A setting of writing without an option of its own: sample.cache=int8, sample.draft_model=FOLDER, "
-            "sample.prompt_lookup_tokens=4 … May stand several times."
+            "A generation setting without an option of its own: sample.cache=int8, sample.draft_model=FOLDER, "
+            "sample.prompt_lookup_tokens=4 … Repeatable."
         ),
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides the draws at a temperature above 0.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling at a temperature above 0.")]
 Step = Annotated[
-    int | None, typer.Option("--step", min=0, help="The checkpoint of a run; the newest whole one when not given.")
+    int | None, typer.Option("--step", min=0, help="The checkpoint of a run; default: the newest intact one.")
 ]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(
         "--template",
         metavar="NAME|FILE",
-        help="The chat template: chatml, alpaca … or a .jinja file; else the run's or the tokenizer's.",
+        help="The chat template: chatml, alpaca … or a .jinja file; default: the run's or the tokenizer's.",
     ),
 ]
 
@@ -88,7 +86,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         key, equals, raw = item.partition("=")
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
-            raise RecipeError(f"--set {shorten(item)}: here it sets how text is written, e.g. --set sample.cache=int8")
+            raise RecipeError(f"--set {shorten(item)}: here it takes generation settings, e.g. --set sample.cache=int8")
         name = current_key(("sample", name))[-1]
         overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     reader = RecipeReader("--set", {})

@@ -17,6 +17,7 @@ import typer
 import typer.core
 
 from preheat.cli.views.output import say
+from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe
 from preheat.recipe.unused_keys import non_default_keys
@@ -38,7 +39,7 @@ class Mode:
         named: warn about an ignored `--set` instead of raising, since users often pass one `--set` to several commands.
     """
 
-    when: Callable[[Mapping[str, Any]], Any]
+    when: Callable[[JsonObject], object]
     unread: Collection[str]
     why: str
     keys: Sequence[str] | None = None
@@ -86,7 +87,7 @@ MODES: Mapping[str, Sequence[Mode]] = {
                 "out",
                 "html",
             ),
-            "--compute-budget says how large a model is worth training, whatever the model and the devices",
+            "--compute-budget computes the best size of a model, whatever the model and the devices",
         ),
         Mode(
             lambda p: p["inference"],
@@ -119,18 +120,18 @@ MODES: Mapping[str, Sequence[Mode]] = {
             ("nproc", "restarts"),
             "torchrun has started the processes already",
         ),
-        Mode(lambda p: p["resume"], ("auto_resume",), "--resume says so already"),
+        Mode(lambda p: p["resume"], ("auto_resume",), "--resume includes it"),
     ),
     "bench": (
         Mode(
             lambda p: p["inference"],
             ("ablate", "techniques", "steps", "device"),
-            "--inference measures models as they write, and this is for recipes",
+            "--inference measures generation, and this is for recipes",
         ),
         Mode(
             lambda p: not p["inference"],
             ("batches", "lengths", "tokens", "variant", "text"),
-            "techniques are compared in training; add --inference to measure how models write",
+            "techniques are compared in training; add --inference to measure generation",
         ),
         Mode(
             lambda p: not p["inference"],
@@ -155,25 +156,25 @@ MODES: Mapping[str, Sequence[Mode]] = {
         Mode(lambda p: not p["tasks"], ("limit", "samples"), "no task is named; add --tasks"),
     ),
     "generate": (
-        Mode(lambda p: p["chat"] is False, ("template",), "it lays out chats, and --no-chat asks for none"),
+        Mode(lambda p: p["chat"] is False, ("template",), "it is for chats, and --no-chat turns them off"),
         Mode(
             lambda p: not p["temperature"] and not _sets(p, "temperature"),
             ("seed",),
-            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+            "temperature 0 does not sample; set a temperature, e.g. 0.8",
         ),
     ),
     "chat": (
         Mode(
             lambda p: not p["temperature"] and not _sets(p, "temperature"),
             ("seed",),
-            "temperature 0 draws nothing; set a temperature, e.g. 0.8",
+            "temperature 0 does not sample; set a temperature, e.g. 0.8",
         ),
     ),
     "compress": (
         Mode(
             lambda p: p["recipe"] is not None,
             ("method", "settings", "bits", "rows", "length", "within"),
-            "--recipe says itself what is done; copy it (preheat init) and edit the copy",
+            "--recipe defines the steps itself; copy it (preheat init) and edit the copy",
         ),
         Mode(
             lambda p: _is_classifier(p["model"]),
@@ -200,15 +201,15 @@ MODES: Mapping[str, Sequence[Mode]] = {
 }
 
 
-def _sets(parameters: Mapping[str, Any], key: str) -> bool:
+def _sets(parameters: JsonObject, key: str) -> bool:
     return any(item.partition("=")[0].strip() == f"sample.{key}" for item in parameters["set"] or ())
 
 
-def _tries(parameters: Mapping[str, Any], *techniques: str) -> bool:
+def _tries(parameters: JsonObject, *techniques: str) -> bool:
     return parameters["benchmark"] or parameters["technique"].replace("-", "_") in techniques
 
 
-def _has_text(parameters: Mapping[str, Any]) -> bool:
+def _has_text(parameters: JsonObject) -> bool:
     runs = any((Path(model) / "recipe.yaml").is_file() for model in parameters["model"])
     return bool(parameters["data"] or parameters["forgetting"] or runs)
 
@@ -226,7 +227,7 @@ def _is_classifier(model: str) -> bool:
 class Command(typer.core.TyperCommand):
     """A typer command that rejects or reports options that its mode ignores."""
 
-    def invoke(self, context: Any) -> Any:
+    def invoke(self, context: Any) -> object:
         for mode in MODES.get(self.name or "", ()):
             if not mode.when(context.params):
                 continue
@@ -255,7 +256,7 @@ def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
             say(f"warning: {message}", error=True)
 
 
-def name_unread(command: str, parameters: Mapping[str, Any], recipe: Recipe, *, besides: Collection[str] = ()) -> None:
+def name_unread(command: str, parameters: JsonObject, recipe: Recipe, *, besides: Collection[str] = ()) -> None:
     """Prints one note per mode with the recipe keys that the command ignores.
 
     It does not raise: the recipe was written for training and may set more than this command reads.

@@ -15,7 +15,7 @@ from preheat.sanitize import memory
 from preheat.training.observer import Watch
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
 __all__ = [
@@ -41,7 +41,7 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key of the recipe, e.g. --set batch.size=64. May stand several times.",
+        help="Override a key of the recipe, e.g. --set batch.size=64. Repeatable.",
     ),
 ]
 Base = Annotated[
@@ -51,7 +51,7 @@ Base = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def emit(value: Any) -> None:
+def emit(value: object) -> None:
     """Prints one JSON object on standard output; NaN becomes null."""
     say(to_json(value))
 
@@ -154,19 +154,19 @@ def picture(plan: Mapping[str, Any], name: str) -> Group:
     )
     verdict = Text("fits", style="bold green") if plan["fits"] else Text(falls_short(plan), style="bold red")
     if abs(plan.get("pace", 1.0) - 1) > 0.02:
-        speed.add_row("  ", f"{plan['pace']:.2f} times as long as by the measured rates, as the last runs here took")
-    parts: list[Any] = [head, Text(f"memory at its peak (in {plan['peak_phase']})"), bars]
+        speed.add_row("  ", f"{plan['pace']:.2f} times as long as the measured rates predict, like the last runs here")
+    parts: list[RenderableType] = [head, Text(f"peak memory (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
         warnings.append(
-            f"little room: nine in ten runs need {memory(most)} at most, and {memory(has)} is left; fewer "
-            "rows at a time are safer"
+            f"little room: nine in ten runs need at most {memory(most)}, and {memory(has)} is left; smaller "
+            "micro-batches are safer"
         )
     if quicker := plan.get("fp32_rate"):
         warnings.append(
-            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and "
-            f"{gflops(quicker)} in fp32; without mixed_precision a step is sooner done"
+            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} "
+            "in fp32; a step is faster without mixed_precision"
         )
     if plan.get("contended"):
         warnings.append(
@@ -175,7 +175,7 @@ def picture(plan: Mapping[str, Any], name: str) -> Group:
         )
     if plan.get("heap"):
         warnings.append(
-            f"{plan['heap']}; torch's own allocator will be used, and takes more memory than planned, often a third"
+            f"{plan['heap']}; torch's own allocator will be used, which often takes a third more memory than planned"
         )
     parts += [Text(warning, style="yellow") for warning in warnings]
     return Group(*parts)

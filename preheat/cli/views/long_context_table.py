@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["grids"]
 
 
-def grids(summary: Mapping[str, Any]) -> Iterator[Table]:
+def grids(summary: JsonObject) -> Iterator[Table]:
     """Yields a table for each task with parts; a cell holds the values before and after.
 
     Args:
@@ -23,7 +25,7 @@ def grids(summary: Mapping[str, Any]) -> Iterator[Table]:
             yield _stretches(name, parts, old) if "start" in parts[0] else _cells(name, parts, old)
 
 
-def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Table:
+def _stretches(name: str, parts: list[JsonObject], old: list[JsonObject]) -> Table:
     from rich.table import Table
 
     table = Table(f"{name}: places", *(("loss before", "after") if old else ("loss",)), box=None, pad_edge=False)
@@ -34,7 +36,7 @@ def _stretches(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]
     return table
 
 
-def _cells(name: str, parts: list[dict[str, Any]], old: list[dict[str, Any]]) -> Table:
+def _cells(name: str, parts: list[JsonObject], old: list[JsonObject]) -> Table:
     from rich.table import Table
 
     down = "depth" if "depth" in parts[0] else "share"

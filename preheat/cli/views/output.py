@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["bar", "console", "passing", "say", "write_text"]
 
 
-def say(text: Any = "", *, end: str = "\n", error: bool = False) -> None:
+def say(text: object = "", *, end: str = "\n", error: bool = False) -> None:
     """Prints text with its control characters escaped, on standard output or standard error."""
     print(clean(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
@@ -67,7 +67,7 @@ def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
 @cache
 def _class() -> type[Console]:
     """Returns the console class; created on first use, since importing rich takes a tenth of a second."""
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
     from rich.status import Status
     from rich.text import Text
@@ -88,7 +88,7 @@ def _class() -> type[Console]:
         def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
             return super().render_str(clean(text), **options)
 
-        def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else segment._replace(text=clean(segment.text))
 

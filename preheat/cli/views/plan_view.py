@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.cli.views.console import picture, rate
+from preheat.core.json_types import JsonObject
 from preheat.sanitize import memory
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ __all__ = ["budget_picture", "serving_picture", "plan_overview"]
 _REASONS = 12  # rejections listed on a terminal; --json and --html list all
 
 
-def plan_overview(result: Mapping[str, Any], name: str) -> Group:
+def plan_overview(result: JsonObject, name: str) -> Group:
     """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
     from rich.console import Group
     from rich.text import Text
@@ -28,7 +29,7 @@ def plan_overview(result: Mapping[str, Any], name: str) -> Group:
         s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
         parts.append(Text(f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run; the best{sure}:", style="dim"))
-        numbers = {"exact": "numbers as without", "rounding": "numbers rounded", "different": "other numbers"}[
+        numbers = {"exact": "numbers unchanged", "rounding": "numbers rounded", "different": "other numbers"}[
             result["numerics"]
         ]
         parts.append(Text(f"{result['chosen']} ({numbers})", style="bold cyan"))
@@ -53,14 +54,14 @@ def plan_overview(result: Mapping[str, Any], name: str) -> Group:
     return Group(*parts)
 
 
-def _cost(cost: Mapping[str, Any] | None) -> str:
+def _cost(cost: JsonObject | None) -> str:
     if cost is None:
         return "-"
     run = f", ${cost['run']:,.2f} for the run" if cost["run"] else ""
     return f"${cost['million_tokens']:.3g} a million tokens, ${cost['hour']:,.2f} an hour{run}"
 
 
-def _energy(energy: Mapping[str, Any]) -> str:
+def _energy(energy: JsonObject) -> str:
     run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
     return (
         f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, "
@@ -68,14 +69,14 @@ def _energy(energy: Mapping[str, Any]) -> str:
     )
 
 
-def _alternatives(result: Mapping[str, Any]) -> Table:
+def _alternatives(result: JsonObject) -> Table:
     from rich.table import Table
 
     # Numbers come first and are never wrapped; the techniques get the rest of the line.
     table = Table(box=None, pad_edge=False)
     for title in ("memory", "tokens/s", *(["$ / M tokens"] if result["cost"] else [])):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("beside the best", min_width=15)
+    table.add_column("vs. the best", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in result["alternatives"]:
         cost = [f"{a['cost']['million_tokens']:.3g}"] if result["cost"] else []
@@ -91,7 +92,7 @@ def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Text]:
     return [*shown, *([Text(f"  and {left} more; --json has them", style="dim")] if left else [])]
 
 
-def serving_picture(result: Mapping[str, Any]) -> Group:
+def serving_picture(result: JsonObject) -> Group:
     """Returns the memory and speed of serving, one row per format."""
     from rich.console import Group
     from rich.table import Table
@@ -137,7 +138,7 @@ def serving_picture(result: Mapping[str, Any]) -> Group:
         ),
         Text(
             f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has "
-            f"{result['length']:,} tokens; what each device holds:"
+            f"{result['length']:,} tokens; memory of each device:"
         ),
         table,
         Text(
@@ -149,7 +150,7 @@ def serving_picture(result: Mapping[str, Any]) -> Group:
     )
 
 
-def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Group:
+def budget_picture(flops: float, approaches: Sequence[JsonObject]) -> Group:
     """Returns the compute-optimal model size, one row per approach."""
     from rich.console import Group
     from rich.table import Table
@@ -170,7 +171,7 @@ def budget_picture(flops: float, approaches: Sequence[Mapping[str, Any]]) -> Gro
     return Group(
         Text(
             (
-                f"{flops:g} FLOPs are best spent on (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x "
+                f"{flops:g} FLOPs: compute-optimal model (Hoffmann et al. 2022, arXiv:2203.15556; FLOPs = 6 x "
                 "parameters x tokens)"
             ),
             style="bold",

@@ -83,7 +83,7 @@ def write(
             notes = list(model.notes)
             if dtype == "8da4w" and (skipped := quantize(model.model)):
                 notes.append(
-                    f"{len(skipped)} matrices stay in fp32: their rows are no whole groups of {GROUP} ({skipped[0]})"
+                    f"{len(skipped)} matrices stay in fp32: their rows are not whole groups of {GROUP} ({skipped[0]})"
                 )
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")

@@ -145,7 +145,7 @@ def _tool(dtype: str) -> str:
 def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
     process = subprocess.run(tethered([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True)
     if process.returncode or not file.is_file():
-        message = ((process.stderr or process.stdout).strip().splitlines() or ["it said nothing"])[-1]
+        message = ((process.stderr or process.stdout).strip().splitlines() or ["no output"])[-1]
         raise RunError(f"--dtype {dtype}: {tool} failed ({process.returncode}): {message}")
 
 
@@ -278,7 +278,7 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
         return None
     name = "yarn with an attention factor of its own" if kind == "yarn" else kind
-    raise RunError(f"--to gguf: rotary scaling {name} has no place there; linear, yarn and llama3 have; use --to hf")
+    raise RunError(f"--to gguf: rotary scaling {name} is not supported there; linear, yarn and llama3 are; use --to hf")
 
 
 def _arange(size: int) -> Tensor:
@@ -302,7 +302,7 @@ def _tensors(
         stem, _, last = name.rpartition(".")
         title = names.get_name(stem)
         if title is None:
-            raise RunError(f"--to gguf: llama.cpp's {architecture} has no place for {name}; use --to hf")
+            raise RunError(f"--to gguf: llama.cpp's {architecture} has no field for {name}; use --to hf")
         data = value.detach().float()
         if architecture == "llama" and title.endswith(("attn_q", "attn_k")):
             heads = config.num_attention_heads if title.endswith("attn_q") else config.num_key_value_heads
@@ -336,7 +336,7 @@ def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
     if dtype.startswith("q") and types.get("F16"):
-        notes.append(f"{types['F16']} matrices stay in f16: their rows are no whole blocks of {_BLOCK}")
+        notes.append(f"{types['F16']} matrices stay in f16: their rows are not whole blocks of {_BLOCK}")
     if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):
         notes.append(f"llama.cpp attends in full where the model has a window of {window:,} positions")
     return notes

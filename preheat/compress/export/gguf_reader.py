@@ -48,7 +48,7 @@ def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         config = _config(metadata, set(names))
     except (ValueError, LookupError, TypeError, OSError, struct.error) as error:
         raise RunError(
-            f"{file}: is no whole GGUF file of a model that can be read ({shorten(str(error), 160)})"
+            f"{file}: is not a complete GGUF file of a model that can be read ({shorten(str(error), 160)})"
         ) from None
     options = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar without an option to turn it off
@@ -132,8 +132,8 @@ def _same_tokens(wanted: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFas
                 min(len(ids), len(expected_ids)),
             )
             raise RunError(
-                f"{file.name}: from token {at} the file's tokenizer cuts {text[:24]!r}… otherwise "
-                f"({loaded.convert_ids_to_tokens(ids[at : at + 3])}, "
-                f"the model's {wanted.convert_ids_to_tokens(expected_ids[at : at + 3])}); nothing was "
-                "written; use --to hf and llama.cpp's converter"
+                f"{file.name}: from token {at} the file's tokenizer splits {text[:24]!r}… differently "
+                f"({loaded.convert_ids_to_tokens(ids[at : at + 3])}, the model's "
+                f"{wanted.convert_ids_to_tokens(expected_ids[at : at + 3])}); nothing was written; use --to hf and "
+                "llama.cpp's converter"
             )

@@ -54,7 +54,7 @@ def add_vocabulary(
     model = serialized["model"]
     if model["type"] != "BPE":
         raise RunError(
-            f"--to gguf: its tokenizer is of kind {model['type']}, and BPE alone is written; use --to hf and "
+            f"--to gguf: its tokenizer is of kind {model['type']}, and only BPE is supported; use --to hf and "
             "llama.cpp's converter"
         )
     tokens, kinds = [f"[PAD{n}]" for n in range(rows)], [TokenType.UNUSED] * rows
@@ -175,8 +175,9 @@ def _rule(serialized: JsonObject) -> str:
             pattern = others[0]["pattern"].get("Regex")
     if pattern not in _PRE_TOKENIZERS:
         raise RunError(
-            "--to gguf: how its tokenizer cuts text into words "
+            "--to gguf: how its tokenizer splits text into words "
             f"({', '.join(part['type'] for part in parts) or 'nothing'}) is none of "
-            f"{', '.join(sorted(_PRE_TOKENIZERS.values()))}, which are written; use --to hf and llama.cpp's converter"
+            f"{', '.join(sorted(_PRE_TOKENIZERS.values()))}, which are supported; use --to hf and llama.cpp's "
+            "converter"
         )
     return _PRE_TOKENIZERS[pattern]

@@ -104,8 +104,7 @@ def write_held(
         )
     if is_compressed(model):
         raise RunError(
-            f"{run}: is compressed, and what is rounded is not written as other formats' weights; export the "
-            "model it was made from"
+            f"{run}: is compressed, and quantized weights cannot be written in other formats; export the original model"
         )
     held_text = held_out_text(opened, run)
     rounded = unfake_(model)

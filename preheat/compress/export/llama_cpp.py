@@ -109,7 +109,7 @@ def _next(server: Server, ids: list[int], letter: int) -> dict[int, float]:
     request = {"prompt": ids, "max_tokens": 1, "n_probs": _TOP, "logit_bias": [[letter, 1000]], "temperature": 0.0}
     response = server.handle_completions({**request, "cache_prompt": False})
     if "choices" not in response:
-        raise RunError(f"llama.cpp does not go on after {len(ids)} tokens: {json.dumps(response)[:200]}")
+        raise RunError(f"llama.cpp does not continue after {len(ids)} tokens: {json.dumps(response)[:200]}")
     tokens = response["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return {token["id"]: token["logprob"] for token in tokens}
 
@@ -124,5 +124,5 @@ def _same_tokens(server: Server, tokenizer: PreTrainedTokenizerFast, file: Path)
             ids = json.load(answer)["tokens"]
         if ids != tokenizer.encode(text):
             raise RunError(
-                f"{file.name}: llama.cpp cuts {text[:24]!r}… into other tokens than the model; nothing was written"
+                f"{file.name}: llama.cpp splits {text[:24]!r}… into other tokens than the model; nothing was written"
             )

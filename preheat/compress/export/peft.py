@@ -40,17 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 _NF4 = (
-    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a "
-    "merged model with --to hf; "
-    "on the base as it stands its logits differ by up to {:.2g}"
+    "the adapter was trained on the base in NF4: load the base in 4 bits (bitsandbytes, nf4{}) or write a merged "
+    "model with --to hf; on the original base its logits differ by up to {:.2g}"
 )
 _HALF = (
-    "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in the precision in which "
-    "it stands its logits differ by up to {1:.2g}"
+    "the adapter was trained on the base in {0}: load the base with dtype=torch.{0}; in its stored precision its "
+    "logits differ by up to {1:.2g}"
 )
 _MERGED = 1e-3
 """Accepted change by merging in fp32, relative to the largest logit; some adapters lose digits by cancellation."""
-_PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the base as it stands"
+_PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the original base"
 
 
 def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> JsonObject:
@@ -225,10 +224,9 @@ def _unread_end_tokens(ends: EndTokens, base_ends: list[int]) -> list[str]:
         return []
     token = ends.tokenizer.convert_ids_to_tokens(ends.end_of_turn)
     return [
-        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: "
-        "set base.generation_config = "
-        "transformers.GenerationConfig.from_pretrained(FOLDER) of this folder before the adapter is put on, "
-        "so that a merged model has it, too"
+        f"peft takes the base's generation settings, which do not stop at {token!r}, the end of each answer: set "
+        "base.generation_config = transformers.GenerationConfig.from_pretrained(FOLDER) of this folder before the "
+        "adapter is added, so that a merged model has it, too"
     ]
 
 
@@ -257,13 +255,13 @@ def _base(opened: LoadedModel, names: list[str], run: str | Path) -> str:
     """Returns the base that others can load under the adapter: a hub name, or an absolute path."""
     recipe = opened.recipe
     if opened.step is None:
-        raise RunError(f"{run}: is no run; only the adapter of a run is written for peft")
+        raise RunError(f"{run}: is not a run; only the adapter of a run can be written for peft")
     if not names:
         raise RunError(f"{run}: trained no adapter; write the whole model with --to hf")
     if recipe.model.path is None or recipe.model.weights == "random":
         raise RunError(
-            f"{run}: its base was drawn new and stands in no folder that peft could load; write the merged "
-            "model with --to hf"
+            f"{run}: its base was newly initialized and is in no folder that peft could load; write the merged model "
+            "with --to hf"
         )
     changed = [t.name() for t in recipe.techniques.values() if t.stage == Stage.STRUCTURE]
     if changed:

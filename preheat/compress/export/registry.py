@@ -57,14 +57,14 @@ def require_settings(to: str, settings: Mapping[str, object]) -> None:
         isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0
     ):
         raise RecipeError(
-            f"tolerance: {quoted(tolerance)} is no share of the largest logit; write a number such as 0.01"
+            f"tolerance: {quoted(tolerance)} is not a fraction of the largest logit; write a number such as 0.01"
         )
     if length is None:
         return
     if to != "executorch":
-        raise RecipeError(f"length: is of executorch's cache; {to} has none")
+        raise RecipeError(f"length: is for executorch's KV cache; {to} has none")
     if isinstance(length, bool) or not isinstance(length, int) or length < 2:
-        raise RecipeError(f"length: {quoted(length)} is no number of positions; write a whole number from 2 on")
+        raise RecipeError(f"length: {quoted(length)} is not a number of positions; write a whole number of at least 2")
 
 
 def default_output(run: Path, to: str, dtype: str | None) -> Path:
@@ -117,11 +117,11 @@ def write(
 
     kind = _dtype_of(to, dtype)
     if length is not None and to != "executorch":
-        raise RecipeError(f"--length: is of executorch's cache; --to {to} has none")
+        raise RecipeError(f"--length: is for executorch's KV cache; --to {to} has none")
     if to != "hf" and _reads_images(run):
         raise RunError(
-            f"--to {to}: {run} reads images, which only --to hf writes so far; write that, and convert it by "
-            "the format's own tools"
+            f"--to {to}: {run} reads images, which only --to hf supports so far; write that, and convert it by the "
+            "format's own tools"
         )
     if to == "peft":
         if base is not None:

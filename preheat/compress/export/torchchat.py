@@ -139,7 +139,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
     elif rope.get("rope_type", "default") not in ("default", "llama3"):
         problem = f"its rotary positions are scaled by '{rope['rope_type']}', and torchchat has llama3's alone"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problem = "only a part of its heads turns with the position"
+        problem = "only a part of its heads has rotary positions"
     elif (
         (window := getattr(config, "sliding_window", None))
         and getattr(config, "use_sliding_window", True)
@@ -184,7 +184,7 @@ def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[s
         elif name.startswith("model.layers.") and part in _PARTS:
             weights[f"layers.{name.split('.')[2]}.{_PARTS[part]}.{kind}"] = weight
         else:
-            raise RunError(f"--to torchchat: {source}: has {name}, for which torchchat has no place; {_INSTEAD}")
+            raise RunError(f"--to torchchat: {source}: has {name}, which torchchat does not support; {_INSTEAD}")
     for block, maps in (("attention", ("wq", "wk", "wv", "wo")), ("feed_forward", ("w1", "w2", "w3"))):
         # torchchat has one flag for all biases of a block.
         biased = any(f".{block}." in name and name.endswith(".bias") for name in weights)
@@ -229,18 +229,16 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     if settings.get("bos_token") is None:
         settings["bos_token"] = settings.get("eos_token")
         notes.append(
-            "no text begins with a token of its own; its end stands for one in tokenizer_config.json, where "
-            "torchchat wants one, and is not put before a prompt"
+            "the tokenizer has no begin-of-text token; tokenizer_config.json names the end token instead, because "
+            "torchchat requires one, and prompts do not begin with it"
         )
     settings["chat_template"] = text = bare(load_template(None, tokenizer)) if tokenizer.chat_template else None
     if text is None:
         settings["chat_template"] = _PLAIN
         reason = (
-            "its chat template asks for more than Jinja alone has"
-            if tokenizer.chat_template
-            else "it has no chat template"
+            "its chat template needs more than plain Jinja" if tokenizer.chat_template else "it has no chat template"
         )
-        notes.append(f"{reason}, and torchchat wants one; one that only joins the messages is written")
+        notes.append(f"{reason}, and torchchat requires one; one that only joins the messages is written")
     file.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
     return notes
 

@@ -92,6 +92,6 @@ def refused(error: BaseException, to: str, alternative: str) -> RunError | None:
             r"(?:op='|Operator |Missing out variants: \{')(?:torch\._ops\.)?(\w+)(?:\.|::)(\w+)", str(cause)
         ):
             name = f"{match[1]}.{match[2]}"
-            return RunError(f"--to {to}: the operator {name} has no form there; {alternative}")
+            return RunError(f"--to {to}: the operator {name} is not supported there; {alternative}")
         cause = cause.__cause__ or cause.__context__
     return None

@@ -149,8 +149,8 @@ def code_in(folder: Path) -> list[str]:
     names = sorted(file.name for file in folder.glob("*.py"))
     return (
         [
-            f"the folder carries Python code of the model it came from ({', '.join(names)}), which runs for "
-            "whoever opens it with trust_remote_code=True"
+            f"the folder contains Python code of the original model ({', '.join(names)}), which runs if it is opened "
+            "with trust_remote_code=True"
         ]
         if names
         else []

@@ -73,7 +73,7 @@ def write(
             notes = list(model.notes)
             if skipped:
                 notes.append(
-                    f"{len(skipped)} matrices stay in bfloat16: their rows are no whole groups of {GROUP} "
+                    f"{len(skipped)} matrices stay in bfloat16: their rows are not whole groups of {GROUP} "
                     f"({skipped[0]})"
                 )
         summary = {"path": str(out), "bytes": verify.size(folder), "dtype": dtype, "merged": model.merged}

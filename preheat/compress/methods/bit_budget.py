@@ -150,8 +150,8 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     except ValueError:
         least = sum(map(min, sizes.values())) / weights
         raise RecipeError(
-            f"--bits {chosen.bits:g}: the least that there is takes {least:.2f} bits a weight (four bits and "
-            "a scale for each group); ask for more"
+            f"--bits {chosen.bits:g}: the minimum is {least:.2f} bits per weight (four bits and a scale for "
+            "each group); raise it"
         ) from None
     plan = {name: CHOICES[n] for name, n in zip(maps, numbers, strict=True)}
     predicted = sum(rises[name][n] for name, n in zip(maps, numbers, strict=True))
@@ -232,7 +232,7 @@ class BitBudget(High, Method):
 
     def __post_init__(self) -> None:
         if self.bits > 16:
-            raise ValueError(f"bits: {self.bits:g} is more than the 16 of bf16; ask for less")
+            raise ValueError(f"bits: {self.bits:g} is more than the 16 of bf16; lower it")
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return spend_bits(model, rows, self)

@@ -64,7 +64,7 @@ def prune_depth(
     count = len(anatomy(model).layers)
     wanted = structured_pruning.count_of("layers", layers, count, "layers")
     if wanted == count:
-        raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} takes one out")
+        raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} removes one")
     scores = (
         structured_pruning.influences(model, rows)
         if by == "influence"
@@ -96,7 +96,7 @@ class Depth(Method):
 
     def check(self, model: ModelFacts) -> list[str]:
         if not 0 < self.layers < 1:
-            return [f"layers: {self.layers} takes no layer out and leaves some; use a number between 0 and 1, as 0.75"]
+            return [f"layers: {self.layers} must remove some layers and keep some; use a fraction such as 0.75"]
         return []
 
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:

@@ -45,8 +45,8 @@ class Fp8(High, Method):
         problems = super().check(model)
         if not torch.cuda.is_available():
             problems.append(
-                "needs a CUDA device of compute capability 8.9 or more: a CPU has no fp8 products; use int8 "
-                "or int8_dynamic here"
+                "needs a CUDA device of compute capability 8.9 or more: a CPU has no fp8 matmuls; use int8 or "
+                "int8_dynamic here"
             )
         elif torch.cuda.get_device_capability() < _FIRST:
             name = torch.cuda.get_device_name()

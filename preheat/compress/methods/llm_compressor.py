@@ -56,7 +56,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     keep_high(model, excluded, chosen.high, tied=tied)
     description = f"int{chosen.bits}, symmetric, by llm-compressor {result.version} ({chosen.by.replace('_', ' and ')})"
     return describe_precision(
-        model, list(maps), f"{description}; {len(rows)} rows of {rows[0].shape[1]} tokens looked at"
+        model, list(maps), f"{description}; {len(rows)} calibration rows of {rows[0].shape[1]} tokens"
     )
 
 

@@ -129,12 +129,12 @@ class ShapeSearch(Method):
 
     def check(self, model: ModelFacts) -> list[str]:
         errors = [
-            f"{knob}: {share} is no share of the whole; use a number between 0 and 1"
+            f"{knob}: {share} is not a fraction; use a number between 0 and 1"
             for knob, share in (("parameters", self.parameters), ("latency", self.latency), ("smallest", self.smallest))
             if not 0 <= share < 1
         ]
         if not errors and not self.parameters and not self.latency:
-            errors.append("parameters: 0 and latency: 0 leave no budget; give one of them, as parameters: 0.7")
+            errors.append("parameters: 0 and latency: 0 leave no budget; set one of them, e.g. parameters: 0.7")
         if self.draws < 1:
             errors.append(f"draws: {self.draws} tries nothing; use 1 or more")
         return errors

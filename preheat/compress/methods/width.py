@@ -76,8 +76,8 @@ def prune_width(
     )
     if wanted == current:
         raise RecipeError(
-            f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model as it is, to the "
-            "next multiple; ask for smaller shares"
+            f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model unchanged, rounded to the "
+            "next multiple; use smaller fractions"
         )
     before, importance = model.num_parameters(), structured_pruning.measure(model, rows, products=refit)
     slicing.become(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
@@ -104,13 +104,13 @@ class Width(Method):
 
     def check(self, model: ModelFacts) -> list[str]:
         errors = [
-            f"{knob}: {share} is no share that stays; use a number above 0 and at most 1"
+            f"{knob}: {share} is not a fraction to keep; use a number above 0 and at most 1"
             for knob, share in (("heads", self.heads), ("channels", self.channels), ("hidden", self.hidden))
             if not 0 < share <= 1
         ]
         if not errors and self.heads == self.channels == self.hidden == 1:
             errors.append(
-                "channels: 1.0, heads: 1.0 and hidden: 1.0 prune nothing; give one of them a share, as channels: 0.7"
+                "channels: 1.0, heads: 1.0 and hidden: 1.0 prune nothing; lower one of them, e.g. channels: 0.7"
             )
         return errors
 

@@ -78,7 +78,7 @@ class Images:
                 ].float()
         except (UnidentifiedImageError, OSError, ValueError) as error:
             raise DataError(
-                f"{file}: cannot be read as an image ({str(error).splitlines()[0][:160]}); mend it or take it out"
+                f"{file}: cannot be read as an image ({str(error).splitlines()[0][:160]}); fix or remove it"
             ) from None
         if pixels.nbytes * (len(self._decoded) + 1) <= KEPT:
             self._decoded[file] = pixels
@@ -148,7 +148,7 @@ def _listed(root: Path) -> dict[str, list[Path]]:
         files[folder.name] = sorted(p for p in folder.iterdir() if p.suffix.lower() in _KINDS)
         if not files[folder.name]:
             raise DataError(
-                f"--data {folder}: has no image ({', '.join(sorted(_KINDS))}); add some, or take the folder out"
+                f"--data {folder}: has no image ({', '.join(sorted(_KINDS))}); add some, or remove the folder"
             )
     if len(files) < 2:
         raise DataError(
@@ -163,7 +163,7 @@ def _rows_of(by_class: dict[str, list[Path]], config: PretrainedConfig, root: Pa
     if set(known) == {f"LABEL_{n}" for n in range(len(known))}:
         if len(by_class) != len(known):
             raise DataError(
-                f"--data {root}: has {len(by_class)} classes, and the model's head {len(known)}; they must be as many"
+                f"--data {root}: has {len(by_class)} classes, and the model's head {len(known)}; these must be equal"
             )
         return {name: row for row, name in enumerate(by_class)}
     if strange := [name for name in by_class if name not in known]:
@@ -185,5 +185,5 @@ def calibration(images: Images, count: int = 128, *, seed: int = 0) -> Images:
         raise DataError(f"--data: {len(subset)} images to calibrate with are too few; use {_FEWEST} or more")
     pixels = subset.pixels(range(len(subset)))
     if bool((pixels == pixels[:1]).all()):
-        raise DataError(f"--data: the {len(subset)} images to calibrate with are all alike, and say nothing of others")
+        raise DataError(f"--data: the {len(subset)} images to calibrate with are identical; add different ones")
     return subset

@@ -52,7 +52,7 @@ def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float)
     widths = {name: matrix(reader).shape[1] for name, reader in readers(small).items()}
     blocks = {name: reader for name, reader in readers(model).items() if matrix(reader).shape[1] != widths[name]}
     if not blocks:
-        raise RecipeError(f"width: channels: {channels:g} leaves all blocks as they are; ask for a smaller share")
+        raise RecipeError(f"width: channels: {channels:g} leaves all blocks unchanged; use a smaller fraction")
     products: dict[str, Any] = dict.fromkeys(blocks, 0.0)
 
     def watch(name: str) -> Callable[[Tensor, Tensor], None]:

@@ -170,7 +170,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
             # Equal up to rounding: the alignment of loaded weights may change a convolution's order of summation.
             if not torch.allclose(expected, self._logits, rtol=1e-3, atol=1e-4):
                 raise RunError(
-                    f"{out}: read again, what was written gives other scores than what was made (by "
+                    f"{out}: read back, the written model gives other scores than in memory (by "
                     f"{(expected - self._logits).abs().max():.2g})"
                 )
             bytes_ = weight_bytes(folder)
@@ -203,7 +203,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         for number, row in enumerate(rows):
             folder = self._out / row["name"]
             write_user_file(
-                folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free some room"
+                folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free disk space"
             )
         return summary
 
@@ -253,7 +253,7 @@ def _share(step: Step) -> float:
     if strange := sorted(step.settings.keys() - {"channels"}):
         raise RecipeError(f"width has no setting '{strange[0]}' for an image classifier; it has channels")
     if not 0 < (share := step.settings.get("channels", 1.0)) < 1:
-        raise RecipeError(f"width: channels: {share} prunes nothing; give the share that stays, as channels: 0.67")
+        raise RecipeError(f"width: channels: {share} prunes nothing; set the fraction to keep, e.g. channels: 0.67")
     return float(share)
 
 
@@ -283,8 +283,8 @@ def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil
     teacher = open_classifier(folder, knob="techniques.distillation.teacher").requires_grad_(False)
     if teacher.config.num_labels != model.config.num_labels:
         raise RecipeError(
-            f"techniques.distillation.teacher: {folder} tells {teacher.config.num_labels} classes apart, and "
-            f"the model {model.config.num_labels}"
+            f"techniques.distillation.teacher: {folder} has {teacher.config.num_labels} classes, and the model "
+            f"{model.config.num_labels}"
         )
     if teacher.config.num_channels != model.config.num_channels:
         raise RecipeError(

@@ -87,7 +87,7 @@ def _message(turn: object, where: str) -> JsonObject:
     name = turn[role_key]
     if not isinstance(name, str) or name not in ROLES:
         near = nearest(name[:40], sorted(ROLES)) if isinstance(name, str) else f"it is {kind_of(name)}, not text"
-        raise Unreadable("roles", f"{where} has the role {quoted(name)}, which nobody knows; {near}")
+        raise Unreadable("roles", f"{where} has the role {quoted(name)}, which is unknown; {near}")
     content, message = turn.get(content_key), dict(turn)
     for key in ("role", "from", "content", "value"):
         message.pop(key, None)
@@ -124,7 +124,7 @@ def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
             kind = (
                 quoted(part.get("type", "an object without text"), 40) if isinstance(part, Mapping) else kind_of(part)
             )
-            raise Unreadable("fields", f"{where} has a part that is no text ({kind}); only text and images are read")
+            raise Unreadable("fields", f"{where} has a part that is not text ({kind}); only text and images are read")
         texts.append(text)
     return "".join(texts), images
 
@@ -139,7 +139,7 @@ def _json(text: str, where: str) -> object:
     try:
         return read_value(text, once=True)
     except BadJson as error:
-        raise Unreadable("fields", f"{where} calls a tool in what is not JSON ({error.message})") from None
+        raise Unreadable("fields", f"{where} calls a tool with arguments that are not JSON ({error.message})") from None
 
 
 def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:

@@ -60,11 +60,9 @@ def limited(name: str) -> Iterator[None]:
         with _clock(), _memory_limit:
             yield
     except _TimeLimit:
-        raise TemplateLimit(f"{name}: is not done after {SECONDS:g} s: it loops; use another template") from None
+        raise TemplateLimit(f"{name}: is not finished after {SECONDS:g} s: it loops; use another template") from None
     except MemoryError:
-        raise TemplateLimit(
-            f"{name}: asks for more than {MEMORY // 2**20} MiB of memory; use another template"
-        ) from None
+        raise TemplateLimit(f"{name}: needs more than {MEMORY // 2**20} MiB of memory; use another template") from None
     except RecursionError:
         raise TemplateLimit(
             f"{name}: calls itself without end, or is nested too deeply; use another template"

@@ -118,7 +118,7 @@ def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None,
         return load_template(setting, tokenizer)
     if setting is None:
         raise DataError(
-            f"data.template: there is no tokenizer whose template is used; name one ({SUGGESTIONS}) or a .jinja file"
+            f"data.template: there is no tokenizer with a template; name one ({SUGGESTIONS}) or a .jinja file"
         )
     text, name = _read(setting, "data.template")
     return Template(text.replace("BEGIN", "", 1) if setting in FORMATS else text, name, {"eos_token": END}, (END, PAD))
@@ -264,9 +264,8 @@ class Template:
         inside = "\0".join(text[a:b] for a, b in marks)
         if any(a in text and a not in inside for a in answers) or "?" in inside:
             raise DataError(
-                f"{self.name}: its {{% generation %}} marks do not hold what the assistant says (a mark "
-                "inside a macro or a set "
-                "block has no place); take the marks out, so that the mask is found by rendering, or move them"
+                f"{self.name}: its {{% generation %}} marks do not enclose the assistant's text (marks inside a macro "
+                "or a set block have no effect); remove them, so that the mask is found by rendering, or move them"
             )
 
     def _by_turn(self, marks: list[Span], messages: Sequence[Message], tools: Tools, turns: list[int]) -> list[Span]:
@@ -295,12 +294,10 @@ class Template:
             history = self._render(messages[:n], tools)
             if before.startswith(history) and text.startswith(history):
                 raise DataError(
-                    f"{self.name}: its generation prompt {quoted(before[len(history) :][-60:])} is no "
-                    f"beginning of message {n + 1} as it renders "
-                    f"it, {quoted(text[len(history) :][:60])}: what is trained on would never be asked for; "
-                    "write the answers as it asks for "
-                    "them (with an open <think>, say), mark the assistant's text with {% generation %}, "
-                    "or use another data.template"
+                    f"{self.name}: its generation prompt {quoted(before[len(history) :][-60:])} is not the beginning "
+                    f"of message {n + 1} as it renders it, {quoted(text[len(history) :][:60])}: training and "
+                    "generation would differ; begin the answers as the prompt does (with an open <think>, say), mark "
+                    "the assistant's text with {% generation %}, or use another data.template"
                 )
             raise self._unproven(n, "begins")
         end = self._cut(text, start, len(upto)) if text.startswith(upto) else self._end(text, messages, tools, n)
@@ -310,11 +307,9 @@ class Template:
 
     def _unproven(self, n: int, what: str) -> DataError:
         return DataError(
-            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be proven: it renders "
-            "history otherwise than the "
-            f"last turn; mark the assistant's text in it with {{% generation %}}, use another "
-            f"data.template ({SUGGESTIONS}), "
-            "or data.train_on: all"
+            f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be determined: it renders history "
+            "differently from the last turn; mark the assistant's text in it with {% generation %}, use another "
+            f"data.template ({SUGGESTIONS}), or data.train_on: all"
         )
 
     def _cut(self, text: str, start: int, stop: int) -> int:

@@ -85,12 +85,12 @@ def expanded(knob: str, name: str | Path) -> Path:
         path = Path(name).expanduser()
         path.stat()
     except RuntimeError:
-        raise DataError(f"{knob} {quoted(str(name))}: there is no such home folder; write the whole path") from None
+        raise DataError(f"{knob} {quoted(str(name))}: there is no such home folder; write the absolute path") from None
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, ValueError) as error:  # too long, no permission, a link to itself; a NUL
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{knob} {quoted(str(name))}: cannot be looked at ({reason}); name another path") from None
+        raise DataError(f"{knob} {quoted(str(name))}: cannot be accessed ({reason}); name another path") from None
     return path
 
 
@@ -98,8 +98,8 @@ def missing(knob: str, path: Path) -> DataError:
     """Returns the error for a path that does not exist, with the closest name that does."""
     if path.is_symlink():
         return DataError(
-            f"{knob} {display_path(path)}: is a link to {display_path(os.readlink(path))}, which does not exist; "
-            "mend the link"
+            f"{knob} {display_path(path)}: is a link to {display_path(os.readlink(path))}, which does not exist; fix "
+            "the link"
         )
     parent, wanted = path.parent, path.name
     while not parent.is_dir() and parent != parent.parent:
@@ -163,8 +163,7 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
         if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
             raise DataError(
                 f"{knob} {display_path(path)}: has .arrow files without the state.json that datasets.save_to_disk "
-                "writes beside them; "
-                "it is not whole: write it again, or as .parquet"
+                "writes next to them; it is incomplete: write it again, or as .parquet"
             )
         if chosen:
             left.update(_suffix(p) for p in every if p.suffix not in suffixes)

@@ -243,7 +243,7 @@ class Layout:
                 or len(pair) != 2
                 or not all(isinstance(t, str) and t.strip() for t in pair)
             ):
-                raise Unreadable("fields", f"field '{self.columns['history']}' is no list of pairs of texts")
+                raise Unreadable("fields", f"field '{self.columns['history']}' is not a list of pairs of texts")
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         return [*talk, {"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
 
@@ -268,7 +268,9 @@ class Layout:
             notes.append(("roles", problem))
         talk, pictures = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
-            raise Unreadable("images", "has images, and data.train_on: all would train on their places; use assistant")
+            raise Unreadable(
+                "images", ("has images, and data.train_on: all would train on their positions; use assistant")
+            )
         if read:
             talk = [{**m, "weight": 0} if n < read else m for n, m in enumerate(talk)]
         if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":

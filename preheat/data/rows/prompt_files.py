@@ -29,7 +29,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Message
     if not path.exists():
         raise missing(knob, path)
     if not path.is_file():
-        raise DataError(f"{knob} {display_path(path)}: is no file; name one with a prompt a line")
+        raise DataError(f"{knob} {display_path(path)}: is not a file; name one with a prompt per line")
     prompts: list[str | list[Message]] = []
     try:
         if path.suffix == ".jsonl":
@@ -39,7 +39,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Message
     except OSError as error:
         raise DataError(f"{knob} {display_path(path)}: cannot be read ({error.strerror or error})") from None
     if not prompts:
-        raise DataError(f"{knob} {display_path(path)}: holds no prompt; write one a line")
+        raise DataError(f"{knob} {display_path(path)}: holds no prompt; write one per line")
     return prompts
 
 
@@ -57,7 +57,7 @@ def _prompt(row: object, where: str) -> str | list[Message]:
         )
     ):
         raise DataError(
-            f'{where}: is no prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
+            f'{where}: is not a prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
             f'"content": "..."}}]}}'
         )
     if row[-1]["role"] == "assistant":

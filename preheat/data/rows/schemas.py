@@ -49,10 +49,7 @@ def columns_advice(known: Sequence[str]) -> str:
     if len(known) == 1:
         return f"set data.text: {known[0]}"
     pair = f"data.columns={{prompt: {known[0]}, completion: {known[1]}}}"
-    return (
-        f"say what they are: {pair} where the one is asked and the other answers, or data.text: {known[0]} for "
-        "plain text"
-    )
+    return f"set {pair} if one is the prompt and the other the answer, or data.text: {known[0]} for plain text"
 
 
 def class_names(values: Iterable[object], where: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def set_kv_heads(config: PretrainedConfig, kv_heads: int) -> None:
         )
     if kv_heads >= now:
         raise ValueError(
-            f"num_kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only takes heads away"
+            f"num_kv_heads: {kv_heads} is not fewer than the {now} that the model has; pooling only removes heads"
         )
     if now % kv_heads:
         fits = [n for n in range(1, now) if now % n == 0]
@@ -194,7 +194,9 @@ def set_feed_forward(config: PretrainedConfig, activation: str) -> None:
     now = config.hidden_act if was_gated else config.activation_function
     same = now == function or (function == "gelu" and now.startswith("gelu"))  # gpt2's gelu_new is its tanh form
     if _gated(activation) == was_gated and same:
-        raise ValueError(f"activation: {activation} is what the {family} model has already; leave the technique out")
+        raise ValueError(
+            f"activation: {activation} is already the {family} model's activation; leave the technique out"
+        )
     inner = config.intermediate_size if was_gated else (config.n_inner or 4 * config.n_embd)
     if _gated(activation) != was_gated:
         inner = _whole(inner * (3 / 2 if was_gated else 2 / 3))
@@ -320,7 +322,7 @@ def scale_rope(
     rope = getattr(text, "rope_parameters", None)
     if not rope or "rope_theta" not in rope:
         raise ValueError(
-            f"{config.model_type} has no rotary positions that are alike in all layers; use a llama or qwen"
+            f"{config.model_type} has no rotary positions that are the same in all layers; use a llama or qwen"
         )
     if rope.get("rope_type", "default") != "default":
         raise ValueError(

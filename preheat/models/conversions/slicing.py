@@ -96,8 +96,8 @@ def _table(config: PretrainedConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
             else "is a family whose heads, channels and stream preheat does not slice"
         )
         raise RecipeError(
-            f"model: {config.model_type} {why} (it does those of {', '.join(FAMILIES)}); take out whole layers by "
-            "the method depth"
+            f"model: {config.model_type} {why} (it does those of {', '.join(FAMILIES)}); remove whole layers by the "
+            "method depth"
         )
     return FAMILIES[config.model_type]
 
@@ -108,8 +108,8 @@ def _axes(config: PretrainedConfig, name: str, dimensions: int) -> tuple[str, ..
         if re.fullmatch(rf"(.*\.)?({pattern})", name):
             return axes[:dimensions]  # a bias has the first axis of its weight
     raise RecipeError(
-        f"model: {name} is no parameter that preheat knows of a {config.model_type}, so it cannot be sliced; take "
-        "out whole layers by the method depth"
+        f"model: {name} is not a known parameter of a {config.model_type}, so it cannot be sliced; remove whole "
+        "layers by the method depth"
     )
 
 
@@ -163,8 +163,8 @@ def misfit(config: PretrainedConfig, sizes: Sizes) -> str:
     if config.model_type == "llama" and sizes.hidden % sizes.heads:
         down = sizes.hidden // sizes.heads * sizes.heads
         return (
-            f"transformers takes a llama only if its width is a multiple of its heads, and {sizes.hidden} is none of "
-            f"{sizes.heads}: with {sizes.heads} heads use a width of {down}, or keep another number of heads"
+            f"transformers takes a llama only if its width is a multiple of its heads, and {sizes.hidden} is not one "
+            f"of {sizes.heads}: with {sizes.heads} heads use a width of {down}, or keep another number of heads"
         )
     return ""
 

@@ -51,8 +51,7 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
 
     if (folder / "recipe.yaml").is_file():
         raise RecipeError(
-            f"teacher: {folder} is a run; make a model of it first (preheat export {folder} --to hf), and name that "
-            "folder"
+            f"teacher: {folder} is a run; export it first (preheat export {folder} --to hf), and name that folder"
         )
     if (folder / "adapter_config.json").is_file():
         raise RecipeError(
@@ -72,7 +71,7 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
         raise RecipeError(f"teacher: {error}") from None
     if getattr(config, "quantization_config", None):
         raise RecipeError(
-            f"teacher: {folder} is stored quantized, which preheat does not read; name the model that it was made from"
+            f"teacher: {folder} is stored quantized, which preheat does not read; name the original model"
         )
     return config
 
@@ -200,8 +199,8 @@ def init_from_layers(student: PreTrainedModel, weights: WeightSource, of: int) -
     """
     if len(kinds := set(getattr(student.config.get_text_config(), "layer_types", None) or ())) > 1:
         raise RecipeError(
-            "techniques.distillation.layers: the teacher's layers are of several kinds "
-            f"({', '.join(sorted(kinds))}), so one cannot begin as another; use layers: own"
+            f"techniques.distillation.layers: the teacher's layers are of several kinds ({', '.join(sorted(kinds))}), "
+            "so one cannot start as another; use layers: own"
         )
     layers = hf.anatomy(student).layers
     (name,) = (name for name, module in student.named_modules() if module is layers)
@@ -226,8 +225,8 @@ def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -
     why = []
     if not reads_teacher(recipe, teacher):
         why.append(
-            "layers: spread is for a student made of the teacher: set model.path to the teacher, and model.config: "
-            "{num_hidden_layers: N}"
+            "layers: spread is for a student initialized from the teacher: set model.path to the teacher, and "
+            "model.config: {num_hidden_layers: N}"
         )
     elif layers >= found:
         why.append(
@@ -236,7 +235,7 @@ def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -
     others = [name for name, t in recipe.techniques.items() if t.stage <= Stage.ADAPT]
     if others:
         why.append(
-            f"layers: spread changes which layers are read, and {others[0]} what is read; leave one out (or export "
+            f"layers: spread changes which layers are loaded, and {others[0]} changes them; leave one out (or export "
             "such a student first)"
         )
     return why
@@ -262,7 +261,7 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
         (cached and hidden, "cache: holds no hidden states; set hidden: 0, or leave cache out"),
         (
             cached and context.recipe.data.streaming,
-            "cache: rows that are read while training have no number to be found again by; set data.streaming: false",
+            "cache: streamed rows have no index to look them up by; set data.streaming: false",
         ),
         (
             cached and Tag.GROWING_LENGTH in tags,
@@ -270,23 +269,21 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
         ),
         (
             writes and cached,
-            "on_policy: what the student writes is new in every step, and cache holds what the teacher said of the "
-            "data; "
-            "leave one out",
+            "on_policy: the student generates new text in every step, and cache holds the teacher's outputs for the "
+            "data; leave one out",
         ),
         (
             writes and shared,
-            "on_policy: the student writes token by token, each device as many as its rows ask for, which weights that "
-            "are shared out among devices "
-            "(fsdp, expert_parallel, deepspeed) would wait for; use data_parallel, or leave it out",
+            "on_policy: the student generates a different number of tokens on each device, for which sharded weights "
+            "(fsdp, expert_parallel, deepspeed) would wait; use data_parallel, or leave it out",
         ),
         (
             writes and cut,
-            "on_policy: rows that are cut among devices (context_parallel) cannot be written in; leave one out",
+            "on_policy: rows that are split across devices (context_parallel) cannot be generated; leave one out",
         ),
         (
             common and cut,
-            "pieces: common reads whole documents, and context_parallel cuts rows among devices; leave one out",
+            "pieces: common reads whole documents, and context_parallel splits rows across devices; leave one out",
         ),
     )
     return [message for applies, message in reasons if applies]

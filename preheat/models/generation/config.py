@@ -44,18 +44,14 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise RunError(
-            f"{file}: cannot be read ({shorten(str(error))}); mend it or take it out of the folder"
-        ) from None
+        raise RunError(f"{file}: cannot be read ({shorten(str(error))}); fix or remove it of the folder") from None
     if not isinstance(values, dict):
-        raise RunError(f"{file}: is {quoted(values)} and no settings by name; mend it or take it out of the folder")
+        raise RunError(f"{file}: is {quoted(values)}, not a mapping of settings; fix it or remove it from the folder")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
         numbers = value if isinstance(value, list) else [value]
         if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
-            raise RunError(
-                f"{file}: {key} is {quoted(value)}, and no token's number; mend it or take it out of the folder"
-            )
+            raise RunError(f"{file}: {key} is {quoted(value)}, not a token ID; fix it or remove it from the folder")
     for key in ("_from_model_config", "transformers_version"):
         values.pop(key, None)
     chosen: JsonObject = {}
@@ -76,7 +72,7 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
     if greedy := [key for key in _GREEDY if chosen.get(key) not in _NEUTRAL]:
         names = ", ".join(f"{key} {quoted(chosen[key], 30)}" for key in greedy)
         notes.append(
-            f"the base's {_FILE} sets {names}: transformers obeys that, preheat generate only what it is told itself"
+            f"the base's {_FILE} sets {names}: transformers follows it, preheat generate only its own settings"
         )
     return GenerationConfig(**chosen), notes
 

@@ -83,5 +83,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     return quick_library(
-        Path(__file__).with_suffix(".cpp"), "tokens attend to their cache by torch's kernel, in several times the time"
+        Path(__file__).with_suffix(".cpp"),
+        ("attention over the KV cache uses torch's kernel, which takes several times as long"),
     )

@@ -165,7 +165,9 @@ def generate(
 
     pieces: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
     if pieces != model.config.get_text_config().vocab_size:
-        raise RunError(f"this model's head is over {pieces} classes: it writes no text; measure it with `preheat eval`")
+        raise RunError(
+            f"this model's head is over {pieces} classes: it generates no text; measure it with `preheat eval`"
+        )
     assert all(prompts), "a prompt without a token"
     assert kept is None or (cached and len(prompts) == 1)
     assert (draft is None) == (settings.draft_model is None), (
@@ -316,7 +318,7 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
     if chosen and (alone or not cached):
         raise RecipeError(
             f"{chosen[0]}: this model's layers have attention patterns (block_sparse_attention, shifted_groups, "
-            "sliding_window), so it reads everything again for each token and keeps no cache; leave it out"
+            "sliding_window), so it recomputes all tokens for each new one and keeps no cache; leave it out"
         )
     if chosen and _has_own_cache(model):
         raise RecipeError(
@@ -329,19 +331,19 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
             "cache; leave it out"
         )
     if kept is not None and settings.cache == "static":
-        raise RecipeError("sample.cache: static has room for one text, and a chat goes on and on; use dynamic or int8")
+        raise RecipeError("sample.cache: static has room for one text, and a chat keeps growing; use dynamic or int8")
     if kept is not None and settings.compile is True:
         raise RecipeError(
-            "sample.compile: needs a static cache, which has room for one text, and a chat goes on and on; leave it out"
+            "sample.compile: needs a static cache, which has room for one text, and a chat keeps growing; leave it out"
         )
     if settings.speculates and has_recurrent_state(model.config):
         raise RecipeError(
-            f"{chosen[0]}: layers of {model.config.model_type} keep a recurrent state, which cannot be taken back "
+            f"{chosen[0]}: layers of {model.config.model_type} keep a recurrent state, which cannot be rolled back "
             "when a proposed token is rejected; leave it out"
         )
     if settings.window is not None and _plain_attention(model) != "sdpa":
         raise RecipeError(
-            f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) takes no "
+            f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) supports no "
             "further window; leave it out"
         )
 
@@ -401,8 +403,8 @@ def _compiling() -> Iterator[None]:
             yield
     except FailOnRecompileLimitHit:
         raise RunError(
-            f"sample.compile: {_GRAPHS} graphs are compiled, and this model and batch need another; write with fewer "
-            "different batches, or leave it out"
+            f"sample.compile: {_GRAPHS} graphs are compiled, and this model and batch need another; generate with "
+            "fewer different batches, or leave it out"
         ) from None
 
 

@@ -85,7 +85,7 @@ def find(name: str) -> Preset:
         494032768
     """
     if name not in PRESETS:
-        raise RecipeError(f"model.preset: {name!r} is none that preheat knows; {nearest(name.lower(), list(PRESETS))}")
+        raise RecipeError(f"model.preset: {name!r} is not a known preset; {nearest(name.lower(), list(PRESETS))}")
     return PRESETS[name]
 
 
@@ -109,7 +109,7 @@ def on_hub(name: str) -> tuple[str, str]:
         return match
     near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
     raise RecipeError(
-        f"{shorten(name)}: no model that preheat knows; "
+        f"{shorten(name)}: not a known model; "
         + (f"did you mean {known[near[0]][1]}?" if near else "`preheat models` lists them;")
         + " `preheat plan` also takes a folder with a config.json, or a recipe"
     )

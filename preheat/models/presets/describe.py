@@ -223,7 +223,7 @@ def _experts(c: JsonObject) -> str:
         _kind(c) == "llama4" or _first(c, "shared_expert_intermediate_size", "shared_intermediate_size")
     ):
         number = 1
-    shared = f", and {number} that all tokens go to" if number else ""
+    shared = f", and {number} shared by all tokens" if number else ""
     width = _first(c, "moe_intermediate_size", "intermediate_size")
     chosen = _first(c, "num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
     return f"{count} in a layer, of width {width:,}, {chosen} for a token{shared}"

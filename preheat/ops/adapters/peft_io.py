@@ -39,10 +39,10 @@ T = TypeVar("T")
 BASE = "preheat_base.json"
 _FILE, _PICKLES = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _NOT_ADDED = {
-    "modules_to_save": "trains whole modules besides",
-    "trainable_token_indices": "trains rows of the embedding besides",
+    "modules_to_save": "also trains whole modules",
+    "trainable_token_indices": "also trains rows of the embedding",
     "layer_replication": "repeats layers of the base",
-    "target_parameters": "changes parameters that are no linear maps",
+    "target_parameters": "changes parameters that are not linear maps",
     "alora_invocation_tokens": "acts only after certain tokens",
 }
 # Values of init_lora_weights that leave the base unchanged.
@@ -132,7 +132,7 @@ class AdapterFolder:
         try:
             return safe_open(str(self.path / _FILE), framework="pt")
         except SafetensorError as error:
-            raise self.fault(f"has an {_FILE} that is not whole ({error})") from None
+            raise self.fault(f"has an {_FILE} that is incomplete ({error})") from None
 
     def on_base(self, path: str, weights: Weights, *, stated: bool = False) -> None:
         """Rejects a base other than the one that the adapter was trained on.
@@ -149,7 +149,7 @@ class AdapterFolder:
             RecipeError: it is another base, or one with newly initialized weights.
         """
         if weights.folder is None:
-            raise self.fault("fits the base that it was trained on; this model's weights are drawn new")
+            raise self.fault("fits the base that it was trained on; this model's weights are newly initialized")
         known = self.written.get("fingerprint")
         if known is None and self.base and Path(self.base).is_dir():
             known = type(weights)(Path(self.base)).fingerprint()
@@ -187,7 +187,7 @@ class AdapterFolder:
         for key, tensor in wanted.items():
             shape = _find(theirs, key)
             if shape is None and isinstance(tensor, nn.Parameter):
-                raise self.fault(f"has no {key}, which the model is to have; is it for other targets or another base?")
+                raise self.fault(f"has no {key}, which the model needs; is it for other targets or another base?")
             if shape is not None and shape != tuple(tensor.shape):
                 raise self.fault(
                     f"has {key} of shape {shape}, the model needs {tuple(tensor.shape)}: another rank, or an adapter "
@@ -196,9 +196,7 @@ class AdapterFolder:
         twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
         if left:
-            raise self.fault(
-                f"has {left[0]}, for which the model has no place; is it for other targets or another base?"
-            )
+            raise self.fault(f"has {left[0]}, which the model does not have; is it for other targets or another base?")
         for name in _heads(model):
             self._scaled_alike(name, model.get_submodule(name))
 
@@ -247,14 +245,14 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
     if not path.is_dir():
         raise RecipeError(f"{knob}: {path}: no such folder; name one that holds adapter_config.json and {_FILE}")
     if not file.is_file():
-        raise RecipeError(f"{knob}: {path} has no adapter_config.json, so it is no adapter of peft's")
+        raise RecipeError(f"{knob}: {path} has no adapter_config.json, so it is not a PEFT adapter")
     if not (path / _FILE).is_file():
         pickled = next((name for name in _PICKLES if (path / name).is_file()), None)
         raise RecipeError(
             f"{knob}: {path} has no {_FILE}"
             + (
-                f"; {pickled} is a pickle, which preheat does not open: where you trust it, load it with peft and "
-                "write it again by save_pretrained"
+                f"; {pickled} is a pickle, which preheat does not open: if you trust it, load it with peft and write "
+                "it again by save_pretrained"
                 if pickled
                 else ""
             )
@@ -287,17 +285,16 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
     for key, effect in _NOT_ADDED.items():
         if getattr(config, key, None):
             raise folder.fault(
-                f"{effect} ({key}), which preheat does not take over; merge it with peft and name the merged model"
+                f"{effect} ({key}), which preheat does not support; merge it with peft and name the merged model"
             )
     if getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False):
         raise folder.fault(
-            "trains biases of the base besides, which preheat does not take over; merge it with peft and name the "
-            "merged model"
+            "also trains biases of the base, which preheat does not support; merge it with peft and name the merged "
+            "model"
         )
     if config.is_prompt_learning:
         raise folder.fault(
-            f"is of the kind {kind}, which puts trained tokens or keys beside the text; preheat puts adapters into "
-            "linear maps"
+            f"is of the kind {kind}, which trains extra tokens or keys; preheat supports adapters of linear maps"
         )
     if (begun := getattr(config, "init_lora_weights", True)) not in _STARTS_AS_BASE:
         raise folder.fault(

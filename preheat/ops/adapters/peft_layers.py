@@ -82,8 +82,8 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
     for name in names:
         if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
             raise ValueError(
-                f"{name} holds all its experts' matrices in one, which is no map; name those beside them, as [q_proj, "
-                "k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
+                f"{name} holds all its experts' matrices in one parameter, which is not a linear map; name other "
+                "maps, e.g. [q_proj, k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
             )
         if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
             raise ValueError(

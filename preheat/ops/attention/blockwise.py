@@ -43,7 +43,7 @@ def blocked_attention(
         torch.Size([1, 2, 4, 8])
     """
     if not mask.causal and (packed(mask) or mask.global_tokens):
-        raise ValueError("blocked attention knows documents and global tokens only where attention is causal; use flex")
+        raise ValueError("blocked attention supports documents and global tokens only if attention is causal; use flex")
     q, k, v = in_compute_dtype(q, k, v)
 
     if packed(mask):

@@ -82,7 +82,9 @@ def attention_in_chunks(
     """
     length, total = q.shape[2], k.shape[2]
     if mask.causal and length != total:
-        raise ValueError(f"causal attention of {length} queries on {total} keys: say in a bias where the queries stand")
+        raise ValueError(
+            f"causal attention of {length} queries on {total} keys: give the positions of the queries by a bias"
+        )
     q, k, v = in_compute_dtype(q, k, v)
     if queries >= length:
         return next(_chunks(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
@@ -301,7 +303,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
                 is_causal=is_causal,
             )
         if is_causal and attn_mask is None:
-            raise ValueError("attn_mask: is_causal only says what attn_mask holds; give the mask too")
+            raise ValueError("attn_mask: is_causal only describes attn_mask; give the mask too")
         lone = query.ndim == 2  # a single unbatched sequence
         if lone:
             query, key, value = (t[None] for t in (query, key, value))

@@ -49,7 +49,7 @@ def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
             halves = zip(*(t.chunk(2, dim=1) for t in (q, k, v)), masks, strict=True)
             return torch.cat([kernel(*half, scale) for half in halves], dim=1)
         if heads // shared % 2:
-            raise ValueError(f"shifted groups take half of the heads, and {heads} is odd")
+            raise ValueError(f"shifted groups need an even number of heads, not {heads}")
         # Each half takes half of the heads that share a key.
         by_key = q.unflatten(1, (shared, -1)).chunk(2, dim=2)
         out = [kernel(half.flatten(1, 2), k, v, m, scale) for half, m in zip(by_key, masks, strict=True)]

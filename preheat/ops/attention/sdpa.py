@@ -112,7 +112,7 @@ def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
             f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex"
         )
     if packed(mask) and not mask.causal:
-        raise ValueError(f"{who} keeps documents apart only where attention is causal")
+        raise ValueError(f"{who} supports packed documents only if attention is causal")
 
 
 def packed(mask: MaskSpec) -> bool:

@@ -72,9 +72,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     tokens, labels, positions = batch.tokens, batch.labels, batch.positions
     if more:
         if not batch.mask.causal:
-            raise ValueError(
-                f"rows of {length} places cannot be cut in equal pieces for {degree} devices, nor padded unseen"
-            )
+            raise ValueError(f"rows of {length} positions cannot be split equally across {degree} devices, nor padded")
         # The last document grows by the padding, so that lengths still add up to the row's.
         documents = tuple((*row[:-1], row[-1] + more) for row in documents)
         # Repeats the last position: a table of learned positions may end here.
@@ -146,7 +144,7 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Cal
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, **more: object) -> Tensor:
         heads, shared = q.shape[1], k.shape[1]
         if heads % degree:
-            raise ValueError(f"{heads} heads cannot be shared out among {degree} devices")
+            raise ValueError(f"{heads} heads cannot be split across {degree} devices")
         q, k, v = in_compute_dtype(q, k, v)
         # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
         if (copies := _copies(shared, degree)) > 1:

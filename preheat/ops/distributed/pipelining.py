@@ -231,7 +231,7 @@ class Pipeline:
         batch = self._batches[micro]
         out = self.forward(self.modules[number], batch if number == 0 else replace(batch, hidden=hidden))
         if number < self.count - 1:
-            assert out.dtype == self.dtype, f"stage {number} gives {out.dtype} where {self.dtype} was stated"
+            assert out.dtype == self.dtype, f"stage {number} returns {out.dtype} instead of {self.dtype}"
             return out
         self._total = out.detach() if self._total is None else self._total + out.detach()
         return torch.stack([out / self._weight])

@@ -126,7 +126,7 @@ class FlashTiles:
     def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
         if not mask.causal or softcap is not None or (mask.window is not None and mask.window < row_length(mask)):
             raise ValueError(
-                "torch's fused kernels know no window, no capped scores and no mask that is not causal; use blocks"
+                "torch's fused kernels support no window, no capped scores and only causal masks; use blocks"
             )
         assert mask.documents is not None
         self.scale, self.where = scale, functools.partial(rectangles, mask.documents, degree, rank)
@@ -278,6 +278,4 @@ def tiles_for_kernel(kernel: Callable[..., Tensor]) -> type[FlashTiles] | type[M
     if plain in (reference_attention, blocked_attention):
         return MatmulTiles
     label = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
-    raise ValueError(
-        f"a ring puts partial results together, which the kernel {label} does not give; flash and blocks do"
-    )
+    raise ValueError(f"a ring combines partial results, which the kernel {label} does not return; flash and blocks do")

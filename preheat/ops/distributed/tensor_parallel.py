@@ -243,9 +243,7 @@ def parallelize(
         ValueError: a matrix does not divide by the mesh, or `regather` has nothing to gather.
     """
     if regather and TpStyle.COLUMNS not in shares.values():
-        raise ValueError(
-            "regather: this family's plan leaves no map's outputs cut, so nothing is gathered for one; leave it out"
-        )
+        raise ValueError("regather: this family's plan leaves no output sharded, so nothing is gathered; leave it out")
     degree, count = mesh.size(), 0
     styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline stage may lack either
@@ -261,7 +259,7 @@ def parallelize(
             cut = [place.dim for place in p.placements if place.is_shard()]
             count += bool(cut) and key == "weight"
             if any(p.shape[dim] % degree for dim in cut):
-                raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide among {degree} devices")
+                raise ValueError(f"{name}.{key} {tuple(p.shape)} does not divide by {degree} devices")
     if sequence and embedding is not None:
         embedding.register_forward_pre_hook(functools.partial(_refuse_length, degree))
     # The styles gave embedding and head a parameter each; a tied model has one.
@@ -274,7 +272,7 @@ def parallelize(
 
 def _refuse_length(degree: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
     if args[0].shape[1] % degree:  # DTensor would assume the first rank's shard size everywhere
-        raise RunError(f"sequence_parallel: rows of {args[0].shape[1]} tokens cannot be cut among {degree} devices")
+        raise RunError(f"sequence_parallel: rows of {args[0].shape[1]} tokens cannot be split across {degree} devices")
 
 
 def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
@@ -367,7 +365,7 @@ class _RecordedShards:
 @functools.singledispatch
 def _sharded_loss(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
-    raise TypeError(f"{type(loss).__name__} has no form for logits that are shared out; set loss_parallel: false")
+    raise TypeError(f"{type(loss).__name__} does not support sharded logits; set loss_parallel: false")
 
 
 @_sharded_loss.register
@@ -407,7 +405,7 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     weight: Any = head.weight
     if not isinstance(weight, DTensor):  # a reference model without tensor parallelism
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
-    assert weight.placements == (Shard(0),), "a head whose rows are shared out, with nothing else between"
+    assert weight.placements == (Shard(0),), "a head whose rows are sharded, with nothing else between"
     mesh = weight.device_mesh
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])

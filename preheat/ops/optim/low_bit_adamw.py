@@ -169,7 +169,7 @@ class LowBitAdamW(StochasticAdamW):
             if p.shape[0] % devices == 0 and share % self.block == 0:
                 return share
         raise ValueError(
-            f"block_size: a parameter of {tuple(p.shape)} cannot be cut into shares of whole blocks of {self.block} "
+            f"block_size: a parameter of {tuple(p.shape)} cannot be split into shards of whole blocks of {self.block} "
             f"elements; use a smaller block_size, or least: {count + 1}"
         )
 

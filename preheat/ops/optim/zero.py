@@ -73,7 +73,9 @@ class ZeROAdamW(torch.optim.Optimizer):
         module: nn.Module | None = None,
     ):
         if stage not in (1, 2, 3):
-            raise ValueError(f"stage: {stage} is none of ZeRO's; use 1 (states), 2 (and gradients) or 3 (and weights)")
+            raise ValueError(
+                f"stage: {stage} is not a ZeRO stage; use 1 (states), 2 (and gradients) or 3 (and weights)"
+            )
         if stage == 3 and module is None:
             raise ValueError(
                 "stage: 3 shards the weights too, so it needs module=, the model whose parameters these are"
@@ -93,7 +95,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         if self.world == 1:
             _say("ZeRO on one process: nothing is sharded, this is AdamW; start several with torchrun")
         if cpu_offload and on_host:
-            _say("cpu_offload: the parameters are on the CPU already, so it changes nothing")
+            _say("cpu_offload: the parameters are already on the CPU, so it has no effect")
         self.offload = cpu_offload and not on_host
         if stage == 3 and self.world > 1:
             assert module is not None

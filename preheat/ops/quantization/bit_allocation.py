@@ -50,7 +50,7 @@ def allocate_bits(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[floa
     chosen = [min(range(len(b)), key=lambda n: (b[n], r[n])) for b, r in zip(bits, rises, strict=True)]
     left = budget - sum(b[n] for b, n in zip(bits, chosen, strict=True))
     if left < 0:
-        raise ValueError(f"the least that there is takes {budget - left:g} bits")
+        raise ValueError(f"the minimum takes {budget - left:g} bits")
     closed: set[int] = set()
     while len(closed) < len(chosen):
         best: tuple[float, int, int] | None = None

@@ -66,5 +66,5 @@ def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int)
 def _library() -> ctypes.CDLL | None:
     return quick_library(
         Path(__file__).with_suffix(".cpp"),
-        "maps in eight and four bits are computed by aten, in two to three times the time",
+        "maps in eight and four bits are computed by aten, which takes two to three times as long",
     )

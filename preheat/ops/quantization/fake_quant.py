@@ -165,7 +165,7 @@ def _require_lora(name: str, module: Any) -> None:
             f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0"
         )
     if isinstance(module.get_base_layer(), PackedMap):
-        raise ValueError(f"{name}: its base stands packed already; train the adapter on the full base")
+        raise ValueError(f"{name}: its base is already quantized; train the adapter on the full base")
 
 
 def unfake_(model: nn.Module) -> int:

@@ -51,5 +51,5 @@ def _(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     return quick_library(
-        Path(__file__).with_suffix(".cpp"), "four-bit weights are unpacked by torch, in several times the time"
+        Path(__file__).with_suffix(".cpp"), "four-bit weights are unpacked by torch, which takes several times as long"
     )

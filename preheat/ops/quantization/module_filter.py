@@ -56,7 +56,7 @@ def _matching(names: Sequence[str], entry: str) -> list[str]:
     try:
         pattern = re.compile(entry)
     except re.error as error:
-        raise ValueError(f"keep: {entry!r} is no regular expression ({error})") from None
+        raise ValueError(f"keep: {entry!r} is not a regular expression ({error})") from None
     return [name for name in names if name == entry or name.endswith(f".{entry}") or pattern.fullmatch(name)]
 
 

@@ -28,22 +28,22 @@ SOURCES = {
         "summed over the tensors alive at the peak"
     ),
     "gathered weights": (
-        "other devices' shares of the weights, while a layer uses them or they are fetched ahead for the next one: "
-        "seen by the dry run"
+        "other devices' shards of the weights, while a layer uses them or they are prefetched for the next one: "
+        "observed in the dry run"
     ),
     "communication buffers": (
-        "what weights and gradients are packed into to be sent and received: seen by the dry run; "
-        "what the library of collectives has of its own is not"
+        "buffers that pack weights and gradients for sending and receiving: observed in the dry run; the collective "
+        "library's own buffers are not"
     ),
     "allocator": (
-        "freed memory that is kept, and too scattered for what comes: the dry run's allocations replayed through a "
-        "model of torch's caching allocator, or of our heap on a CPU"
+        "cached free memory, and fragmentation: the dry run's allocations replayed through a model of torch's "
+        "caching allocator, or of our heap on a CPU"
     ),
     "process": "threads' stacks and scratch, autograd's objects: 16 MiB, measured on CPUs",
-    "kernels": "products in bf16, compiled for each shape: 1.3 MiB for each that the dry run sees, measured on CPUs",
+    "kernels": "bf16 matmuls, compiled for each shape: 1.3 MiB for each in the dry run, measured on CPUs",
     "context": "the driver's context and loaded kernels: 527 MiB, measured on an H200",
     "workspaces": "scratch of cuBLAS: 32 MiB at most, torch's setting for Hopper (8 MiB before it)",
-    "saving": "a copy of what a checkpoint holds while it is written beside the steps: sizes from the dry run",
+    "saving": "a copy of a checkpoint's contents while it is written during the next steps: sizes from the dry run",
 }
 """Item of a plan's `overhead` -> source of its figure."""
 

@@ -97,7 +97,7 @@ def falls_short(plan: Mapping[str, Any]) -> str:
     """
     needs = f"does not fit: needs {memory(plan['peak_gib'])}"
     if plan["available_gib"] * 1024 < 1:
-        return f"{needs}, and nothing is left of what {plan['device']['name']} may use: the process itself takes it all"
+        return f"{needs}, and the process itself takes all that {plan['device']['name']} may use"
     return f"{needs}, has {memory(plan['available_gib'])}"
 
 
@@ -108,12 +108,12 @@ def fragmentation_hint(plan: Mapping[str, Any]) -> str:
         return ""
     if plan.get("allocator_retries"):
         return (
-            "the allocator must give back freed memory in each step to make room, which takes time: "
-            "--set hardware.segments=expandable has less to give back"
+            "the allocator must release cached memory in each step, which takes time: --set "
+            "hardware.segments=expandable has less to release"
         )
     if not plan["peak_gib"] - cached <= plan["available_gib"] < plan["peak_gib"]:
         return ""
     return (
-        f"{cached:.1f} of it is freed memory in pieces; segments that grow give it back page by page: "
-        "--set hardware.segments=expandable"
+        f"{cached:.1f} of it is fragmented free memory; expandable segments release it page by page: --set "
+        "hardware.segments=expandable"
     )

@@ -266,8 +266,8 @@ class _Search:
         length = self.space.recipe.batch.seq_len
         tokens = size // world * world * length or world * length
         return (
-            f"batch.size: {size} rows cannot be shared out evenly among {world} devices by what may be added; "
-            f"use a multiple of {world} (--batch-tokens {tokens}), or fewer devices"
+            f"batch.size: {size} rows cannot be split evenly across {world} devices by the techniques that may be "
+            f"added; use a multiple of {world} (--batch-tokens {tokens}), or fewer devices"
         )
 
     # Dry runs

@@ -119,7 +119,7 @@ class Job:
     def _problem(self) -> str | None:
         recipe = self.recipe
         if self.processes == 0:
-            return "--gpus-per-node: 0, so say how many processes a host runs on its CPUs: --processes-per-node"
+            return "--gpus-per-node: 0, so state how many processes a host runs on its CPUs with --processes-per-node"
         if self.gpus_per_node and self.processes > self.gpus_per_node:
             return (
                 f"--processes-per-node: {self.processes} on {self.gpus_per_node} GPUs; a process needs a GPU of its own"
@@ -151,30 +151,32 @@ class Job:
         shares = sizes[DATA[0]] * sizes[DATA[1]]
         if self.recipe.batch.size < shares:
             return (
-                f"batch.size: {self.recipe.batch.size} rows for {shares} devices that share them out; use "
-                f"{shares} or more"
+                f"batch.size: {self.recipe.batch.size} rows cannot be split across {shares} devices; use {shares} or "
+                "more"
             )
         return None
 
     def _form_problem(self) -> str | None:
         if self.time is not None:
             if not re.fullmatch(r"(\d+-)?\d+:\d\d(:\d\d)?", self.time):
-                return f"--time: '{self.time}' is no time; write hours:minutes:seconds, such as 4:00:00 or 2-00:00:00"
+                return (
+                    f"--time: '{self.time}' is not a time; write hours:minutes:seconds, such as 4:00:00 or 2-00:00:00"
+                )
             if (self.seconds or 0) <= self.save_within:
                 return f"--time: {self.time} is over before --save-within {self.save_within} s; allow more time"
         for item in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[^\n]*", item):
                 return f"--env {item}: write it as KEY=VALUE, such as --env NCCL_DEBUG=WARN"
         if self.memory is not None and not re.fullmatch(r"\d+[MGT]", self.memory):
-            return f"--memory: '{self.memory}' is no amount of memory; write it like 64G"
+            return f"--memory: '{self.memory}' is not an amount of memory; write it like 64G"
         if self.port is not None and not 1024 <= self.port < 65536:
             return f"--port: {self.port} is not a port that a user may take; use 1024 to 65535"
         for name in ("partition", "account", "namespace", "storage", "interface", "accelerator"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[\w.:/-]+", value):
-                return f"{option(name)}: '{value}' is no name; use letters, digits, '.', '_' and '-'"
+                return f"{option(name)}: '{value}' is not a name; use letters, digits, '.', '_' and '-'"
         if self.image is not None and not re.fullmatch(r"[\w.:/@#+-]+", self.image):
-            return f"--image: '{self.image}' is no name of an image"
+            return f"--image: '{self.image}' is not the name of an image"
         return None
 
     def folder(self, root: str) -> PurePosixPath:

@@ -39,7 +39,7 @@ def objects(job: Job) -> list[JsonObject]:
         raise RecipeError("--image: pods run one; name an image that has preheat in it")
     if job.storage is None:
         raise RecipeError(
-            "--storage: name the PersistentVolumeClaim that keeps the run's folder; a pod's own disk goes with it"
+            "--storage: name the PersistentVolumeClaim that keeps the run's folder; a pod's own disk is deleted with it"
         )
     folder = job.folder("/runs")
     if not folder.is_absolute() or len(folder.parts) < 3:

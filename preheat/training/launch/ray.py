@@ -27,7 +27,7 @@ def write(job: Job) -> str:
     folder = job.folder("/runs")
     if job.out is None or not folder.is_absolute():
         raise RecipeError(
-            "--out: name the run's folder by its whole path, on storage that all hosts see; workers have folders "
+            "--out: name the run's folder by its absolute path, on storage that all hosts see; workers have folders "
             "of their own"
         )
     cores = job.cpus_per_node or job.processes
@@ -75,15 +75,15 @@ from ray.train.torch import TorchConfig, TorchTrainer
 _WORK = '''
 
 def finished() -> bool:
-    """Whether the run's last word in its own folder is that it is done."""
-    said = Path(RUN) / "events.jsonl"
-    lines = said.read_text(encoding="utf-8").splitlines() if said.exists() else []
+    """True if the last event in the run folder is `finished`."""
+    events = Path(RUN) / "events.jsonl"
+    lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
     kinds = [json.loads(line)["kind"] for line in lines if line.endswith("}")]
     return [kind for kind in kinds if kind in ("started", "resumed", "finished")][-1:] == ["finished"]
 
 
 def work() -> None:
-    """What each host runs. Ray chooses the first host (MASTER_ADDR); the rendezvous has a port of its own."""
+    """Runs on each host. Ray chooses the first host (MASTER_ADDR); the rendezvous has a port of its own."""
     first = train.get_context().get_world_rank() == 0
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
@@ -95,7 +95,7 @@ def work() -> None:
             *("--rdzv-conf", f"is_host={int(first)},join_timeout=900,read_timeout=300"),
             *("-m", "preheat", "train", str(recipe), "--out", RUN, "--auto-resume"),
         ]
-        # Of Ray's own process group nothing may reach torchrun, which gives each process its own.
+        # Ray's process group must not reach torchrun, which sets its own.
         ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
         ours |= {"MASTER_ADDR", "MASTER_PORT"}
         environment = {key: value for key, value in os.environ.items() if key not in ours} | ENVIRONMENT
@@ -105,9 +105,9 @@ def work() -> None:
         finally:
             agent.terminate()
     if code != 0:
-        raise RuntimeError(f"torchrun ended with code {code}; its last lines say why")
+        raise RuntimeError(f"torchrun ended with code {code}; see its last lines for the reason")
     if not finished():
-        raise RuntimeError(f"{RUN}: the run was stopped before its end; it goes on when it is started again")
+        raise RuntimeError(f"{RUN}: the run was stopped before its end; it resumes when it is started again")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def write(job: Job) -> str:
         '  echo "the run ended (code $code) without a new checkpoint: not queued again" >&2',
         '  exit "$((code > 0 ? code : 75))"',
         "fi",
-        'echo "the run ended (code $code) before it was finished: queued again, to go on from its last checkpoint" >&2',
+        'echo "the run ended (code $code) before it was finished: queued again to resume from its last checkpoint" >&2',
         'scontrol requeue "$SLURM_JOB_ID"',
         "",
     ])  # fmt: skip

@@ -15,7 +15,7 @@ __all__ = ["END", "FINISHED", "HERE", "agent", "exports", "quoted", "recipe_line
 
 quoted = shlex.quote
 
-FINISHED = """finished() {  # the run's last word in its own folder
+FINISHED = """finished() {  # true if the last event in the run folder is "finished"
   grep -E '"kind": "(started|resumed|finished)"' "$run/events.jsonl" 2>/dev/null | tail -n 1 | grep -q '"finished"'
 }"""
 
@@ -31,7 +31,7 @@ while kill -0 "$agent" 2>/dev/null; do  # the wait ends with the signal, before 
 done
 if finished; then exit 0; fi
 if [ "$code" -ne 0 ]; then exit "$code"; fi
-echo "the run was stopped before its end; it goes on when it is started again" >&2
+echo "the run was stopped before its end; it resumes when it is started again" >&2
 exit 75"""
 
 

@@ -177,18 +177,17 @@ def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, 
     lowest, present = ladder.lowest, ladder.present
     limit = min(present.peak_gib, room or present.peak_gib, present.plan["available_gib"])
     least = (
-        f"The least that a rung needs is {lowest.peak_gib:.2f} GiB ({lowest.description})"
+        f"The smallest fallback needs {lowest.peak_gib:.2f} GiB ({lowest.description})"
         if lowest.set
-        else "It has no rung"
+        else "It has no fallback"
     )
     fits = halve_length(lowest.recipe, request, room=limit, phase=phase)
     way = (
         f"another run with {fits.description} would need {fits.peak_gib:.2f} GiB"
         if fits
-        else "no shorter rows would do, only a smaller model"
+        else "no shorter rows would fit, only a smaller model"
     )
     raise RunError(
-        f"out of memory in step {failure.step + 1} ({failure.phase}): the plan says {present.peak_gib:.2f} GiB, and "
-        f"there are {limit:.2f}. "
-        f"{least}; {way}. Or go on with --resume where there is more memory"
+        f"out of memory in step {failure.step + 1} ({failure.phase}): the plan needs {present.peak_gib:.2f} GiB of "
+        f"{limit:.2f}. {least}; {way}. Or continue with --resume on a device with more memory"
     )

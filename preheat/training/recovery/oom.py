@@ -140,7 +140,7 @@ class Recovery:
         if failure is not None:
             write_oom_record(session.writer.path, failure)
             where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.phase})"
-            session.watch.alarm(f"{where}; started again, all go on from the last checkpoint in less memory")
+            session.watch.alarm(f"{where}; restarting all ranks from the last checkpoint with less memory")
         if oom_records(session.writer.path):
             raise SystemExit(1)
 
@@ -149,7 +149,7 @@ class Recovery:
         session.writer.event("out_of_memory", **asdict(failure))
         if failure.phase is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
-                raise RunError(f"out of memory, and too little is left to choose a rung in ({failure.message})")
+                raise RunError(f"out of memory, and too little is left to choose a fallback ({failure.message})")
             failure = self._failure
             self._save_and_free_build(failure)
         self._roll_back()
@@ -167,7 +167,7 @@ class Recovery:
         session.request, self._failure = replace(session.request, recipe=rung.recipe), None
         session.writer.event(**recorded(session.resolved, rung, ladder, failure, step))
         session.watch.notice(
-            f"out of memory in step {failure.step + 1} ({failure.phase}): going on with {rung.description}"
+            f"out of memory in step {failure.step + 1} ({failure.phase}): continuing with {rung.description}"
         )
         if ladder is not None:
             session.plan = dict(rung.plan)
@@ -249,11 +249,11 @@ class Recovery:
             session.saving.file_per_tensor = True
             return True
         before = (
-            "the last whole checkpoint stands"
+            "the last intact checkpoint remains"
             if any(session.saving.folder.glob("step-*"))
-            else "there is none before it"
+            else "there is no earlier one"
         )
-        message = f"step {failure.step} cannot be saved for want of memory ({failure.message}); {before}"
+        message = f"step {failure.step} cannot be saved: out of memory ({failure.message}); {before}"
         if failure.phase is Phase.LAST_SAVING:
             raise RunError(message)
         session.watch.alarm(message)

@@ -55,11 +55,11 @@ def diagnose(run: str | Path) -> JsonObject:
     failures = [event for event in events if event["kind"] == "out_of_memory"]
     if not failures and "plan.json" in reader.damaged:
         raise RunError(
-            f"{run}: records no lack of memory in its events, and plan.json is damaged ({reader.damaged['plan.json']})"
+            f"{run}: no out-of-memory event recorded, and plan.json is damaged ({reader.damaged['plan.json']})"
         )
     if not failures and plan.get("fits", True):
         raise RunError(
-            f"{run}: records no lack of memory; where the system killed it, lower hardware.memory and plan it again"
+            f"{run}: no out-of-memory event recorded; if the system killed it, lower hardware.memory and plan it again"
         )
     failure = failures[-1] if failures else None
     before = events[: events.index(failure)] if failure else events
@@ -77,7 +77,7 @@ def diagnose(run: str | Path) -> JsonObject:
     known = failure and failure["room"] and failure["room"] + failure["overhead"]
     room = known / GIB if known else plan.get("available_gib")
     if room is None:
-        raise RunError(f"{run}: neither its events nor plan.json say how much memory there was; train it again")
+        raise RunError(f"{run}: neither its events nor plan.json record how much memory there was; train it again")
     ladder = find_fallbacks(request, room=room, phase=phase)
     now = ladder.present
     ways = [
@@ -113,9 +113,7 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
     if kind == "cuda" and not torch.cuda.is_available():
         machine = environment.get("machine") or {}
         if not {"device", "memory_gib"} <= machine.keys():
-            raise RunError(
-                "environment.json of the run does not say which GPU it had; run this on a machine with that GPU"
-            )
+            raise RunError("environment.json of the run does not name its GPU; run this on a machine with that GPU")
         roofline = Roofline.of(machine["device"])
         memory = round(machine["memory_gib"] * GIB)
         segments = environment.get("segments") or recipe.hardware.segments
@@ -124,7 +122,7 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
     device, threads = resolve_device(recipe)
     if kind not in (None, device.kind):
         raise RunError(
-            f"this run used {shorten(kind)}, and the recipe takes {device.kind} here; set hardware.device: "
+            f"this run used {shorten(kind)}, and the recipe uses {device.kind} here; set hardware.device: "
             f"{shorten(kind)} in its recipe.yaml"
         )
     return device, rates(device, threads)
@@ -148,6 +146,6 @@ def allocator_settings(failure: JsonObject) -> dict[str, str] | None:
     return {
         "set": "hardware.segments=expandable",
         "or": f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:{size}",
-        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in pieces of at most "
+        "why": f"{idle / GIB:.2f} GiB were reserved and not used, in blocks of at most "
         f"{counters['largest_free'] / GIB:.2f} GiB, when {requested / GIB:.2f} GiB were asked for",
     }

@@ -97,7 +97,11 @@ def _texts(model: str, text: str) -> list[list[int]]:
 
 def test_shapes_that_cannot_be_are_said_before_they_are_tried(model: str, tmp_path: Path) -> None:
     for cell, error, words in (
-        ([1, 600], RecipeError, "--lengths 600: with 8 tokens more than the 512 positions of tiny; use 504 or less"),
+        (
+            [1, 600],
+            RecipeError,
+            "--lengths 600: and 8 generated tokens are more than the 512 positions of tiny; use 504 or less",
+        ),
         ([1 << 26, 64], DoesNotFit, "--batches 67108864: with prompts of 64 tokens the cache of tiny needs"),
     ):
         speaker = InferenceWorker(_job(model, {}, cells=[cell]))

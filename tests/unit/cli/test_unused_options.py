@@ -49,7 +49,7 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
         (["compress", "runs/x", "--recipe", "edge", "--rows", "5"], "--rows 5"),
         (
             ["compress", "runs/x", "--recipe", "edge", "--method", "int8"],
-            "--method 'int8': would change nothing: --recipe says",
+            "--method 'int8': would change nothing: --recipe defines",
         ),
         (["compress", "runs/x", "--recipe", "edge", "--bits", "3"], "--bits 3.0"),
         (["compress", "runs/x", "--recipe", "edge", "--set", "group=3"], "--set 'group=3'"),

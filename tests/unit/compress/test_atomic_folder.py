@@ -49,7 +49,7 @@ def test_only_what_preheat_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "out.writing"
     left.mkdir()
     (left / "mine.txt").write_text("mine")
-    with pytest.raises(RunError, match="was not left by preheat"), NewFolder(tmp_path / "out"):
+    with pytest.raises(RunError, match="exists and is not from preheat"), NewFolder(tmp_path / "out"):
         pass
     assert (left / "mine.txt").read_text() == "mine"
     (left / MARK).touch()  # as a killed process leaves it
@@ -64,7 +64,7 @@ def test_only_what_preheat_left_is_removed(tmp_path: Path) -> None:
         (folder / "a.txt").write_text("a")
     assert [p.name for p in (tmp_path / "other").iterdir()] == ["a.txt"]
     (tmp_path / "file.writing").touch()
-    with pytest.raises(RunError, match="was not left by preheat"), NewFolder(tmp_path / "file"):
+    with pytest.raises(RunError, match="exists and is not from preheat"), NewFolder(tmp_path / "file"):
         pass
 
 
@@ -94,11 +94,11 @@ def test_places_where_nothing_can_be_written_are_refused_before_any_work(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "file").write_text("mine")
     for out, words in (
-        (run, "stands there already"),
-        (run / "checkpoints/step-4", "keeps for itself"),
-        (run / "tokenizer", "keeps for itself"),
+        (run, "already exists"),
+        (run / "checkpoints/step-4", "is inside a folder of the run"),
+        (run / "tokenizer", "is inside a folder of the run"),
         (tmp_path / "link", "is a link"),
-        (tmp_path / "file", "is a file"),
+        (tmp_path / "file", "is an existing file"),
         (tmp_path / "file/out", "is a file"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):

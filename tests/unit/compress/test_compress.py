@@ -231,7 +231,7 @@ def test_settings_go_to_the_methods_that_have_them() -> None:
     for setting, words in (
         ("grop=32", r"int8, awq, int4: no setting 'grop' there; did you mean 'group'\?"),
         ("int8.group=32", r"--set int8.group=32: int8: no setting 'group' there"),
-        ("gptq.group=32", r"'gptq' is none of the chosen methods"),
+        ("gptq.group=32", r"'gptq' is not one of the chosen methods"),
         ("group", "write settings as key=value"),
     ):
         with pytest.raises(RecipeError, match=words):
@@ -247,7 +247,7 @@ def test_settings_go_to_the_methods_that_have_them() -> None:
         ),
         ("int4,keep=[dwn_proj]", "keep: 'dwn_proj' matches no linear map.*did you mean 'down_proj'"),
         ("int4,keep=.*", "leaves no linear map to quantize"),
-        ("bit_budget,bits=3", r"the least that there is takes 4\.\d\d bits"),
+        ("bit_budget,bits=3", r"the minimum is 4\.\d\d bits"),
     ],
 )
 def test_settings_that_the_model_cannot_have(text: str, words: str, stories: Path, rows: list[Tensor]) -> None:
@@ -263,7 +263,7 @@ def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
         require_rows([row] * 9)
     with pytest.raises(DataError, match="only 2 different tokens"):
         require_rows([torch.bincount(torch.tensor([n]), minlength=32)[None] for n in range(9)])
-    with pytest.raises(DataError, match="the same over and over: 17 different runs of 8 tokens in 1,971"):
+    with pytest.raises(DataError, match="the rows repeat themselves: 17 different runs of 8 tokens in 1,971"):
         require_rows([(torch.arange(n, n + 226) % 17)[None] for n in range(9)])
 
 
@@ -283,7 +283,7 @@ def test_eight_bit_floats_need_a_gpu(stories: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
     assert any(
-        "a CPU has no fp8 products" in words
+        "a CPU has no fp8 matmuls" in words
         for words in read_variant("fp8").method.check(load_model(stories).build.model)
     )
 
@@ -292,7 +292,7 @@ def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path,
     opened, _ = compressed(stories, "int8", [])
     save_load.write_model(opened.build.trained[0], opened, tmp_path, method="int8", dtype=torch.float32)
     recipe = recipes.parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 32}}")
-    with pytest.raises(RecipeError, match="is compressed \\(int8\\): what is rounded is not trained"):
+    with pytest.raises(RecipeError, match="is compressed \\(int8\\): quantized weights cannot be trained"):
         build(recipe, vocabulary=512, device=DEVICE)
     with pytest.raises(RecipeError, match="is compressed already"):
         compress(tmp_path, [read_variant("int4")], tmp_path / "out", data=str(stories))
@@ -305,7 +305,7 @@ def test_what_is_compressed_is_not_trained_and_carries_no_adapter(stories: Path,
 
 def test_a_folder_that_stands_is_not_written_over(stories: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(RunError, match="stands there already"):
+    with pytest.raises(RunError, match="already exists"):
         compress(stories, [read_variant("int8")], tmp_path)
 
 
@@ -339,7 +339,7 @@ def test_an_environment_without_llm_compressor_is_told_with_the_command(
     monkeypatch.delenv("PREHEAT_LLM_COMPRESSOR", raising=False)
     for python, words in (
         ("", "none is named"),
-        (",python=no-such-python", "no-such-python is no program"),
+        (",python=no-such-python", "no-such-python is not a program"),
         (",python=/bin/false", "/bin/false has no llm-compressor"),
     ):
         with pytest.raises(RunError, match=f"{words}.*pip install llmcompressor"):

@@ -260,7 +260,7 @@ def test_another_tokenizer_in_the_file_is_refused(
     monkeypatch.setattr(gguf, "add_vocabulary", lambda writer, _, *more: add(writer, other, *more))
     monkeypatch.setattr(tokenizer, "chat_template", None)
     source = folder_of("qwen2", tokenizer, tmp_path / "model")
-    with pytest.raises(RunError, match="the file's tokenizer cuts"):
+    with pytest.raises(RunError, match="the file's tokenizer splits"):
         gguf.write(source, tmp_path / "out")
 
 
@@ -271,7 +271,9 @@ def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, mo
             gguf.write(source, tmp_path / "out", dtype=dtype)
         assert "\n" not in str(caught.value)
 
-    refused("rotary scaling dynamic has no place there; linear, yarn and llama3 have", rope_parameters=ROPES["dynamic"])
+    refused(
+        "rotary scaling dynamic is not supported there; linear, yarn and llama3 are", rope_parameters=ROPES["dynamic"]
+    )
     refused("llama.cpp's llama has silu, and this model gelu", hidden_act="gelu")
     refused("scales gemma2's scores by its head size 8, and this model by 16", "gemma2", query_pre_attn_scalar=16)
     refused("some layers attend in a window", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
@@ -339,7 +341,7 @@ class Unsupported(torch.nn.Module):
 
 def test_an_operator_without_a_form_in_onnx_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ has no form there; use --to aoti"
+        RunError, match=r"--to onnx: the operator aten._?linalg_eig\w+ is not supported there; use --to aoti"
     ):
         trace.to_onnx(trace.trace(Unsupported(), 16), tmp_path / "model.onnx", ("input_ids", "attention_mask"))
 
@@ -465,7 +467,7 @@ def test_what_jinja_alone_has_not_is_no_template_there() -> None:
     ("family", "settings", "words"),
     [
         ("gemma2", {}, "gemma2 has other blocks"),
-        ("qwen3", {}, r"has model.layers.0.self_attn.q_norm.weight, for which torchchat has no place"),
+        ("qwen3", {}, r"has model.layers.0.self_attn.q_norm.weight, which torchchat does not support"),
         ("mistral", {"sliding_window": 16}, "it sees 16 tokens back, and torchchat has no windows"),
         ("mistral", {"head_dim": 8}, "its heads of 8 are together not as wide as the model .64."),
         ("llama", {"rope_parameters": ROPES["yarn"]}, "scaled by 'yarn', and torchchat has llama3's alone"),

@@ -115,7 +115,7 @@ def test_what_cannot_be_narrower_is_refused() -> None:
         )
     )
     with pytest.raises(
-        RecipeError, match=r"knows the blocks of mobilenet_v2, mobilevit, efficientnet, and this model is a vit"
+        RecipeError, match=r"supports the blocks of mobilenet_v2, mobilevit, efficientnet, and this model is a vit"
     ):
         narrower(other, [], 0.5)
 
@@ -274,7 +274,7 @@ def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path
         ),
         (
             "{train: 1, techniques: {distillation: {teacher: gone}}}",
-            "distillation.teacher: gone is no folder of an image",
+            "distillation.teacher: gone is not a folder of an image",
         ),
     ],
 )

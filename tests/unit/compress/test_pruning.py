@@ -527,14 +527,14 @@ def test_weights_without_zeros_have_none_to_keep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "words"),
     [
-        ("magnitude", {"sparsity": 1.0}, "sparsity: 1.0 is no share"),
+        ("magnitude", {"sparsity": 1.0}, "sparsity: 1.0 is not a fraction"),
         ("magnitude", {"sparsity": 0.7, "pattern": "2:4"}, "contradict each other"),
-        ("wanda", {"sparsity": 0.0}, "sparsity: 0.0 is no share"),
+        ("wanda", {"sparsity": 0.0}, "sparsity: 0.0 is not a fraction"),
         ("width", {}, "prune nothing"),
-        ("width", {"channels": 1.2}, "channels: 1.2 is no share"),
-        ("depth", {"layers": 1.0}, "layers: 1.0 takes no layer out"),
+        ("width", {"channels": 1.2}, "channels: 1.2 is not a fraction"),
+        ("depth", {"layers": 1.0}, "layers: 1.0 must remove some layers"),
         ("lottery", {"parameters": 0.0}, "leave no budget"),
-        ("lottery", {"parameters": 1.0}, "parameters: 1.0 is no share"),
+        ("lottery", {"parameters": 1.0}, "parameters: 1.0 is not a fraction"),
     ],
 )
 def test_settings_that_cannot_serve_are_told(method: str, settings: dict[str, Any], words: str) -> None:
@@ -568,16 +568,16 @@ def test_settings_that_serve_are_silent() -> None:
             {"channels": 0.05},
             r"channels: 0\.05 leaves none of the 48 channels .*by multiples of 8; 0\.167 leaves 8",
         ),
-        ("llama", "width", {"heads": 0.75}, "32 is none of 6: with 6 heads use a width of 30"),
+        ("llama", "width", {"heads": 0.75}, "32 is not one of 6: with 6 heads use a width of 30"),
         ("gpt2", "width", {"heads": 0.5}, "2 heads of 8 need a width of 16 and not 32"),
-        ("mistral", "width", {"channels": 0.99}, "leave the model as it is"),
+        ("mistral", "width", {"channels": 0.99}, "leave the model unchanged"),
         ("llama", "depth", {"layers": 0.1}, r"layers: 0\.1 leaves none of the 3 layers; 0\.334 leaves 1"),
-        ("llama", "depth", {"layers": 0.9}, "keeps all 3 layers; 0.667 takes one out"),
+        ("llama", "depth", {"layers": 0.9}, "keeps all 3 layers; 0.667 removes one"),
         ("llama", "lottery", {"parameters": 0.05}, r"parameters: 0\.05 is met by no shape"),
         ("llama", "magnitude", {"keep": "no_such"}, "keep: 'no_such' matches no linear map"),
         ("llama", "wanda", {"keep": ".*"}, "leaves no linear map"),
-        ("llama", "wanda", {"rows": []}, "wanda: .* was given no rows"),
-        ("llama", "width", {"rows": [], "channels": 0.5}, "width: .* was given no rows"),
+        ("llama", "wanda", {"rows": []}, "wanda: needs calibration rows"),
+        ("llama", "width", {"rows": [], "channels": 0.5}, "width: needs calibration rows"),
     ],
 )
 def test_what_a_model_cannot_do_is_told(family: str, method: str, settings: dict[str, Any], words: str) -> None:
@@ -601,7 +601,7 @@ def test_families_that_cannot_be_sliced_are_refused() -> None:
         ):  # turns nothing, and goes first: the others get other numbers
             if "c_proj" in name:
                 p.zero_()
-    with pytest.raises(RecipeError, match="tells its layers apart by their number"):
+    with pytest.raises(RecipeError, match="has layers that depend on their index"):
         prune_depth(numbered, ROWS, layers=0.67)
 
 

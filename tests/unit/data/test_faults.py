@@ -181,9 +181,9 @@ def test_paths_that_cannot_be_read_are_told_in_a_line(
     for name, words in {
         "pipe.jsonl": "is a pipe",
         "gone.jsonl": "is a link to nowhere, which does not exist",
-        "loop.jsonl": "cannot be looked at",
+        "loop.jsonl": "cannot be accessed",
         "folder.jsonl": "the folder has no file that preheat reads",
-        "x" * 300 + ".jsonl": "cannot be looked at",
+        "x" * 300 + ".jsonl": "cannot be accessed",
         "a\x1b[31m.jsonl": "does not exist",
     }.items():
         with pytest.raises(DataError, match=words) as caught:
@@ -365,12 +365,12 @@ ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
     [
         (f"{{% for m in messages %}}{HEAD}{{% endfor %}}{ASK}", {}, "", ""),
         (f"{{% for m in messages %}}{HEAD}{{% endfor %}}{{{{ '<|im_start|>assistant\\n' }}}}", {}, "ends in an open turn", ""),
-        (f"{{% for m in messages %}}{HEAD}{{% endfor %}}", {}, "", "the generation prompt does not write it"),
+        (f"{{% for m in messages %}}{HEAD}{{% endfor %}}", {}, "", "the generation prompt lacks it"),
         (
             f"{{% for m in messages %}}{HEAD}{{% endfor %}}{ASK.replace('assistant', 'assistant' + chr(92) + 'n<think>')}",
             {"train_on": "all"},
             "",
-            "is no beginning of the row",
+            "is not the beginning of the row",
         ),
         (
             f"{{% for m in messages %}}{HEAD}{{% endfor %}}{ASK.replace('assistant', 'assistant' + chr(92) + 'n<think>')}",

@@ -144,7 +144,9 @@ def test_evaluation_reads_rows_of_the_whole_split_in_order(rows):
     assert [len(b.rows) for b in evaluation_batches(rows, micro=64, limit=10**6)] == [len(rows)]
 
 
-@pytest.mark.parametrize(("number", "how"), [(9, "was ended by SIGKILL"), (19, "gave nothing for 2 s, and was ended,")])
+@pytest.mark.parametrize(
+    ("number", "how"), [(9, "was ended by SIGKILL"), (19, "returned nothing for 2 s, and was ended,")]
+)
 def test_a_reader_that_ends_or_hangs_is_one_line(rows, monkeypatch, number, how):
     monkeypatch.setattr(loader, "PATIENCE", 1.5)
     source = batches(rows, seed=3, committed=0, shape=growing, workers=2)

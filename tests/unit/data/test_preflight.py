@@ -93,11 +93,11 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "content is null": (turns(U, said("assistant", None)), {}, r":7: message 2 of field 'messages' has a 'content' that is null"),
     "content is empty": (turns(said("user", " \n"), A), {}, r":7: message 1 of field 'messages' has an empty 'content'"),
     "content is a number": (turns(U, said("assistant", 4)), {}, r":7: message 2 .* a 'content' that is a number, not text"),
-    "a picture": (turns(said("user", [{"type": "image_url"}]), A), {}, r":7: has images, and the model reads text alone; .*\(check images; 1 of 20\)"),
+    "a picture": (turns(said("user", [{"type": "image_url"}]), A), {}, r":7: has images, and the model reads only text; .*\(check images; 1 of 20\)"),
     "messages are text": (seventh("talk", messages="Hello"), {}, r":7: field 'messages' is text, not a list of messages"),
     "no messages": (seventh("talk", messages=[]), {}, r":7: field 'messages' is an empty list"),
     "field gone": (seventh("talk", messages="GONE", msgs=[U, A]), {}, r":7: no field 'messages', only 'msgs'; set data\.columns\.messages"),
-    "unknown role": (turns(U, said("asistant", "x")), {}, r":7: .* role 'asistant', which nobody knows; did you mean 'assistant'"),
+    "unknown role": (turns(U, said("asistant", "x")), {}, r":7: .* role 'asistant', which is unknown; did you mean 'assistant'"),
     "assistant first": (turns(A, U, A), {}, r":7: message 1 is of the assistant, the first \(check roles; 1 of 20\)"),
     "two questions": (turns(U, U, A), {}, r":7: message 2 is of the user, after one of the user"),
     "system later": (turns(U, A, said("system", "x"), U, A), {}, r":7: message 3 is of the system, after one of the assistant"),
@@ -106,7 +106,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "call that is not JSON": (
         turns(U, said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "{x"}}]), said("tool", "1"), A),
         {},
-        r":7: message 2 of field 'messages' calls a tool in what is not JSON",
+        r":7: message 2 of field 'messages' calls a tool with arguments that are not JSON",
     ),
     "UTF-8 read as Latin-1": (turns(said("user", "CafÃ© au lait"), A), {}, r":7: message 1 holds 'Ã©' at character 3, .*check encoding"),
     "replacement character": (seventh("pair", chosen="caf\ufffd"), {}, r":7: field 'chosen' holds '\ufffd' at character 3"),
@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a template that leaves the answer out": (
         seventh("talk"),
         {"template": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"},
-        r"mine\.jinja: leaves out what the assistant says \(check template\)",
+        r"mine\.jinja: leaves out the assistant's text \(check template\)",
     ),
     "a template without end of turn": (
         seventh("talk"),
@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"template": MARKED.replace("END", "eos_token"), "tokenizer": "pad"},
         r"token \d+ is padding and end of text at once, and never trained on \(check pad_is_end\)",
     ),
-    "unknown tokens": (seventh("pair", chosen="Привет мир " * 5), {"tokenizer": "words"}, r":7: 10 of its \d+ tokens stand for text that the tok"),
+    "unknown tokens": (seventh("pair", chosen="Привет мир " * 5), {"tokenizer": "words"}, r":7: 10 of its \d+ tokens are unknown to the tok"),
     "beyond the embedding": (seventh("talk"), {"embedding": 290}, r":1: holds token \d+, the model's embedding has 290 rows"),
     "answers cut": (
         [said_long(n) if n % 3 == 0 else talk(n) for n in range(20)] if (said_long := lambda n: {"messages": [U, said("assistant", f"word {n} " * 90)]}) else [],
@@ -145,12 +145,12 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "validation stands in training": (
         seventh("talk"),
         {"validation": [talk(3), talk(4), talk(99)]},
-        r"a\.jsonl:4: stands in the data to validate on too \(check validation; 2 of 23, also 5\)",
+        r"a\.jsonl:4: is in the validation data too \(check validation; 2 of 23, also 5\)",
     ),
     "validation nearly stands in training": (
         seventh("pair", prompt="HELLO, world!", chosen="Yes.", rejected="no"),
         {"validation": [pair(50), {"prompt": "Hello world", "chosen": "yes", "rejected": "No!"}]},
-        r"held\.jsonl:2: stands in the training data, but for case, .*check near_validation; 1 of 2",
+        r"held\.jsonl:2: equals training data except for case, .*check near_validation; 1 of 2",
     ),
     "equal answers": (seventh("pair", rejected="Here is 6."), {}, r":7: 'chosen' and 'rejected' are equal \(check equal_answers; 1 of 20\)"),
     "empty answer": (seventh("pair", chosen="  "), {}, r":7: field 'chosen' is empty"),

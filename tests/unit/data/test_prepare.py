@@ -266,8 +266,8 @@ BAD = {
     "no layout": (
         b'{"question": "a", "reply": "b"}\n' * 9,
         {},
-        r"corpus\.jsonl:1: no field 'text', only 'question', 'reply', which no layout has; say what they are: data\.columns="
-        r"\{prompt: question, completion: reply\} where .*data\.text: question for plain text",
+        r"corpus\.jsonl:1: no field 'text', only 'question', 'reply', which no layout has; set data\.columns="
+        r"\{prompt: question, completion: reply\} if .*data\.text: question for plain text",
     ),
     "a layout misspelt": (b'{"mesages": [], "id": 1}\n' * 9, {}, r"set data\.columns=\{messages: mesages\} \(check"),
     "no prompt": (
@@ -288,7 +288,7 @@ BAD = {
     "all held out": (
         GOOD,
         {"validation": "{dir}/corpus.jsonl"},
-        r"corpus\.jsonl:1: stands in the data to validate on too \(check validation; 1 of 2\)",
+        r"corpus\.jsonl:1: is in the validation data too \(check validation; 1 of 2\)",
     ),
     "no tokenizer": (GOOD, {"tokenizer": "{dir}/tokeniser"}, r"data\.tokenizer .*tokeniser: does not exist"),
     "a file": (GOOD, {"tokenizer": "{dir}/corpus.jsonl"}, r"is a file; name the folder that holds tokenizer\.json"),

@@ -198,11 +198,11 @@ BROKEN = {
     "mark in a macro": (
         "{% macro w(m) %}He says: {% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}{% for m in messages %}"
         "{% if m.role == 'assistant' %}{{ w(m) }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-        r"marks do not hold what the assistant says",
+        r"marks do not enclose the assistant's text",
     ),
     "unproven": (
         "{{ messages | length }}{% for m in messages %}{{ m.role }}:{{ m.content[::-1] }}{% endfor %}",
-        r"where message 2, of the assistant, begins cannot be proven",
+        r"where message 2, of the assistant, begins cannot be determined",
     ),
 }
 

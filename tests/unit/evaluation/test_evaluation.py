@@ -195,7 +195,7 @@ def test_likelihoods_are_those_of_plain_transformers_one_by_one(tokenizer: Any, 
     assert made.trained[0].training  # left as it was found
     with pytest.raises(DataError, match="a row only 40"):
         scorer.score([(head, [1] * 41)], ["f:3"])
-    with pytest.raises(DataError, match="f:4: what is to be scored has no token"):
+    with pytest.raises(DataError, match="f:4: the text to be scored has no token"):
         scorer.score([(head, [])], ["f:4"])
 
 
@@ -223,7 +223,7 @@ def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp
     assert [item.context for item in items_of(asked, tokenizer, head=True)] == texts
     assert items_of(asked, tokenizer)[0].context == "What is the cat?"
     named.classes = ("c", "aa")
-    with pytest.raises(RecipeError, match="trained on the class 'aa', which the task has not"):
+    with pytest.raises(RecipeError, match="trained on the class 'aa', which the task does not have"):
         measure_task(asked, named)
     for other, words in (
         (replace(task, choices=("a", "b", "c", "d")), "4 classes and the run's head 3"),
@@ -466,12 +466,12 @@ def test_tasks_are_found_by_name_file_and_further_keys(tmp_path: Path) -> None:
         "no.yaml": "no such file",
         "cloze=r.jsonl,limt=3": "did you mean 'limit'",
         "cloze=r.jsonl,limit=many": "whole number",
-        "cloze=r.jsonl,limit": "no KEY=VALUE",
+        "cloze=r.jsonl,limit": "is not KEY=VALUE",
     }.items():
         with pytest.raises(RecipeError) as error:
             find_tasks([name])
         assert words in str(error.value), name
-    with pytest.raises(RecipeError, match="stands twice"):
+    with pytest.raises(RecipeError, match="is given twice"):
         find_tasks(["cloze=a.jsonl", "cloze=b.jsonl"])
 
 

@@ -281,7 +281,7 @@ def test_a_report_draws_before_and_after_and_a_terminal_has_both_in_a_cell() -> 
     page = lengths(after, {"tasks": {"recall": task(0, 0, 0, 0)}})
     assert page.count("<svg") == 4
     assert "44 % right, the least at 128 tokens and depth 100 %: 0 %." in page.replace("\u00a0", " ")
-    assert "it falls up to place 64." in page
+    assert "it falls up to position 64." in page
     assert "3.000 with nothing before them, 2.000 with all" in page
     assert "<b>pos" not in page
     assert lengths({"tasks": {"cloze": {}}}, {}) == ""

@@ -45,7 +45,7 @@ def test_only_what_was_built_here_is_loaded(source: Path, caplog: pytest.LogCapt
         damaged.write_bytes(copy)
         damage(damaged)
         assert load(source) == 41
-        assert "is built anew" in caplog.messages[-1]
+        assert "is built again" in caplog.messages[-1]
         assert built(source).read_bytes() == whole
 
 

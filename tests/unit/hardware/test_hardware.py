@@ -171,7 +171,8 @@ def test_segments_of_a_gpu_s_allocator(
     device = probing.probe("cuda", segments=asked)
     assert (device.expandable, a_gpu) == (grows, told)
     assert (
-        f"{variable} of the environment goes before hardware.segments ({asked}): '{environment}'" == device.notice
+        (f"{variable} of the environment takes precedence over hardware.segments ({asked}): '{environment}'")
+        == device.notice
     ) == says
     assert says or not device.notice
 
@@ -271,7 +272,7 @@ def test_rates_are_interpolated_between_the_measured_shapes() -> None:
         1e9,
         4e9,
     ]  # the ends hold beyond
-    with pytest.raises(RunError, match="no rate of matrix products in bf16 was measured on made up"):
+    with pytest.raises(RunError, match="no rate of matmuls in bf16 was measured on made up"):
         made.matrix_rate("bf16", "forward", 1, 1, 1)
 
 
@@ -645,7 +646,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
     from preheat.engine.device import resolve_device
     from preheat.recipe import parse
 
-    with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are too many"):
+    with pytest.raises(RecipeError, match=r"hardware.threads: 4,096 are more than"):
         resolve_device(parse("hardware: {threads: 4096}\nstop: {max_steps: 1}"))
 
 

@@ -147,7 +147,7 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
 
 
 def test_how_a_process_ended_is_said() -> None:
-    assert ended_by(-9) == "was ended by SIGKILL (by the kernel for want of memory, perhaps)"
+    assert ended_by(-9) == "was ended by SIGKILL (perhaps by the kernel, out of memory)"
     assert ended_by(-99) == "was ended by signal 99"
 
 

@@ -74,7 +74,7 @@ def test_a_build_on_a_gpu_has_it_as_long_as_it_lives() -> None:
     made: Any = Owner()
     made.torch_device = torch.device("cuda")
     change = MixedPrecision(mode="fp32", tf32=True).apply(made, torch.nn.Linear(4, 4))
-    assert change.what == "weights and optimizer in fp32, products in TF32"
+    assert change.what == "weights and optimizer in fp32, matmuls in TF32"
     assert PRODUCTS.fp32_precision == "tf32"
     del made
     assert PRODUCTS.fp32_precision == before

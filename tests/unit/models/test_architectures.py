@@ -25,7 +25,7 @@ from ...conftest import DEVICE, difference, uneven
 
 # One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks.
 KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text"]
-REFUSED = {"phi": "the head of PhiForCausalLM has a bias", "stablelm": "does not let its layers attend"}
+REFUSED = {"phi": "the head of PhiForCausalLM has a bias", "stablelm": "does not let its layers use preheat"}
 BALANCED = ("mixtral", "qwen3_moe")  # their routers' loss is on by default here
 TECHNIQUES = "{efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}}"
 

@@ -309,7 +309,7 @@ def test_auto_reaches_what_is_wanted_and_says_by_what(length: int, words: str) -
     [
         ("{grouped_queries: {num_kv_heads: 2}}", "llama", "not fewer than the 2"),
         ("{grouped_queries: {}}", "gpt2", "fused"),
-        ("{rms_norm: {}}", "llama", "gpt2 only"),
+        ("{rms_norm: {}}", "llama", "of gpt2"),
         ("{feed_forward: {activation: swiglu}}", "llama", "has already"),
         ("{tied_embeddings: {}}", "gpt2", "one matrix already"),
         ("{rope_scaling: {}}", "gpt2", "no rotary positions"),

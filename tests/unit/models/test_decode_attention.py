@@ -110,7 +110,7 @@ def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
     ops._library.cache_clear()
-    with pytest.warns(UserWarning, match="several times the time: no C"):
+    with pytest.warns(UserWarning, match="several times as long: no C"):
         assert not of_use(*given(1, 4, 2, 1, 9, 64, 64), None)
     ops._library.cache_clear()
 

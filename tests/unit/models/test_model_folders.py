@@ -137,12 +137,12 @@ def test_only_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None
         (lambda m: (m / "model.safetensors").rename(m / "weights.safetensors"), r"has neither model.safetensors nor model.safetensors.index.json.* but weights.safetensors"),
         (lambda m: (m / "model.safetensors").rename(m / "shard-00000-model-00001-of-00001.safetensors"), r"a distributed checkpoint"),
         (lambda m: (m / "model.safetensors").rename(m / "pytorch_model.bin"), r"pytorch_model.bin is a pickle, which preheat does not open"),
-        (lambda m: index(m, {"a": "../other.safetensors"}), r"names '../other.safetensors', which stands outside the folder"),
-        (lambda m: index(m, {"a": 5}), r"names 5, which is no file's name"),
+        (lambda m: index(m, {"a": "../other.safetensors"}), r"names '../other.safetensors', which is outside the folder"),
+        (lambda m: index(m, {"a": 5}), r"names 5, which is not a file name"),
         (lambda m: index(m, {str(n): f"model-{n}.safetensors" for n in range(5)}), r"names model-0.safetensors, model-1.safetensors, model-2.safetensors and 2 more, not in the folder"),
         (lambda m: index(m, []), r"has no weight_map"),
-        (lambda m: configured(m, transformers_weights="/etc/model.safetensors"), r"stands outside the folder"),
-        (lambda m: (m / "model.safetensors").write_bytes(b"\x08"), r"not a whole safetensors file"),
+        (lambda m: configured(m, transformers_weights="/etc/model.safetensors"), r"is outside the folder"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\x08"), r"not a complete safetensors file"),
         (lambda m: changed(m, lambda w: {k: v for k, v in w.items() if "norm" not in k}), r"lacks model.layers.0.input_layernorm.weight, .* and 2 more \(5 of the model's parameters\)"),
         (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.ones(31)}), r"model.norm.weight is \(31,\) in model.safetensors but \(32,\) by config.json"),
         (lambda m: changed(m, lambda w: w | {"model.norm.weight": torch.full((32,), float("nan"))}), r"model.norm.weight holds 32 values that are not finite"),
@@ -219,7 +219,7 @@ def test_values_of_any_dtype_are_looked_at(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model_type": "leave out"}, r"config.json does not say its model_type"),
+        ({"model_type": "leave out"}, r"config.json has no model_type"),
         ({"model_type": ["llama"]}, r"has model_type \['llama'\]"),
         ({"hidden_size": None}, r"hidden_size: must be a whole number above 0, got None"),
         ({"num_attention_heads": "8"}, r"num_attention_heads: must be a whole number above 0, got '8'"),
@@ -242,7 +242,7 @@ def test_a_configuration_that_contradicts_itself_ends_in_one_line(settings: Any,
 def test_a_configuration_that_is_no_object_ends_in_one_line(text: bytes, tmp_path: Path) -> None:
     path = small(tmp_path / "m")
     (path / "config.json").write_bytes(text)
-    with pytest.raises(RecipeError, match=r"config.json: (is no JSON|holds no JSON object)"):
+    with pytest.raises(RecipeError, match=r"config.json: (is not JSON|holds .*, not a JSON object)"):
         opened(path)
 
 

@@ -111,7 +111,7 @@ def _folder(tmp_path: Path) -> Path:
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickle"),
         (
             lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
-            "not a whole safetensors",
+            "not a complete safetensors",
         ),
         (
             lambda f: (f / "config.json").write_text(

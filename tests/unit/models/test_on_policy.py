@@ -181,9 +181,13 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
 @pytest.mark.parametrize(
     ("settings", "beside", "words"),
     [
-        ("on_policy: 0.5, cache: kept", "", "on_policy: what the student writes is new in every step"),
-        ("on_policy: 0.5", "fsdp: {}", "on_policy: the student writes token by token, .* use data_parallel"),
-        ("on_policy: 0.5", "context_parallel: {}", "on_policy: rows that are cut among devices"),
+        ("on_policy: 0.5, cache: kept", "", "on_policy: the student generates new text in every step"),
+        (
+            "on_policy: 0.5",
+            "fsdp: {}",
+            "on_policy: the student generates a different number of tokens .* use data_parallel",
+        ),
+        ("on_policy: 0.5", "context_parallel: {}", "on_policy: rows that are split across devices"),
     ],
 )
 def test_where_the_student_cannot_write_it_is_refused(settings: str, beside: str, words: str, tmp_path: Path) -> None:

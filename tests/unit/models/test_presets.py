@@ -215,7 +215,7 @@ def test_a_preset_is_planned_but_not_trained_without_weights(tmp_path: Path) -> 
     ("model", "words"),
     [
         ("{preset: qwen2.5-05b}", "did you mean 'qwen2.5-0.5b'"),
-        ("{preset: GPT-5}", "none that preheat knows"),
+        ("{preset: GPT-5}", "not a known preset"),
         ("{preset: qwen2.5-0.5b, num_layers: 2}", "brings its sizes; remove num_layers"),
         ("{preset: qwen2.5-0.5b, size: 15M}", "brings its sizes; remove size"),
         ("{preset: qwen2.5-0.5b, config: {num_layers: 2}}", "has no such setting"),

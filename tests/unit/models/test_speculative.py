@@ -149,7 +149,7 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
     other = AutoTokenizer.from_pretrained(data_folder / "tokenizers" / "gpt2", local_files_only=True)
     with pytest.raises(
         RecipeError,
-        match=r"^sample.draft_model: .*another tokenizer \(512 pieces, the model 50,257; .*sample.prompt_lookup_tokens",
+        match=r"^sample.draft_model: .*another tokenizer \(512 tokens, the model 50,257; .*sample.prompt_lookup_tokens",
     ):
         load_draft_model(str(folder), other)
     with pytest.raises(RunError, match=r"^sample.draft_model: .*neither a run"):
@@ -166,7 +166,10 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, data_folder: Pa
             "{prompt_lookup_tokens: 4, draft_model: there}",
             "sample.prompt_lookup_tokens: proposes tokens, and so does the draft model",
         ),
-        ("{prompt_lookup_tokens: 4, temperature: 0.5}", "sample.prompt_lookup_tokens: proposes tokens of greedy text"),
+        (
+            "{prompt_lookup_tokens: 4, temperature: 0.5}",
+            "sample.prompt_lookup_tokens: proposes tokens for greedy decoding",
+        ),
         ("{draft_model: there, cache: static}", "sample.cache: static cannot forget"),
         ("{compile: true, cache: int8}", "sample.compile: needs a cache that does not grow, and this one is int8"),
         (

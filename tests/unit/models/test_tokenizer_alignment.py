@@ -194,9 +194,9 @@ def test_the_loss_is_that_of_loops_over_documents(
 @pytest.mark.parametrize(
     ("settings", "beside", "words"),
     [
-        ("hidden: 0.1", "", "hidden: is not made for places of other pieces"),
-        ("cache: x", "", "cache: is not made for places of other pieces"),
-        ("on_policy: 0.5", "", "on_policy: is not made for places of other pieces"),
+        ("hidden: 0.1", "", "hidden: does not support other tokens"),
+        ("cache: x", "", "cache: does not support other tokens"),
+        ("on_policy: 0.5", "", "on_policy: does not support other tokens"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(data_folder: Path, settings: str, beside: str, words: str) -> None:

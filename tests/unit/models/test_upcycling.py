@@ -84,7 +84,7 @@ def test_the_plan_counts_the_experts() -> None:
             recipes.override(
                 tiny("{expert_balancing: {}}", family="mixtral"), "model.config={router_aux_loss_coef: 0.1}"
             ),
-            "says the same",
+            "sets the same",
         ),
     ],
 )

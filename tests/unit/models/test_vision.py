@@ -246,8 +246,8 @@ ANSWER = {"role": "assistant", "content": "This."}
     ("row", "words"),
     [
         ({"messages": [USER, ANSWER], "images": ["none.png"]}, r"none.png: no such file"),
-        ({"messages": [USER, ANSWER], "images": ["torn.png"]}, r"torn.png: is corrupt or no image"),
-        ({"messages": [USER, ANSWER], "images": ["text.png"]}, r"text.png: is corrupt or no image"),
+        ({"messages": [USER, ANSWER], "images": ["torn.png"]}, r"torn.png: is corrupt or not an image"),
+        ({"messages": [USER, ANSWER], "images": ["text.png"]}, r"text.png: is corrupt or not an image"),
         (
             {"messages": [USER, ANSWER], "images": ["long.png"]},
             r"long.png has 402 x 2 pixels.*no side 200 times the other",
@@ -256,7 +256,7 @@ ANSWER = {"role": "assistant", "content": "This."}
         ({"messages": [USER, ANSWER], "images": ["red.png", "red.png"]}, r"has 2 images and 1 place for one"),
         ({"messages": [USER, ANSWER], "images": []}, r"has 0 images and 1 place for one"),
         ({"messages": [USER, ANSWER], "images": [7]}, r"an image is a number, not the path of a file"),
-        ({"messages": [USER, ANSWER], "images": ["https://example.org/a.png"]}, r"is no file; download it"),
+        ({"messages": [USER, ANSWER], "images": ["https://example.org/a.png"]}, r"is not a file; download it"),
         (
             {
                 "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "<image>"}],
@@ -350,13 +350,13 @@ def test_an_image_that_changed_since_is_told(folders: dict[str, Path], tmp_path:
 def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, data_folder: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
     for techniques, words in (
-        ("{length_curriculum: {}}", "would cut the images"),
-        ("{rope_scaling: {}}", "scales positions of text alone"),
+        ("{length_curriculum: {}}", "would split the images"),
+        ("{rope_scaling: {}}", "supports only text models"),
     ):
         with pytest.raises(RecipeError, match=words):
             made(recipe_of(folders["qwen3_vl"], source, techniques))
     text = recipe_of(data_folder / "stories260K-hf", source, more="template: alpaca")
-    with pytest.raises(DataError, match="has images, and the model reads text alone"):
+    with pytest.raises(DataError, match="has images, and the model reads only text"):
         data_of(text)
     with pytest.raises(RecipeError, match="llama has no vision tower"):
         made(recipe_of(data_folder / "stories260K-hf", source, "{vision_tower: {}}"))

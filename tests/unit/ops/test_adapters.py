@@ -295,7 +295,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
     ("techniques", "words"),
     [
         ("{peft_adapter: {method: lohaa}}", "did you mean 'loha'"),
-        ("{peft_adapter: {method: prompt_tuning}}", "not into linear maps"),
+        ("{peft_adapter: {method: prompt_tuning}}", "not linear maps"),
         ("{peft_adapter: {method: adalora}}", "schedule"),
         ("{peft_adapter: {method: loha, settings: {rr: 3}}}", "settings.rr: loha has no such setting"),
         ("{peft_adapter: {method: loha, settings: {module_dropout: 0.1}}}", "leave it at 0"),
@@ -306,7 +306,7 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
         ("{nf4: {keep: [nowhere]}, lora: {}}", "keep: .* matches no linear map"),
         ("{nf4: {keep: '.*'}, lora: {}}", "leaves no linear map"),
         ("{nf4: {}, lora: {variant: pissa}}", "changes the base's weights"),
-        ("{lora: {target_modules: [lm_head]}, chunked_loss: {}}", "an adapter stands on it"),
+        ("{lora: {target_modules: [lm_head]}, chunked_loss: {}}", "it has an adapter"),
         ("{lora: {variant: dora, embedding_rank: 2}}", "embedding_rank: goes with lora and rslora"),
         ("{lora: {variant: pissa, rank: 40}}", "lower the rank"),
     ],

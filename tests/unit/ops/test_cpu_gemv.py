@@ -78,7 +78,7 @@ def test_without_a_compiler_it_is_told_and_aten_computes(monkeypatch: pytest.Mon
     monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
     monkeypatch.setattr(cpu_gemv, "_avx2_alone", lambda: True)
     cpu_gemv._library.cache_clear()
-    with pytest.warns(UserWarning, match="two to three times the time: no C"):
+    with pytest.warns(UserWarning, match="two to three times as long: no C"):
         assert cpu_gemv._library() is None
     assert not cpu_gemv.of_use()
     made, x = maps(96, 48)["int4"], torch.randn(1, 96).bfloat16()

@@ -347,7 +347,9 @@ def test_what_is_refused() -> None:
         )
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(RecipeError, match="experts' matrices in one, which is no map; name those beside them"),
+        pytest.raises(
+            RecipeError, match="experts' matrices in one parameter, which is not a linear map; name other maps"
+        ),
     ):
         made("qwen3_moe", "{lora: {target_modules: [gate_proj, up_proj, down_proj]}}")
     with pytest.raises(RecipeError, match=r"expert_balancing: cannot go with lora \(frozen-base\)"):

@@ -1,4 +1,4 @@
-"""RMSNorm and the gated activation that keep their inputs alone, against plain formulas in double precision."""
+"""RMSNorm and the gated activation that save only their inputs, against plain formulas in double precision."""
 
 from __future__ import annotations
 

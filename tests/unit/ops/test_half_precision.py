@@ -187,7 +187,7 @@ def test_a_scale_below_its_floor_endures_no_more() -> None:
     ("techniques", "words"),
     [
         ("{mixed_precision: {keep_fp32: [no_such]}}", "'no_such' matches no module"),
-        ("{mixed_precision: {keep_fp32: ['(']}}", "no regular expression"),
+        ("{mixed_precision: {keep_fp32: ['(']}}", "not a regular expression"),
         ("{mixed_precision: {mode: fp32, keep_fp32: [norm]}}", "leave it out"),
         ("{mixed_precision: {mode: bf16_master}, lora: {}}", "use bf16_weights"),
         ("{mixed_precision: {mode: fp16_master}, lora: {}}", "use fp16"),

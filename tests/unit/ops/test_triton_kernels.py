@@ -227,5 +227,5 @@ def test_failures_name_the_operator_and_the_switch(monkeypatch: pytest.MonkeyPat
     assert cuda_kernels.is_plain("nf4_values")
     assert not cuda_kernels.is_plain("int8_product")
     monkeypatch.setenv("PREHEAT_PLAIN", "nf4,all")
-    with pytest.raises(RunError, match="PREHEAT_PLAIN: 'nf4' is no operator with a kernel; use nf4_values"):
+    with pytest.raises(RunError, match="PREHEAT_PLAIN: 'nf4' is not an operator with a kernel; use nf4_values"):
         cuda_kernels.is_plain("nf4_values")

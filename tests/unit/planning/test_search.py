@@ -178,7 +178,7 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 128}'
     )
-    with pytest.raises(RecipeError, match="does not say num_hidden_layers"):
+    with pytest.raises(RecipeError, match="has no num_hidden_layers"):
         hf.configure(subject_of(str(tmp_path)).recipe)
 
 
@@ -186,7 +186,7 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
     ("more", "rows", "words"),
     [
         ("techniques={fsdp: {}, data_parallel: {}}", 8, "data_parallel and fsdp both take the devices that are left"),
-        ("name=one", 1, "batch.size: 1 rows cannot be shared out evenly among 8 devices"),
+        ("name=one", 1, "batch.size: 1 rows cannot be split evenly across 8 devices"),
     ],
 )
 def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words: str) -> None:

@@ -160,7 +160,8 @@ def test_a_file_is_named_with_its_line_and_a_default_is_not(tmp_path: Any, caplo
 @pytest.mark.parametrize("text", ["", "# nothing\n", "null\n", "{}\n", "---\n"])
 def test_an_empty_recipe_is_told_as_that(text: str) -> None:
     with pytest.raises(
-        RecipeError, match=r"^r\.yaml: is empty; write at least a model and an end, e\.g\. .*preheat init demo$"
+        RecipeError,
+        match=r"^r\.yaml: is empty; write at least a model and a stopping condition, e\.g\. .*preheat init demo$",
     ):
         parse(text, where="r.yaml")
     parse("{model: {size: 15M}, stop: {max_steps: 100}}")  # which the message names

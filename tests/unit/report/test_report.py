@@ -290,7 +290,7 @@ def test_a_run_without_an_end_says_so_and_what_is_missing_is_left_out(tmp_path):
     assert not {tag for tag, _ in page.tags} & {"table", "svg"}
     path = run_folder(tmp_path / "one", steps=1, plan=False, events=False)
     page = Page(write(path))
-    assert "still going on, or it was killed" in page.text
+    assert "still running, or it was killed" in page.text
     assert "from step 1." in page.text
     for kind, event in (("failed", {"error": "out of memory"}), ("stopped", {"reason": "SIGTERM"}), ("open", None)):
         writer = Writer(path, resume=True)
@@ -310,7 +310,7 @@ def test_losses_that_are_not_finite_are_named_and_the_data_stays_strict_json(tmp
     assert "The loss is not finite" in page.text
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     data = json.loads((path / "report.json").read_text(), parse_constant=refuse)
     assert data["not_finite"] == [7, 60]

@@ -159,8 +159,8 @@ def test_the_plan_sees_the_longest_rows() -> None:
         ("{length_curriculum: {until: 1.0}}", "", "never reached"),
         ("{length_curriculum: {until: 0.96}}", "", "last of 20 steps begins at 0.95"),
         ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.max_steps"),
-        ("{length_curriculum: {}}", "data.packing=whole", "part completions from their prompts"),
-        ("{length_curriculum: {}}", "data.source=docstrings", "part completions from their prompts"),
+        ("{length_curriculum: {}}", "data.packing=whole", "separate completions from their prompts"),
+        ("{length_curriculum: {}}", "data.source=docstrings", "separate completions from their prompts"),
         ("{difficulty_curriculum: {model: no-such, by: length}}", "", "state one"),
         ("{difficulty_curriculum: {start: 1.0}}", "", "all rows are drawn from the beginning"),
         ("{difficulty_curriculum: {}}", "data.streaming=true", "cannot be ranked"),
@@ -237,10 +237,10 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     bad = {
         "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ rows"),
         "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is no score"),
-        "nan.txt": ("1\nnan\n", "line 2 is no finite number"),
+        "nan.txt": ("1\nnan\n", "line 2 is not a finite number"),
         "keys.jsonl": ('{"scor": 1}\n', "keys.jsonl:1"),
         "a.csv": ("1", "rename or convert"),
-        "not.npy": ("1", "no NumPy array"),
+        "not.npy": ("1", "not a NumPy array"),
     }
     for name, (text, words) in bad.items():
         (tmp_path / name).write_text(text)
@@ -271,7 +271,7 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
     with pytest.raises(RecipeError, match=r"none has no config\.json"):
         losses_of(tmp_path / "none", rows)
     rows.tokens.ids[5] = 64
-    with pytest.raises(DataError, match="64 pieces but the data has piece number 64"):
+    with pytest.raises(DataError, match="64 tokens but the data has token number 64"):
         losses_of(tmp_path / "small", rows, cache=tmp_path / "cache")
 
 
@@ -383,7 +383,7 @@ def test_scores_that_changed_refuse_to_resume(text: str, tmp_path: Path) -> None
     with pytest.raises(Killed):
         training.train(recipe, out=tmp_path / "run", watch=Killer(6))
     scores.write_text("\n".join(map(str, range(documents, 0, -1))))
-    with pytest.raises(RunError, match="rank otherwise"):
+    with pytest.raises(RunError, match="rank differently"):
         training.train(recipe, out=tmp_path / "run", resume=True)
     scores.write_text("1\n")
     with pytest.raises(DataError, match="holds 1 numbers"):

@@ -249,7 +249,7 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
     with pytest.raises(RunError, match="row 3 was never kept"):
         gradients(again, [_batch(rows, [3])])
-    with pytest.raises(RunError, match="row 1 is of another text"):
+    with pytest.raises(RunError, match="row 1 belongs to another text"):
         gradients(again, [_batch(rows_of(seed=1), [1])])
 
 
@@ -274,7 +274,7 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     with pytest.raises(RunError, match=r"row [23] is damaged; remove the folder"):
         gradients(damaged, [_batch(rows, [2, 3])])
     file.write_bytes(content[:-5])
-    with pytest.raises(RunError, match=r"rows\.bin is missing or not whole"):
+    with pytest.raises(RunError, match=r"rows\.bin is missing or incomplete"):
         made(f"cache: {folder}, top_k: 4").run_dataset_passes(rows, range(6), lambda *_: None)
 
 
@@ -369,11 +369,11 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
     ("settings", "words"),
     [
         ("teacher: /nowhere", "no config.json; name the folder of a Hugging Face model"),
-        ("teacher: {run}", "is a run; make a model of it first"),
+        ("teacher: {run}", "is a run; export it first"),
         ("teacher: {adapter}", "is an adapter; merge it"),
         ("teacher: {other}", "piece 17 is 'w17' in the one and 'w18' in the other"),
         ("teacher: {fewer}", "its head has 64 rows and the student's 96"),
-        ("teacher: {same}, mixture: 0", "the teacher counts for nothing"),
+        ("teacher: {same}, mixture: 0", "the teacher has no effect"),
         ("teacher: {same}, matched: 2", "hidden is 0"),
         ("teacher: {same}, hidden: 0.1, matched: 4", "the shallower model has 3; use at most 3"),
         ("teacher: {same}, layers: spread", "set model.path to the teacher"),
@@ -421,7 +421,7 @@ def test_tokenizers_that_cut_alike_are_told_from_those_that_do_not(data_folder: 
     shutil.copytree(folder, tmp_path / "cut")
     file = tmp_path / "cut" / "tokenizer.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace('"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
-    assert "they cut text otherwise" in str(unlike(gpt2, load_tokenizer(str(tmp_path / "cut"))))
-    assert "they cut text otherwise" in str(unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:"))
+    assert "they split text differently" in str(unlike(gpt2, load_tokenizer(str(tmp_path / "cut"))))
+    assert "they split text differently" in str(unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:"))
     shutil.copy(folder / "tokenizer.json", file)
     assert unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:") is None  # what changed is read again

@@ -392,7 +392,7 @@ def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
     from preheat.ops.classification_head import as_sequence_classifier
 
     made = moved("{classification: {classes: 3}}", family=family)
-    with pytest.raises(RunError, match="over 3 classes: it writes no text"):
+    with pytest.raises(RunError, match="over 3 classes: it generates no text"):
         generate(made.trained[0], None, [[0]], Sample(max_new_tokens=2))  # type: ignore[arg-type]
     theirs = as_sequence_classifier(made.trained[0], pad=95)
     assert theirs.config.num_labels == 3

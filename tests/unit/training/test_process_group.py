@@ -144,7 +144,7 @@ def test_a_process_that_differs_says_in_what() -> None:
 def test_more_devices_than_rows_are_refused() -> None:
     from preheat.planning.dry_run import observe
 
-    with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be shared out among 8 devices; use 8 or more"):
+    with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be split across 8 devices; use 8 or more"):
         observe(Request(tiny("{fsdp: {}}"), Device("cpu", "test", 8 << 30), vocabulary=96, world=8))
 
 
