@@ -250,6 +250,10 @@ def test_rows_that_are_filled_up_change_nothing() -> None:
         num_experts=5,
         gate_up_proj=torch.randn(5, 32, 16, requires_grad=True),
         down_proj=torch.randn(5, 16, 16, requires_grad=True),
+        has_gate=True,
+        has_bias=False,
+        has_post_expert_norm=False,
+        is_transposed=False,
         _apply_gate=lambda x: torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     )
     hidden = torch.randn(161, 16, requires_grad=True)
