@@ -121,7 +121,8 @@ def write_held(
     wanted = verify.logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
-        layout, text_note = None, text_note or (layout and text_alone(layout.whole, "it is a classifier")) or ""
+        text_note = text_alone(layout.whole, "it is a classifier") if layout is not None else text_note
+        layout = None
         reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
         model = _classifier(model, pad, run)
     model.to(saved_dtype)
@@ -139,7 +140,8 @@ def write_held(
     name = str(saved_dtype).removeprefix("torch.")
     with NewFolder(out) as folder:
         if layout is not None and (problem := layout.write(model, folder, name)):
-            layout, text_note = None, text_alone(layout.whole, problem)
+            text_note = text_alone(layout.whole, problem)
+            layout = None
         if layout is None:
             model.save_pretrained(folder)
         else:

@@ -58,7 +58,7 @@ class PublishedLayout:
         settings, problem = self._settings(model.config, dtype)
         stated = read_object(self.source / "config.json", _KNOB).get("transformers_weights")
         files = weight_files(self.source, _KNOB, stated=stated).files
-        keys = {}
+        keys: dict[str, Path] = {}
         for file in files:
             with open_tensors(file, _KNOB) as opened:
                 keys |= dict.fromkeys(opened.keys(), file)
@@ -104,7 +104,7 @@ class PublishedLayout:
         from safetensors.torch import save_file
 
         files = list(dict.fromkeys(keys.values()))
-        size, places = 0, {}
+        size, places = 0, dict[str, str]()
         for file in files:
             with open_tensors(file, _KNOB) as opened:
                 tensors = {
