@@ -171,11 +171,17 @@ def finish(
         from preheat.report.plan_page import write_plan
 
         write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, subject)}, html)
+    if subject.absent:
+        result = {**result, "absent": subject.absent}
+    if note := _of_text_part(subject.recipe):
+        result = {**result, "text_part": note}
     if json:
-        emit({**result, "absent": subject.absent} if subject.absent else result)
+        emit(result)
     else:
         screen = console()
         screen.print(plan_overview(result, subject.recipe.name))
+        if note:
+            screen.print(note, style="dim", soft_wrap=True)
         if subject.absent:
             screen.print(
                 (
@@ -189,6 +195,14 @@ def finish(
                 screen.print(f"{label}: {path}", soft_wrap=True)
     if not result["fits"]:
         raise typer.Exit(3)
+
+
+def _of_text_part(recipe: Recipe) -> str | None:
+    """Returns the sentence to print if only the text part of a checkpoint is planned; else None."""
+    from preheat.models import configs, text_part
+
+    wrapper = configs.wrapper(recipe)
+    return text_part.describe(wrapper.model_type) if wrapper is not None else None
 
 
 def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[JsonObject, Callable[[], JsonObject]]:
@@ -340,10 +354,14 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
             for s in rows
         ],
     }
+    if note := _of_text_part(recipe):
+        result["text_part"] = note
     if json:
         emit(result)
     else:
         console().print(serving_picture(result))
+        if note:
+            console().print(note, style="dim", soft_wrap=True)
     if not result["fits"]:
         raise typer.Exit(3)
 

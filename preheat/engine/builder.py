@@ -34,7 +34,7 @@ from preheat.engine.moe_aux_loss import balance, scores
 from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
-from preheat.models import configs, encoder_decoder, hf, presets, size_dial
+from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
 from preheat.models.token_mixers import missing_kernels, recurrent_mixers
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention.multihead import attention_in_chunks
@@ -156,6 +156,8 @@ def build(
     model_build = _on_meta(recipe, config, context, dry=dry is not None, reading=reading)
     if dry is None and not reading:
         _record_dropout(model_build, vocabulary, source)
+        if (wrapper := configs.wrapper(recipe)) is not None:
+            model_build.changes["text_part"] = [Change(text_part.describe(wrapper.model_type), 1)]
     # Defaults before techniques: these replace or wrap the function that a slot has.
     _install_defaults(model_build, config, dry=dry is not None)
     # On the meta device, where replacing modules costs no memory:

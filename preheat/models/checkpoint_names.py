@@ -13,6 +13,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from preheat.models.text_part import name_in_text
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -47,9 +49,10 @@ class Names:
         model: on any device; only its classes, configuration and names are used.
         keys: of the files' tensors.
         places: names of the model's parameters, without the wrappers of adapters.
+        of_whole: the files are of a model with several parts, of which `model` is the text part.
     """
 
-    def __init__(self, model: PreTrainedModel, keys: Iterable[str], places: set[str]):
+    def __init__(self, model: PreTrainedModel, keys: Iterable[str], places: set[str], *, of_whole: bool = False):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -62,11 +65,13 @@ class Names:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         known: Mapping[str, bool] = dict.fromkeys(places, True)
-        self._keys = sorted(keys, key=dot_natural_key)
+        names = {key: name_in_text(key) if of_whole else key for key in keys}
+        self._keys = sorted((key for key, name in names.items() if name is not None), key=dot_natural_key)
         for key in self._keys:
-            name, pattern = rename_source_key(key, renamings, converters, self._prefix, known)
-            if name not in known and key in known:  # as in transformers: a rule that should not have applied
-                name, pattern = rename_source_key(key, [], [], self._prefix, known)
+            own = names[key] or key
+            name, pattern = rename_source_key(own, renamings, converters, self._prefix, known)
+            if name not in known and own in known:  # as in transformers: a rule that should not have applied
+                name, pattern = rename_source_key(own, [], [], self._prefix, known)
             if pattern is None:
                 self._stored[name] = Stored(name, None, {"": [key]})
                 continue

@@ -15,7 +15,7 @@ from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.connectivity import hub_reachable
 from preheat.model_folder import FAULTS, fault, read_object
-from preheat.models import moe, presets, size_dial, vision
+from preheat.models import moe, presets, size_dial, text_part, vision
 from preheat.models.layer_sizes import largest
 from preheat.models.untie import untie
 from preheat.recipe.consistency import MOST_PARAMETERS
@@ -38,6 +38,7 @@ __all__ = [
     "runs_code",
     "tokenizer_folder",
     "without_dropout",
+    "wrapper",
 ]
 
 
@@ -275,11 +276,15 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
 def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     model = recipe.model
     if model.preset is None:
-        return read(model.path, model.trust_remote_code) if model.path else new(recipe, vocabulary)
+        return (
+            text_part.text_of(whole, model.part) if (whole := _whole(recipe)) is not None else new(recipe, vocabulary)
+        )
     preset = preset_config(model.preset)
+    # Presets of some families hold the text part alone.
+    preset = text_part.text_of(preset, model.part if preset.get_text_config() is not preset else "auto")
     if model.path is None:
         return preset
-    config = read(model.path, model.trust_remote_code)
+    config = text_part.text_of(read(model.path, model.trust_remote_code), model.part)
     if config.model_type != preset.model_type:
         raise RecipeError(
             f"model.preset: {model.preset} is a {preset.model_type}, but {model.path} holds a {config.model_type}; "
@@ -295,6 +300,20 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
                 "or name a folder of that model"
             )
     return config
+
+
+def _whole(recipe: Recipe) -> PretrainedConfig | None:
+    """The configuration as published, with all parts; None for a new model."""
+    model = recipe.model
+    if model.path is not None:
+        return read(model.path, model.trust_remote_code)
+    return preset_config(model.preset) if model.preset is not None else None
+
+
+def wrapper(recipe: Recipe) -> PretrainedConfig | None:
+    """The configuration of the checkpoint whose text part the recipe's model is; None if it is the whole."""
+    whole = _whole(recipe)
+    return whole if whole is not None and text_part.is_taken(whole, recipe.model.part) else None
 
 
 def _same(a: object, b: object) -> bool:
@@ -415,9 +434,16 @@ def _require_sound(values: JsonObject, file: Path) -> None:
 def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> None:
     """Rejects a configuration without a size: transformers would silently use that of some model of the family."""
     if (text := config.get_text_config()) is not config:
-        if config.model_type not in vision.FAMILIES:
-            return  # composite models are rejected elsewhere
-        config, values = text, values.get("text_config") or {}
+        known = config.model_type in text_part.FAMILIES
+        if not known and config.model_type not in vision.FAMILIES:
+            return  # other composite models are rejected elsewhere
+        if not values.get("text_config"):
+            raise RecipeError(
+                f"model.path: {file} is of a {config.model_type} and has no text_config, which holds the sizes of its "
+                "text part; put back the model's own"
+            )
+        # Google's published files leave out the sizes that are transformers' defaults for the family.
+        config, values = text, text.to_dict() if known else values["text_config"]
     names = getattr(config, "attribute_map", {})
     stated = {field.name for field in dataclasses.fields(config)}  # others are computed, or the family has none
     for key in _SIZES:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
-from preheat.models import configs, encoder_decoder, moe, vision
+from preheat.models import configs, encoder_decoder, moe, text_part, vision
 from preheat.models.layer_sizes import head_dim, largest
 from preheat.models.module_lookup import (
     SOFTCAP,
@@ -253,7 +253,7 @@ def _require_places(kind: type[PreTrainedModel], family: str) -> None:
 # Configuration keys that change the computation in ways that preheat does not implement, with their neutral values.
 _UNSUPPORTED = {
     "router_jitter_noise": (None, 0.0),
-    "use_bidirectional_attention": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),  # "vision": among the tokens of an image
 }
 
 
@@ -274,8 +274,8 @@ def _refuse(config: PretrainedConfig) -> None:
     if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat "
-            "trains "
-            f"text models and {' and '.join(vision.FAMILIES)}; name a "
+            f"trains text models, {' and '.join(vision.FAMILIES)}, and the text part of "
+            f"{', '.join(text_part.FAMILIES)}; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
     if config.is_encoder_decoder:

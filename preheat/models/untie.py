@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, open_tensors, read_object, weight_files
 from preheat.models.checkpoint_names import Names
+from preheat.models.text_part import text_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
         weights_setting = read_object(settings, _KNOB).get("transformers_weights")
         files = weight_files(folder, _KNOB, stated=weights_setting).files
         stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in (settings, *files))
-        warning = _apart(folder, stamps)
+        warning = _apart(folder, stamps, config.model_type)
     except (RecipeError, OSError):  # reported when the weights are read
         return
     if warning:
@@ -46,7 +47,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
 
 
 @functools.lru_cache(maxsize=32)  # a plan reads a configuration for each of its candidates
-def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
+def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) -> str:
     """A warning about matrices that the configuration ties and that differ in the files; '' if there are none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,13 +60,17 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
                 places[key], shapes[key] = Path(name), tuple(opened.get_slice(key).get_shape())
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if of_whole := config.model_type != family:
+            config = text_of(config, "text")
         if sum(shape == (config.vocab_size, config.hidden_size) for shape in shapes.values()) < 2:
             return ""  # the usual case: the head is not in the files
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    except FAULTS:  # remote code, or not a decoder
+    except (*FAULTS, RecipeError):  # remote code, or not a decoder
         return ""
-    names = Names(model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    names = Names(
+        model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)}, of_whole=of_whole
+    )
 
     def tensor(key: str) -> Tensor:
         with open_tensors(places[key], _KNOB) as opened:

@@ -168,13 +168,15 @@ class WeightSource:
         self._left: list[re.Pattern[str]] = []
         self._files: dict[str, Path] = {}
         self._names: Names | None = None
+        self._has_parts = False  # text and vision, of which a text model reads its own
         if folder is not None:
             self._index(folder)
 
     def _index(self, folder: Path) -> None:
         settings = folder / "config.json"
-        setting = read_object(settings, self.knob).get("transformers_weights") if settings.is_file() else None
-        weights = weight_files(folder, self.knob, stated=setting)
+        values = read_object(settings, self.knob) if settings.is_file() else {}
+        self._has_parts = isinstance(values.get("text_config"), dict)
+        weights = weight_files(folder, self.knob, stated=values.get("transformers_weights"))
         self.notes = weights.notes
         twice = []
         for file in weights.files:
@@ -311,7 +313,8 @@ class WeightSource:
 
     def _read(self, model: PreTrainedModel) -> None:
         everything = full_model(model)
-        self._names = names = Names(everything, self._files, self._readable_names(model))
+        whole = self._has_parts and everything.config.get_text_config() is everything.config
+        self._names = names = Names(everything, self._files, self._readable_names(model), of_whole=whole)
         filled: set[int] = set()
         missing: list[str] = []
 

@@ -105,6 +105,7 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
 
 RULES: tuple[Rule, ...] = (
     Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
+    Rule("model.part", lambda r: not _new(r), "a new model has no parts; leave it out", refuse=True),
     Rule(
         "model.max_positions",
         _new,

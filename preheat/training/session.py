@@ -136,8 +136,9 @@ class Session:
         )
         # Seeds dropout: different masks on each data-parallel rank, the same in every run.
         torch.manual_seed(self.recipe.seed * 65537 + new_build.mesh.index(*DATA))
-        for change in new_build.changes.get("dropout", ()):
-            self.watch.notice(change.what)
+        for kind in ("text_part", "dropout"):
+            for change in new_build.changes.get(kind, ()):
+                self.watch.notice(change.what)
         progress = checkpoint.Progress(
             recipe=recipes.dump(self.effective), fingerprints=fingerprints(new_build, self.data), run=self.writer.id
         )

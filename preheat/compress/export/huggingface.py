@@ -11,6 +11,7 @@ from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
 from preheat.compress.export.held_out_text import HeldOutText, held_out_text
+from preheat.compress.export.published_layout import published_layout, text_alone
 from preheat.compress.front_matter import pipeline_of
 from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
 from preheat.core import Tag
@@ -113,6 +114,7 @@ def write_held(
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     vision = opened.build.model.vision
+    layout, text_note = published_layout(opened) if final else (None, "")
     reader = getattr(transformers, auto_class(model.config))
     classifies = isinstance(head(model), ClassHead)
     pad = _pad(opened.tokenizer, run) if classifies else None
@@ -123,6 +125,8 @@ def write_held(
     wanted = verify.logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
     if pad is not None:
+        text_note = text_alone(layout.whole, "it is a classifier") if layout is not None else text_note
+        layout = None
         reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
         model = _classifier(model, pad, run)
     model.to(saved_dtype)
@@ -139,13 +143,21 @@ def write_held(
     runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
     name = str(saved_dtype).removeprefix("torch.")
     with NewFolder(out) as folder:
-        model.save_pretrained(folder)
+        if layout is not None and (problem := layout.write(model, folder, name)):
+            text_note = text_alone(layout.whole, problem)
+            layout = None
+        if layout is None:
+            model.save_pretrained(folder)
+        else:
+            reader = transformers.AutoModelForImageTextToText
+        notes += [text_note] if text_note else []
         tokenizer.save_pretrained(folder)
         require_same_tokens(tokenizer, folder)
         notes += [note] if final and (note := rebuilt_by_transformers(folder)) else []
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
-        pipeline = pipeline_of(model.config)  # after saving, which sets config.architectures
+        # After saving, which sets config.architectures.
+        pipeline = pipeline_of(model.config if layout is None else layout.whole)
         # Frees the run's model before the folder is loaded.
         opened.build.parts.clear()
         del model

@@ -21,6 +21,7 @@ FILE = {"data": {"source": "rows.jsonl"}}
 # Of each key: a value, the recipe in which nothing reads it, and one in which something does.
 CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("model.family", "qwen3", PATH, {}),
+    ("model.part", "text", {}, PATH),
     ("model.max_positions", 512, PATH, {}),
     ("model.max_positions", 512, {"model": {"preset": "llama-3.1-8b"}}, {}),
     ("model.max_positions", 512, {"model": {"size": "15M", "family": "t5"}}, {}),
