@@ -1,0 +1,86 @@
+"""Tiny configurations of any causal architecture of transformers: sizes are shrunk by the names of their keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .tiny import ARCHITECTURES, tiny_config
+
+__all__ = ["CAUSAL", "shrunk"]
+
+CAUSAL: list[str] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Every model type with a causal language model in transformers."""
+VOCABULARY = 320
+_RULES: list[tuple[str, int]] = [
+    (r"vocab_size(_per_layer_input)?|n_vocab", VOCABULARY),
+    (r"pad_token_id", 0),
+    (r"(bos|decoder_start)_token_id", 1),
+    (r"eos_token_id|sep_token_id", 2),
+    (r"num_hidden_layers|num_layers|n_layers?|(num_)?(encoder|decoder)_layers|depth|num_blocks", 2),
+    (r"num_(key_value|kv|global_key_value|swa_key_value)_heads|n_kv_heads?|multi_query_group_num|num_kv_heads", 2),
+    (r"(num_)?(encoder|decoder)?_?(attention_)?heads|num_attention_heads|n_heads?|num_heads|n_head", 4),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length|context_length", 64),
+    (r"hidden_size|d_model|n_embd|embed_dim|word_embed_proj_dim|embedding_size|dim|d_embed|embedding_dim", 32),
+    (r"(dense_|ffn_|shared_|expert_|moe_|feed_forward_|shared_expert_)*intermediate_size(_mlp)?|ffn_dim|d_ff", 48),
+    (r"(encoder|decoder)_ffn_dim|n_inner|ffn_hidden_size|moe_shared_expert_intermediate_size|d_inner", 48),
+    (r"head_dim|global_head_dim|v_head_dim|qk_nope_head_dim|qk_rope_head_dim|attention_head_dim|kv_channels", 8),
+    (r"kv_lora_rank|q_lora_rank|lora_rank", 16),
+    (r"n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts|num_moe_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_experts_per_token|experts_per_token|moe_top_k", 2),
+    (r"n_group|topk_group|n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
+    (r"sliding_window|window_size|local_attention_window|attention_window_size|attention_chunk_size", 6),
+    (
+        r"first_k_dense_replace|num_dense_layers|num_kv_shared_layers|mamba_n_groups|n_groups|num_nextn_predict_layers",
+        1,
+    ),
+    (r"mamba_d_state|state_size|ssm_state_size|mamba_dt_rank|time_step_rank|mamba_d_conv_rank", 8),
+    (r"image_size|chunk_size|mamba_chunk_size|block_size", 16),
+    (r"patch_size", 8),
+]
+
+
+def _small(key: str, value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, type(None))):
+        for pattern, size in _RULES:
+            if re.fullmatch(pattern, key):
+                # Absent stays absent; only token ids may be anything.
+                return value if value is None or (value == 0 and not key.endswith("_id")) else size
+        return value
+    if isinstance(value, list) and key.endswith("_token_id"):
+        return 2
+    return value
+
+
+def _shrink(values: dict[str, Any]) -> dict[str, Any]:
+    small = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            small[key] = _shrink(value)
+        elif key in ("layer_types", "layers_block_type", "mlp_layer_types", "block_types") and isinstance(value, list):
+            kinds = list(dict.fromkeys(value))
+            small[key] = (kinds * 2)[:2]
+        elif isinstance(value, list) and len(value) == values.get("num_hidden_layers"):
+            small[key] = value[:2]
+        else:
+            small[key] = _small(key, value)
+    return small
+
+
+def shrunk(name: str) -> Any:
+    """Returns the configuration of a tiny model of any causal architecture."""
+    if name in ARCHITECTURES:
+        config = tiny_config(name, vocab_size=VOCABULARY)
+        if getattr(config, "vocab_size_per_layer_input", 0):
+            config = tiny_config(name, vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY)
+        return config
+    kind = CONFIG_MAPPING[name]
+    values = kind().to_dict()
+    for key in ("transformers_version", "model_type", "architectures", "auto_map"):
+        values.pop(key, None)
+    return kind(**_shrink(values))
