@@ -133,7 +133,7 @@ class _Balance:
 def balance(build: Build, config: Any) -> None:
     """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place."""
     count, chosen, width = moe.sizes_of(config)
-    if not count:
+    if not count or not moe.expert_layers(config):
         return
     balancer = _Balance(build, config)
     if build.mesh.size(*DATA, Axis.CONTEXT) > 1:

@@ -427,7 +427,12 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
                 f"model.path: {file} does not say {names.get(key, key)}, and there is no telling what it should be; "
                 "add it"
             )
-    heads, width = largest(config, "num_attention_heads"), config.hidden_size
+    heads, width = largest(config, "num_attention_heads"), largest(config, "hidden_size")
+    if not width:
+        raise RecipeError(
+            f"model.path: {file}: {config.model_type} has no hidden_size that transformers names, so it is no "
+            "decoder-only model that preheat can train"
+        )
     groups = largest(config, "num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise RecipeError(

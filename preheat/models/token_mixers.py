@@ -12,6 +12,8 @@ of a row as a sequence of its own: the same computation, exact for every mixer t
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError
 from preheat.hardware.transfers import to_device
 from preheat.models.sinks import chunk_of
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attentions_of",
+    "documents_handed",
     "keep_within_documents",
     "recurrent_mixers",
+    "require_known_mixers",
     "require_plain_attention",
     "split_documents",
 ]
@@ -38,6 +43,22 @@ _CACHE = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_
 """Names under which a token mixer of transformers takes the cache of earlier tokens."""
 _DOCUMENTS = "preheat_documents"
 """Attribute of a recurrent mixer while its layer runs: the document lengths of each row, None: a row is a document."""
+
+_HANDED: contextvars.ContextVar[bool] = contextvars.ContextVar("_HANDED", default=False)
+"""True while a model's layers must be handed the documents of its rows."""
+_CHANNELS = frozenset({"moe", "mlp"})
+"""transformers' names of layers that have no token mixer (Nemotron-H)."""
+_KNOWN = _CHANNELS | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "attention",
+    "mamba",
+}
+"""transformers' names of layer kinds whose token mixers preheat keeps within documents."""
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
@@ -90,6 +111,46 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
     return count
 
 
+def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raises for a model whose tokens would see other documents of a packed row, or be placed as if they did.
+
+    Raises:
+        RecipeError: a kind of layer that is not known, no token mixer that is, or attention without a place for each
+            document's own positions.
+    """
+    family, name = model.config.model_type, type(base).__name__
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or []
+    if odd := [kind for kind in kinds if kind not in _KNOWN]:
+        raise RecipeError(
+            f"model: {family} has layers of kind {quoted(odd[0])}, which preheat does not know, so it cannot be "
+            "trained or evaluated here"
+        )
+    attentions = [attention for layer in layers for attention in attentions_of(layer)]
+    for number, layer in enumerate(layers):
+        kind = kinds[number] if number < len(kinds) else ""
+        if not (list(_mixers(layer)) or kind in _CHANNELS):
+            raise RecipeError(
+                f"model: {family}: layer {number} of {name} has no token mixer that preheat can keep within the "
+                "documents of a packed row, so it cannot be trained or evaluated here"
+            )
+    if attentions and "position_ids" not in inspect.signature(_forward(base)).parameters:
+        raise RecipeError(
+            f"model: {family}: {name} of transformers numbers positions by itself (no position_ids), across the "
+            "documents of a packed row, so it cannot be trained or evaluated here"
+        )
+
+
+@contextlib.contextmanager
+def documents_handed() -> Iterator[None]:
+    """Context manager in which a recurrent layer raises RecipeError if its model does not hand it the documents."""
+    token = _HANDED.set(True)
+    try:
+        yield
+    finally:
+        _HANDED.reset(token)
+
+
 def require_plain_attention(model: Any) -> None:
     """Raises for a model whose layers need more of a sequence than keys and values that devices can exchange.
 
@@ -121,6 +182,11 @@ def _with_documents(
     **kwargs: Any,
 ) -> Any:
     if preheat_mask is None:  # transformers' own forward, with or without a cache: each row is one document
+        if _HANDED.get():
+            raise RecipeError(
+                f"model: {type(mixers[0]).__name__} of transformers is not told where documents begin, because its "
+                "model hands its layers nothing on, so it cannot be trained or evaluated here"
+            )
         return forward(*args, **kwargs)
     for mixer in mixers:
         setattr(mixer, _DOCUMENTS, preheat_mask.documents)
@@ -138,7 +204,16 @@ def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     hidden = args[0] if args else kwargs.pop("hidden_states")
     if kwargs.get("attention_mask") is not None:
         raise RecipeError(f"model: {type(mixer).__name__} takes a mask of its own beside packed documents")
-    return split_documents(hidden, documents, lambda rows: forward(rows, *args[1:], **kwargs))
+
+    def mix(rows: Tensor) -> Any:
+        import torch
+
+        more = {}
+        if kwargs.get("position_ids") is not None:  # Recurrent Gemma starts anew at position 0
+            more["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
+        return forward(rows, *args[1:], **kwargs | more)
+
+    return split_documents(hidden, documents, mix)
 
 
 def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Callable[[Tensor], Any]) -> Any:

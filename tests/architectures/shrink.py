@@ -38,9 +38,27 @@ _RULES: list[tuple[str, int]] = [
         1,
     ),
     (r"mamba_d_state|state_size|ssm_state_size|mamba_dt_rank|time_step_rank|mamba_d_conv_rank", 8),
+    (r"linear_head_dim|linear_key_head_dim|linear_value_head_dim|index_head_dim|d_head|dim_head|n_mamba_heads", 8),
+    (r"linear_num_heads|linear_num_value_heads|heads_per_ngram|index_topk|hc_lowrank", 4),
+    (r"linear_num_key_heads|index_n_heads|zero_expert_num|num_expert_group", 2),
+    (r"router_hidden_size|gated_norm_rank", 16),
+    (r"lru_width|emb_dim|dim_ff|ple_embed_dim|(pronunciation|shape)_embed_dim|expert_ffn_hidden_size", 32),
+    (r"(pronunciation|shape)_vocab_size|ngram_vocab_size_base", 96),
     (r"image_size|chunk_size|mamba_chunk_size|block_size", 16),
     (r"patch_size", 8),
 ]
+
+_MORE: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "reformer": {"is_decoder": True},
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4},
+}
+"""Model type -> values that its configuration needs besides."""
 
 
 def _small(key: str, value: Any) -> Any:
@@ -60,7 +78,9 @@ def _small(key: str, value: Any) -> Any:
 def _shrink(values: dict[str, Any]) -> dict[str, Any]:
     small = {}
     for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
+        if key == "per_layer_config" and isinstance(value, dict):
+            small[key] = {1: _shrink(next(iter(value.values())))} if value else value
+        elif isinstance(value, dict) and key.endswith("_config"):
             small[key] = _shrink(value)
         elif key in ("layer_types", "layers_block_type", "mlp_layer_types", "block_types") and isinstance(value, list):
             kinds = list(dict.fromkeys(value))
@@ -69,6 +89,10 @@ def _shrink(values: dict[str, Any]) -> dict[str, Any]:
             small[key] = value[:2]
         else:
             small[key] = _small(key, value)
+    heads = small.get("num_attention_heads")
+    if heads and "num_key_value_heads" in values:
+        if small.get("kv_lora_rank") or values["num_key_value_heads"] == values["num_attention_heads"]:
+            small["num_key_value_heads"] = heads
     return small
 
 
@@ -83,4 +107,4 @@ def shrunk(name: str) -> Any:
     values = kind().to_dict()
     for key in ("transformers_version", "model_type", "architectures", "auto_map"):
         values.pop(key, None)
-    return kind(**_shrink(values))
+    return kind(**{**_shrink(values), **_MORE.get(name, {})})

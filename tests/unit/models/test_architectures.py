@@ -45,7 +45,7 @@ def test_packed_rows_are_their_documents_in_every_architecture(name: str, parent
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_architecture_that_cannot_be_trained_says_why(name: str, parent: Path) -> None:
     with pytest.raises(RecipeError, match=REFUSED[name]):
-        tiny_recipe_builds(name, tmp_path)
+        Subject(name, parent).compare(TECHNIQUES)
 
 
 def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> None:
