@@ -10,10 +10,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .tiny import ARCHITECTURES, tiny_config
 
-__all__ = ["CAUSAL", "shrunk"]
+__all__ = ["CAUSAL", "NOT_TRIED", "shrunk"]
 
 CAUSAL: list[str] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every model type with a causal language model in transformers."""
+NOT_TRIED: dict[str, str] = {
+    "gemma3n": "needs the package timm; gemma3n_text is tried",
+}
+"""Model types that are not tried -> why."""
 VOCABULARY = 320
 _RULES: list[tuple[str, int]] = [
     (r"vocab_size(_per_layer_input)?|n_vocab", VOCABULARY),
