@@ -415,7 +415,14 @@ def _require_sound(values: JsonObject, file: Path) -> None:
 
 def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> None:
     """Rejects a configuration without a size: transformers would silently use that of some model of the family."""
-    if (text := config.get_text_config()) is not config:
+    try:
+        text = config.get_text_config()
+    except ValueError:  # transformers names several text models (MusicGen)
+        raise RecipeError(
+            f"model.path: {file}: {config.model_type} is several models in one, and preheat trains text models; name "
+            "a text-only checkpoint"
+        ) from None
+    if text is not config:
         if config.model_type not in vision.FAMILIES:
             return  # composite models are rejected elsewhere
         config, values = text, values.get("text_config") or {}

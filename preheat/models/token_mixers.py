@@ -48,16 +48,9 @@ _HANDED: contextvars.ContextVar[bool] = contextvars.ContextVar("_HANDED", defaul
 """True while a model's layers must be handed the documents of its rows."""
 _CHANNELS = frozenset({"moe", "mlp"})
 """transformers' names of layers that have no token mixer (Nemotron-H)."""
-_KNOWN = _CHANNELS | {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "linear_attention",
-    "conv",
-    "hybrid",
-    "attention",
-    "mamba",
-}
+_RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
+"""transformers' names of layers with a recurrent token mixer."""
+_KNOWN = _CHANNELS | _RECURRENT | {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """transformers' names of layer kinds whose token mixers preheat keeps within documents."""
 
 
@@ -129,7 +122,12 @@ def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module
     attentions = [attention for layer in layers for attention in attentions_of(layer)]
     for number, layer in enumerate(layers):
         kind = kinds[number] if number < len(kinds) else ""
-        if not (list(_mixers(layer)) or kind in _CHANNELS):
+        mixers, recurrent = list(_mixers(layer)), recurrent_mixers(layer)
+        # Zaya's attention convolves its queries and keys; Zamba's shared layers are mixers with attention inside.
+        convolves = any("conv" in type(m).__name__.lower() for a in attentions_of(layer) for m in a.modules())
+        nested = any(_takes_cache(m) and _is_attention(m) for mixer in recurrent for m in mixer.modules())
+        missing = kind not in _CHANNELS if not mixers else kind in _RECURRENT and not recurrent
+        if missing or convolves or nested:
             raise RecipeError(
                 f"model: {family}: layer {number} of {name} has no token mixer that preheat can keep within the "
                 "documents of a packed row, so it cannot be trained or evaluated here"

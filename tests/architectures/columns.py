@@ -56,7 +56,7 @@ def write_data(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     generator = random.Random(0)
-    words = "the a cat dog sat on mat red blue house tree runs fast slow and then sleeps".split()
+    words = ["the", "a", "cat", "dog", "sat", "on", "mat", "red", "blue", "house", "tree", "runs", "then", "sleeps"]
     texts = [" ".join(generator.choice(words) for _ in range(generator.randint(5, 40))) + "." for _ in range(200)]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     tokenizer = Tokenizer(models.BPE())
@@ -265,7 +265,9 @@ COLUMNS: dict[str, Callable[[Subject], None]] = {
 def token_mixers(model: Any) -> list[str]:
     """The kinds of token mixers of a model's layers."""
     kinds = []
-    for layer in hf.anatomy(model).layers:
+    count = model.config.num_hidden_layers
+    stacks = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+    for layer in next(stacks):
         for mixer in recurrent_mixers(layer):
             kinds.append(_recurrent(type(mixer).__name__, mixer._parameters))
         for mixer in attentions_of(layer):
@@ -308,9 +310,11 @@ def fault_of(column: Callable[[Subject], None], subject: Subject) -> str:
     try:
         column(subject)
     except PreheatError as error:
-        assert "\n" not in str(error), error
-        return str(error)
-    return ""
+        reason = str(error)
+    else:
+        reason = ""
+    assert "\n" not in reason, reason
+    return reason
 
 
 @dataclass(frozen=True)

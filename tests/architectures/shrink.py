@@ -16,6 +16,16 @@ CAUSAL: list[str] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every model type with a causal language model in transformers."""
 NOT_TRIED: dict[str, str] = {
     "gemma3n": "needs the package timm; gemma3n_text is tried",
+    "cohere_compass_text": "its default configuration has no rotary parameters for its kinds of layers",
+    "dbrx": "transformers' own class fails on its default configuration (no rope_theta)",
+    "dots3_note": "sizes per layer depend on each other; another model with indexed attention is tried",
+    "dots3_note_text": "sizes per layer depend on each other; another model with indexed attention is tried",
+    "gemma4_assistant": "continues the hidden states of another model",
+    "gemma4_unified_assistant": "continues the hidden states of another model",
+    "musicgen": "an audio decoder under two other models",
+    "musicgen_melody": "an audio decoder under two other models",
+    "qwen4_exp": "its text part is tried: qwen4_exp_text",
+    "xmod": "needs a language that is set by a method",
 }
 """Model types that are not tried -> why."""
 VOCABULARY = 320
@@ -54,13 +64,30 @@ _RULES: list[tuple[str, int]] = [
 
 _MORE: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8},
+    "gpt_neo": {
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp_text": {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "reformer": {"is_decoder": True},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "recurrent_gemma": {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_dt_rank": 4,
+    },
 }
 """Model type -> values that its configuration needs besides."""
 
