@@ -121,9 +121,9 @@ def _shrink(values: dict[str, Any]) -> dict[str, Any]:
         else:
             small[key] = _small(key, value)
     heads = small.get("num_attention_heads")
-    if heads and "num_key_value_heads" in values:
-        if small.get("kv_lora_rank") or values["num_key_value_heads"] == values["num_attention_heads"]:
-            small["num_key_value_heads"] = heads
+    groups = values.get("num_key_value_heads")
+    if heads and groups and (small.get("kv_lora_rank") or groups == values["num_attention_heads"]):
+        small["num_key_value_heads"] = heads
     return small
 
 

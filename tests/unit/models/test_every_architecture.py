@@ -49,8 +49,7 @@ def test_an_architecture_has_the_loss_of_transformers_or_is_refused(name: str, p
     subject = Subject(name, parent, shrunk(name))
     try:
         loss, gradients = subject.loss_and_gradients("efficient_attention: {}")
-    except PreheatError as error:
-        assert "\n" not in str(error)
+    except PreheatError:
         # Before the data is read: the plan, which runs the model on the meta device, refuses it too.
         assert fault_of(COLUMNS["plan"], subject)
         return
