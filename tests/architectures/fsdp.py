@@ -38,7 +38,7 @@ def compare(subjects: list[Subject], folder: Path) -> dict[str, tuple[bool, str]
         Name -> True if it is as it should be, and the reason of a refusal or of the fault; "" if it works.
     """
     # Adam's first steps divide by gradients that are hardly there: losses and norms are what is compared.
-    cases = [Sharded(s.name, "fsdp: {}", weights=1.0, model=str(s.folder / "model")) for s in subjects]
+    cases = [Sharded(s.name, "fsdp: {}", norm=1e-3, weights=1.0, model=str(s.folder / "model")) for s in subjects]
     results = run(cases, 2, folder, timeout=1800)
     cells = {}
     for case, found in zip(cases, results, strict=True):
