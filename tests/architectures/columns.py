@@ -274,7 +274,7 @@ def token_mixers(model: Any) -> list[str]:
             config: Any = mixer.config  # type: ignore[attr-defined]
             number = getattr(mixer, "layer_idx", 0)
             kind = (getattr(config, "layer_types", None) or [""] * (number + 1))[number]
-            window = getattr(mixer, "sliding_window", None)
+            window = getattr(mixer, "sliding_window", None) or getattr(config, "sliding_window", None)
             name = "attention"
             if "chunked" in kind:
                 name = "chunked attention"

@@ -25,7 +25,7 @@ INTRO = """\
 # Architectures
 
 `make architectures` writes this page: it takes a tiny model with random weights of every architecture through the columns below and ends with an error if a cell neither works nor is refused in one line.
-The classes and configurations are those of transformers {version}, and no list of families is consulted: layers, token mixers and experts are found in the model's own modules.
+The classes and configurations are those of transformers {version}; layers, token mixers and experts are found in the model's own modules and configuration.
 {causal}
 
 | column | what was compared |
