@@ -202,7 +202,7 @@ def _router_classes(model: nn.Module) -> dict[type, int]:
     for part in model.modules():
         recorders: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or ()
         for recorder in recorders if isinstance(recorders, list | tuple) else (recorders,):
-            kind = getattr(recorder, "target_class", recorder)
+            kind: Any = getattr(recorder, "target_class", recorder)
             classes[kind] = getattr(recorder, "index", 0)
     return classes
 
