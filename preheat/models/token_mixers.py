@@ -111,6 +111,8 @@ def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module
         RecipeError: a kind of layer that is not known, no token mixer that is, or attention without a place for each
             document's own positions.
     """
+    import torch
+
     family, name = model.config.model_type, type(base).__name__
     text = model.config.get_text_config()
     kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or []
@@ -124,7 +126,7 @@ def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module
         kind = kinds[number] if number < len(kinds) else ""
         mixers, recurrent = list(_mixers(layer)), recurrent_mixers(layer)
         # Zaya's attention convolves its queries and keys; Zamba's shared layers are mixers with attention inside.
-        convolves = any("conv" in type(m).__name__.lower() for a in attentions_of(layer) for m in a.modules())
+        convolves = any(isinstance(m, torch.nn.Conv1d) for a in attentions_of(layer) for m in a.modules())
         nested = any(_takes_cache(m) and _is_attention(m) for mixer in recurrent for m in mixer.modules())
         missing = kind not in _CHANNELS if not mixers else kind in _RECURRENT and not recurrent
         if missing or convolves or nested:
