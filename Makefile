@@ -7,7 +7,7 @@ RUN ?= .venv/bin/python
 JOBS ?= 2
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
-.PHONY: help .venv demo test test-slow test-pairs test-presets test-scale check bench gpu-check docs
+.PHONY: help .venv demo test test-slow test-pairs test-presets test-scale architectures check bench gpu-check docs
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-pairs every pair of techniques that may go together"
 	@echo "make test-presets every public model of 'preheat models' dry-run with all its layers"
 	@echo "make test-scale every technique on several processes against one, every layout from every other, two hosts and their faults"
+	@echo "make architectures  every architecture planned, trained, resumed, exported and generated with, into docs/pages/architectures.md"
 	@echo "make check      ruff, codespell and mypy"
 	@echo "make bench      training speed and memory against other trainers, on this CPU"
 	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
@@ -48,6 +49,9 @@ test-presets: $(INSTALLED)
 test-scale: $(INSTALLED)
 	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed tests/e2e/test_out_of_memory.py
 
+architectures: $(INSTALLED)
+	@$(RUN) -m tests.architectures.matrix
+
 check: $(INSTALLED)
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
@@ -58,7 +62,10 @@ bench: $(INSTALLED)
 	@$(RUN) benchmarks/cpu_vs_peers.py
 
 # First what is not installed, or that there is no CUDA device, in one line.
-gpu-check: $(INSTALLED)
+gpu-architectures: $(INSTALLED)
+	@$(RUN) -m tests.architectures.matrix
+
+check: $(INSTALLED)
 	@$(RUN) benchmarks/gpu_check.py correct --list >/dev/null
 	@$(RUN) -m pytest tests/gpu
 	@for part in correct memory ladder; do $(RUN) benchmarks/gpu_check.py $$part || exit 1; done

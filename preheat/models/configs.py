@@ -433,7 +433,14 @@ def _require_sound(values: JsonObject, file: Path) -> None:
 
 def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> None:
     """Rejects a configuration without a size: transformers would silently use that of some model of the family."""
-    if (text := config.get_text_config()) is not config:
+    try:
+        text = config.get_text_config()
+    except ValueError:  # transformers names several text models (MusicGen)
+        raise RecipeError(
+            f"model.path: {file}: {config.model_type} is several models in one, and preheat trains text models; name "
+            "a text-only checkpoint"
+        ) from None
+    if text is not config:
         known = config.model_type in text_part.FAMILIES
         if not known and config.model_type not in vision.FAMILIES:
             return  # other composite models are rejected elsewhere
@@ -449,7 +456,12 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
     for key in _SIZES:
         if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
             raise RecipeError(f"model.path: {file} has no {names.get(key, key)}, which has no default; add it")
-    heads, width = largest(config, "num_attention_heads"), config.hidden_size
+    heads, width = largest(config, "num_attention_heads"), largest(config, "hidden_size")
+    if not width:
+        raise RecipeError(
+            f"model.path: {file}: {config.model_type} has no hidden_size that transformers names, so it is not a "
+            "decoder-only model that preheat can train"
+        )
     groups = largest(config, "num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise RecipeError(

@@ -33,7 +33,12 @@ from preheat.models.module_lookup import (
 )
 from preheat.models.reference_logits import plain_logits
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
-from preheat.models.token_mixers import keep_within_documents, special_mixers
+from preheat.models.token_mixers import (
+    documents_handed,
+    keep_within_documents,
+    require_known_mixers,
+    special_mixers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -143,7 +148,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         head_dim=head_dim(text),
         vocabulary=text.vocab_size,
         positions=_positions(text),
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
         window=getattr(text, "sliding_window", None) or None,  # Qwen2-MoE writes 0 for none
         score_softcap=getattr(text, "attn_logit_softcapping", None),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
@@ -339,6 +344,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     vision.replace_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
+    if not config.is_encoder_decoder:
+        require_known_mixers(model, base_of(model), list(anatomy(model).layers))
     keep_within_documents(list(anatomy(model).layers))
     return model.train()
 
@@ -370,13 +377,14 @@ def hidden_states(
         run = model.base_model.language_model
     else:
         more, run = {}, base_of(model)
-    last = run(
-        **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
-        position_ids=positions,
-        use_cache=False,
-        preheat_attention=attention,
-        preheat_mask=mask,
-        **more,
-    ).last_hidden_state
+    with documents_handed():
+        last = run(
+            **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
+            position_ids=positions,
+            use_cache=False,
+            preheat_attention=attention,
+            preheat_mask=mask,
+            **more,
+        ).last_hidden_state
     # On the hidden states, so that no loss needs to know of it: the head is linear and has no bias.
     return last if (factor := logit_multiplier(model.config)) == 1.0 or head(model) is None else last * factor

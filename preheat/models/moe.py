@@ -82,7 +82,8 @@ class Router(Protocol):
 def sizes_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
     count = next((n for key in _COUNTS if (n := largest(config, key))), 0)
-    if not count or getattr(config, "enable_moe_block", True) is False:  # Gemma 4's dense models state both
+    # Dense models of Gemma 4 and Doge state a number of experts too.
+    if not count or False in (getattr(config, "enable_moe_block", True), getattr(config, "is_moe", True)):
         return 0, 0, 0
     chosen = next((n for key in _CHOSEN if (n := largest(config, key))), 0)
     return (
@@ -199,9 +200,9 @@ def _router_classes(model: nn.Module) -> dict[type, int]:
     """The classes whose results transformers records as router logits, and which of their results that is."""
     classes: dict[type, int] = {}
     for part in model.modules():
-        recorder: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
-        if recorder is not None:
-            kind = getattr(recorder, "target_class", recorder)
+        recorders: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or ()
+        for recorder in recorders if isinstance(recorders, list | tuple) else (recorders,):
+            kind: Any = getattr(recorder, "target_class", recorder)
             classes[kind] = getattr(recorder, "index", 0)
     return classes
 
@@ -254,8 +255,10 @@ def _record(
     results = out if isinstance(out, tuple) else (out,)
     with nullcontext() if balanced else torch.no_grad():
         shares = results[index].flatten(0, -2).float().softmax(dim=-1)
+    tensors = (r for r in results if torch.is_tensor(r) and not r.is_floating_point())
+    picks = (r for r in tensors if r.shape == (len(shares), chosen))  # JetMoE's are sorted by expert
     # transformers' balance loss counts the experts of the largest probabilities, whatever the router chose.
-    picked = None if balanced else next((r for r in results if not r.is_floating_point()), None)
+    picked = None if balanced else next(picks, None)
     _note(ledger, router, shares.detach().topk(chosen, dim=-1).indices if picked is None else picked, shares)
     return out
 

@@ -12,6 +12,8 @@ of a row as a sequence of its own: the same computation, exact for every mixer t
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib.util
 import inspect
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attentions_of",
+    "documents_handed",
     "keep_within_documents",
     "missing_kernels",
     "recurrent_mixers",
+    "require_known_mixers",
     "special_mixers",
     "split_documents",
 ]
@@ -41,6 +46,12 @@ _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """transformers' types of layers with a recurrent mixer, with or without attention beside it."""
 _DOCUMENTS = "preheat_documents"
 """Attribute of a recurrent mixer while its layer runs: the document lengths of each row, None: a row is a document."""
+_HANDED: contextvars.ContextVar[bool] = contextvars.ContextVar("_HANDED", default=False)
+"""True while a model's layers must be handed the documents of its rows."""
+_CHANNELS = frozenset({"moe", "mlp"})
+"""transformers' names of layers that have no token mixer (Nemotron-H)."""
+_KNOWN = _CHANNELS | _RECURRENT | {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""transformers' names of layer kinds whose token mixers preheat keeps within documents."""
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
@@ -93,6 +104,53 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
     return count
 
 
+def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raises for a model whose tokens would see other documents of a packed row, or be placed as if they did.
+
+    Raises:
+        RecipeError: a kind of layer that is not known, no token mixer that is, or attention without a place for each
+            document's own positions.
+    """
+    import torch
+
+    family, name = model.config.model_type, type(base).__name__
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or []
+    if odd := [kind for kind in kinds if kind not in _KNOWN]:
+        raise RecipeError(
+            f"model: {family} has layers of kind {quoted(odd[0])}, which preheat does not know, so it cannot be "
+            "trained or evaluated here"
+        )
+    attentions = [attention for layer in layers for attention in attentions_of(layer)]
+    for number, layer in enumerate(layers):
+        kind = kinds[number] if number < len(kinds) else ""
+        mixers, recurrent = list(_mixers(layer)), recurrent_mixers(layer)
+        # Zaya's attention convolves its queries and keys; Zamba's shared layers are mixers with attention inside.
+        convolves = any(isinstance(m, torch.nn.Conv1d) for a in attentions_of(layer) for m in a.modules())
+        nested = any(_takes_cache(m) and _is_attention(m) for mixer in recurrent for m in mixer.modules())
+        missing = kind not in _CHANNELS if not mixers else kind in _RECURRENT and not recurrent
+        if missing or convolves or nested:
+            raise RecipeError(
+                f"model: {family}: layer {number} of {name} has no token mixer that preheat can keep within the "
+                "documents of a packed row, so it cannot be trained or evaluated here"
+            )
+    if attentions and "position_ids" not in inspect.signature(_forward(base)).parameters:
+        raise RecipeError(
+            f"model: {family}: {name} of transformers numbers positions by itself (no position_ids), across the "
+            "documents of a packed row, so it cannot be trained or evaluated here"
+        )
+
+
+@contextlib.contextmanager
+def documents_handed() -> Iterator[None]:
+    """Context manager in which a recurrent layer raises RecipeError if its model does not hand it the documents."""
+    token = _HANDED.set(True)
+    try:
+        yield
+    finally:
+        _HANDED.reset(token)
+
+
 def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
     """Returns the packages whose fused kernels the recurrent mixers would use on a GPU, as far as not installed.
 
@@ -126,6 +184,11 @@ def _with_documents(
     **kwargs: Any,
 ) -> Any:
     if preheat_mask is None:  # transformers' own forward, with or without a cache: each row is one document
+        if _HANDED.get():
+            raise RecipeError(
+                f"model: {type(mixers[0]).__name__} of transformers is not told where documents begin, because its "
+                "model hands its layers nothing on, so it cannot be trained or evaluated here"
+            )
         return forward(*args, **kwargs)
     for mixer in mixers:
         setattr(mixer, _DOCUMENTS, preheat_mask.documents)
@@ -145,7 +208,16 @@ def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     hidden = args[0] if args else kwargs.pop("hidden_states")
     if kwargs.get("attention_mask") is not None:
         raise RecipeError(f"model: {type(mixer).__name__} takes a mask of its own in addition to packed documents")
-    return split_documents(hidden, documents, lambda rows: forward(rows, *args[1:], **kwargs))
+
+    def mix(rows: Tensor) -> Any:
+        import torch
+
+        more = {}
+        if kwargs.get("position_ids") is not None:  # Recurrent Gemma starts anew at position 0
+            more["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
+        return forward(rows, *args[1:], **kwargs | more)
+
+    return split_documents(hidden, documents, mix)
 
 
 def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Callable[[Tensor], Any]) -> Any:

@@ -32,7 +32,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
     models.
     """
     parts = config.is_encoder_decoder or config.get_text_config() is not config
-    if not config.tie_word_embeddings or parts or not folder.is_dir():
+    if not getattr(config, "tie_word_embeddings", False) or parts or not folder.is_dir():
         return
     try:
         settings = folder / "config.json"

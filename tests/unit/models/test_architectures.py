@@ -3,84 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from preheat.core import MaskSpec
 from preheat.core.registry import problems_of
-from preheat.engine.builder import build, context_of
-from preheat.engine.step import gradients
+from preheat.engine.builder import context_of
 from preheat.errors import RecipeError
-from preheat.models import configs, hf, moe
+from preheat.models import hf, moe
 from preheat.models.sinks import in_chunks, with_sinks
 from preheat.models.token_mixers import attentions_of, recurrent_mixers, split_documents
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.recipe import parse
 
-from ...architectures import ARCHITECTURES, create_model, tiny_config
-from ...conftest import DEVICE, difference, uneven
+from ...architectures.columns import Subject, write_data
+from ...architectures.tiny import ARCHITECTURES, create_model, tiny_config
+from ...conftest import DEVICE
 
 # One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks.
 KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text"]
 REFUSED = {"phi": "the head of PhiForCausalLM has a bias", "stablelm": "does not let its layers use preheat"}
-BALANCED = ("mixtral", "qwen3_moe")  # their routers' loss is on by default here
-TECHNIQUES = "{efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}}"
+
+TECHNIQUES = "efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}"
 
 
-def _alone(model: Any, batch: Any) -> Any:
-    """The mean loss by transformers' own eager forward, each document a call of its own."""
-    total = torch.zeros(())
-    for row, documents in enumerate(batch.mask.documents):
-        start = 0
-        for n in documents:
-            span = slice(start, start + n)
-            logits = model(input_ids=batch.tokens[row : row + 1, span], use_cache=False).logits[0].float()
-            total = total + functional.cross_entropy(
-                logits, batch.labels[row, span], ignore_index=-100, reduction="sum"
-            )
-            start += n
-    return total / batch.weight
-
-
-def _check(name: str, folder: Path) -> None:
-    config = tiny_config(name)
-    configs.without_dropout(config)
-    plain = create_model(config)
-    plain.save_pretrained(folder)
-    batch = uneven()
-    expected = _alone(plain.train(), batch)
-    expected.backward()
-    recipe = parse(
-        f"model: {{path: {folder}}}\nbatch: {{size: 4, length: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{steps: 4}}\n"
-        f"techniques: {TECHNIQUES}\n"
-    )
-    ours = build(recipe, vocabulary=96, device=DEVICE)
-    loss = gradients(ours, [batch])
-    assert float(loss.total.detach() / loss.weight) == pytest.approx(float(expected.detach()), rel=1e-5)
-    theirs: dict[str, Any] = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
-    found: dict[str, Any] = {key: p.grad for key, p in ours.trained[0].named_parameters() if p.grad is not None}
-    # The chunks of a delta rule sum exponentials in another order for other lengths.
-    assert difference(found, theirs) < (2e-4 if "linear_num_key_heads" in ARCHITECTURES[name] else 2e-5)
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("architectures")
+    write_data(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_packed_rows_are_their_documents(name: str, tmp_path: Path) -> None:
-    _check(name, tmp_path)
+def test_packed_rows_are_their_documents(name: str, parent: Path) -> None:
+    Subject(name, parent).compare(TECHNIQUES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in (*KINDS, *REFUSED, *BALANCED)])
-def test_packed_rows_are_their_documents_in_every_architecture(name: str, tmp_path: Path) -> None:
-    _check(name, tmp_path)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in (*KINDS, *REFUSED)])
+def test_packed_rows_are_their_documents_in_every_architecture(name: str, parent: Path) -> None:
+    Subject(name, parent).compare(TECHNIQUES)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_architecture_that_cannot_be_trained_says_why(name: str, tmp_path: Path) -> None:
+def test_an_architecture_that_cannot_be_trained_says_why(name: str, parent: Path) -> None:
     with pytest.raises(RecipeError, match=REFUSED[name]):
-        _check(name, tmp_path)
+        Subject(name, parent).compare(TECHNIQUES)
 
 
 def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> None:
