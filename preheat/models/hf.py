@@ -113,7 +113,7 @@ def configure(
             + (
                 ""
                 if model.path
-                else f", or set model.{'config.vocab_size' if model.preset else 'vocabulary'}: {vocabulary}"
+                else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
             )
         )
     positions = _positions(text)

@@ -77,7 +77,7 @@ def test_a_planned_recipe_is_looked_at_where_its_checkpoint_is_not(preheat: Comm
     assert "path: openai-community/gpt2" in (preheat.folder / "plan.yaml").read_text()
     for command in (("train", "plan.yaml", "--dry-run"), ("plan", "plan.yaml")):
         said, _ = preheat.here(*command, "--gpu", "T4")
-        assert "openai-community/gpt2 is not here" in said
+        assert "openai-community/gpt2 is not on this machine" in said
         again = preheat.here.json(*command, "--gpu", "T4")
         assert again["absent"] == "openai-community/gpt2"
         assert again["peak_gib"] == pytest.approx(planned["peak_gib"], rel=0.02)
@@ -135,7 +135,7 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
             "techniques.preference reads pairs of answers",
         ),
         (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "apo_zero"),
-        (["train", "r.yaml", "--set", "model.vocab_size=200"], 2, "300 pieces"),
+        (["train", "r.yaml", "--set", "model.vocab_size=200"], 2, "300 tokens"),
         (["train", "r.yaml", "--set", "hardware.memory=1MiB"], 3, "does not fit: needs"),
         (["plan", "r.yaml", "--set", "hardware.memory=1MiB"], 3, ""),
         (["train", "r.yaml", "--set", "hardware.memory=lots"], 2, "hardware.memory"),
