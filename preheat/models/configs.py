@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -255,6 +255,9 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
     before = text.num_hidden_layers
     known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
     for key, value in settings.items():
+        if key == "num_hidden_layers" and key not in known and isinstance(value, int) and 0 < value < before:
+            _cut_layers(text, before, value)  # the number follows from the lists (Nemotron-H)
+            continue
         if key not in known:
             raise RecipeError(
                 f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}"
@@ -267,10 +270,15 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     require_in_reach(config)
-    if (layers := text.num_hidden_layers) < before:  # lists with an entry per layer are too long now
-        for key, value in list(vars(text).items()):
-            if key not in settings and isinstance(value, list | tuple) and len(value) == before:
-                setattr(text, key, value[:layers])
+    if (layers := text.num_hidden_layers) < before:
+        _cut_layers(text, before, layers, but=settings)
+
+
+def _cut_layers(text: PretrainedConfig, before: int, layers: int, but: Container[str] = ()) -> None:
+    """Shortens the lists that have an entry for each of `before` layers to the first `layers`, except those `but`."""
+    for key, value in list(vars(text).items()):
+        if key not in but and isinstance(value, list | tuple) and len(value) == before:
+            setattr(text, key, value[:layers])
 
 
 def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:

@@ -345,8 +345,9 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
     if not config.is_encoder_decoder:
-        require_known_mixers(model, base_of(model), list(anatomy(model).layers))
-    keep_within_documents(list(anatomy(model).layers))
+        layers = list(anatomy(model).layers)
+        require_known_mixers(model, base_of(model), layers)
+        keep_within_documents(layers)
     return model.train()
 
 

@@ -122,7 +122,7 @@ def test_techniques_by_name_and_one_that_cannot_serve(preheat: Command) -> None:
 def test_what_cannot_be_compared_is_said(preheat: Command) -> None:
     for arguments, words in (
         ((), "name what to compare"),
-        (("--techniques", "lorra"), "'lorra' is not known"),
+        (("--techniques", "lorra"), "'lorra' is unknown"),
         (("--ablate", "--set", "techniques={}"), "nothing to leave out"),
     ):
         assert words in preheat("bench", "r.yaml", *arguments, code=2)[1]

@@ -69,7 +69,7 @@ def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains
     for command in (["train", "chat.yaml"], ["data", "chat.yaml"]):
         _, error = preheat(*command, code=4)
         assert error.strip() == (
-            "error: rows.jsonl:7: field 'output' is empty (check fields; 1 of 60); mend the rows, or data.preflight.fields: warn "
+            "error: rows.jsonl:7: field 'output' is empty (check fields; 1 of 60); fix the rows, or data.preflight.fields: warn "
             "leaves such rows out"
         )
         assert not (preheat.folder / "runs").exists()

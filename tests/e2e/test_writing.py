@@ -146,7 +146,7 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
         (["--chat"], 2, "no chat template; name the one that it was trained with, e.g. --template chatml"),
         (["--template", "chatlm"], 2, "did you mean 'chatml'?"),
         (["--file", "empty.txt"], 4, "holds no prompt"),
-        (["--file", "bad.jsonl"], 4, "bad.jsonl:2: is no prompt"),
+        (["--file", "bad.jsonl"], 4, "bad.jsonl:2: is not a prompt"),
         (
             ["--file", "answered.jsonl", "--template", "chatml"],
             4,
