@@ -62,10 +62,7 @@ bench: $(INSTALLED)
 	@$(RUN) benchmarks/cpu_vs_peers.py
 
 # First what is not installed, or that there is no CUDA device, in one line.
-gpu-architectures: $(INSTALLED)
-	@$(RUN) -m tests.architectures.matrix
-
-check: $(INSTALLED)
+gpu-check: $(INSTALLED)
 	@$(RUN) benchmarks/gpu_check.py correct --list >/dev/null
 	@$(RUN) -m pytest tests/gpu
 	@for part in correct memory ladder; do $(RUN) benchmarks/gpu_check.py $$part || exit 1; done
