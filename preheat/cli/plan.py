@@ -131,6 +131,13 @@ def plan(
         raise RecipeError(
             f"--method: {method}: a recipe's techniques define how it trains; leave --method out, or name a model"
         )
+    if first.from_user and nodes == 1 and (stated := first.recipe.parallel.devices or 1) > 1:
+        if count == 1:
+            raise RecipeError(
+                f"--count: 1: the recipe is for parallel.devices: {stated}; leave --count out, or set both alike"
+            )
+        if count is None and gpu is not None:  # the recipe says how many
+            devices, per_host = stated, min(stated, 8)
     if first.from_user:
         options = {"compute_budget": None, "inference": inference, "gpu": gpu}
         name_unread("plan", options, first.recipe, besides=("parallel.devices",) if devices > 1 else ())

@@ -15,7 +15,7 @@ import pytest
 
 from preheat.run_dir import Reader
 
-from .conftest import Command, losses
+from .conftest import RECIPE, Command, losses
 
 
 def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
@@ -436,3 +436,10 @@ def test_a_disk_that_fills_up_in_the_middle(preheat: Command) -> None:
         assert all((p / "manifest.json").exists() for p in kept), "half a checkpoint was left"
     finally:
         os.system(f"umount {disk}")
+
+
+def test_a_recipe_for_several_devices_is_planned_for_as_many(preheat: Command) -> None:
+    recipe = RECIPE.replace("techniques: {", "parallel: {devices: 2}\ntechniques: {data_parallel: {}, ")
+    (preheat.folder / "two.yaml").write_text(recipe)
+    assert preheat.here.json("plan", "two.yaml", "--gpu", "H100")["fits"]
+    assert "parallel.devices: 2" in preheat.here("plan", "two.yaml", "--gpu", "H100", "--count", "1", code=2)[1]
