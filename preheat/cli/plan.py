@@ -213,7 +213,15 @@ def _of_text_part(recipe: Recipe) -> str | None:
 
 
 def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[JsonObject, Callable[[], JsonObject]]:
-    """Plans a recipe unchanged; returns (plan, function that computes the figures of its page)."""
+    """Plans a recipe without a search, after resolving the settings that it leaves `auto`.
+
+    Args:
+        devices: number of devices, for cost, energy and figures.
+        price: of a device-hour in dollars; None: unknown.
+
+    Returns:
+        The plan (`settled` has the resolved settings), and a function that computes the figures of its page.
+    """
     from preheat.core import Tag
     from preheat.planning.explain import explain, figures
     from preheat.planning.plan import plan, resolve_auto

@@ -75,7 +75,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The training data."""
+    """The settings of the recipe's `data` section: sources, row formats, tokenizer, packing and checks."""
 
     source: str | tuple[str | Mapping[str, Any], ...] = "stdlib"
     """`stdlib` (Python's own library source), `docstrings` (docstring -> function pairs from it), a file or folder

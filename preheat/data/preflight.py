@@ -141,7 +141,7 @@ class Findings:
 
 
 def merged(one: Mapping[str, Finding], other: Mapping[str, Finding]) -> dict[str, Finding]:
-    """Merges two findings of the same rows."""
+    """Merges two sets of findings about the same rows: counts add up, and at most `SHOWN` samples stay per check."""
     total = {name: entry.copy() for name, entry in one.items()}
     for name, entry in other.items():
         if name in total:

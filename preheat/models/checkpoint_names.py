@@ -99,7 +99,13 @@ class Names:
         return stored
 
     def value(self, name: str, stored: Stored, tensor: Callable[[str], Tensor]) -> Tensor:
-        """Assembles the parameter's value; `tensor(key)` reads from the files."""
+        """Assembles a parameter's value: one tensor of the files as it is, or several merged or converted.
+
+        Args:
+            name: the parameter's name in the model.
+            stored: the tensors of the files that make it up, and transformers' converter if it is not one of them.
+            tensor: reads the tensor of a key from the files.
+        """
         if stored.converter is None:
             (key,) = stored.keys
             return tensor(key)

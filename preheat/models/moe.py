@@ -350,6 +350,11 @@ def _experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor
 
 
 def compute_by(model: nn.Module, function: Callable[..., Tensor]) -> None:
-    """Makes `function(experts, hidden, chosen, weights)` compute the experts of a model, in place."""
+    """Makes `function(experts, hidden, chosen, weights)` compute the experts of a model, in place.
+
+    Args:
+        function: gets a layer's experts, hidden states [tokens, width], and per token the indices of its experts
+            [tokens, k] and their weights [tokens, k]; returns [tokens, width].
+    """
     for experts in experts_of(model):
         setattr(experts, COMPUTE, function)

@@ -223,7 +223,17 @@ class WeightSource:
         return digest.hexdigest()[:16]
 
     def fill(self, model: PreTrainedModel, *, seed: int) -> None:
-        """Gives every parameter and buffer of a materialized model its value, in place."""
+        """Gives every parameter and buffer of a materialized model its value, in place.
+
+        Values are read from the folder; without one, transformers' initialization draws them. Parameters registered
+        by `fresh` are drawn in both cases.
+
+        Args:
+            seed: of the draws.
+
+        Raises:
+            RecipeError: the folder lacks parameters, has them in another shape, or cannot be read.
+        """
         import torch
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -19,7 +19,15 @@ _SHADES = {"forward": "series-1", "head and loss": "series-4", "backward": "seri
 
 
 def timeline(trace: JsonObject, available: float) -> str:
-    """Draws the memory of live tensors over the allocations of a step, one colour per phase."""
+    """Draws the memory of live tensors over the allocations of a step, one colour per phase.
+
+    Args:
+        trace: "bytes", the points (number of the allocation, GiB), and "phases", each (first allocation, name).
+        available: the device's memory in GiB, drawn as a line if the chart reaches near it.
+
+    Returns:
+        The figure as HTML.
+    """
     points, phases = trace["bytes"], trace["phases"]
     most = max((size for _, size in points), default=0.0)
     unit, scale = unit_of([most])

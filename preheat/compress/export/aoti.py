@@ -83,7 +83,13 @@ def write(
 
 
 def compile_package(module: torch.nn.Module, file: Path, positions: int) -> None:
-    """Compiles a module with the inputs and output of `Logits` for this machine's processor."""
+    """Compiles a module for this machine's processor and writes the package.
+
+    Args:
+        module: has the inputs and output of `Logits`.
+        file: where to write the package (.pt2).
+        positions: maximum sequence length in tokens; 0: unlimited.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # raised by the compiler itself
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")

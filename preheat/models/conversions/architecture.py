@@ -259,7 +259,11 @@ def feed_forward_draw(config: PretrainedConfig) -> Callable[[nn.Module], None] |
 
 
 def tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
-    """Merges embedding and head into one of the two, or their mean (`keep`), in the embedding's dtype."""
+    """Returns the one matrix that replaces embedding and head, in the embedding's dtype.
+
+    Args:
+        keep: "mean" of the two, "head", or "embedding".
+    """
     if keep == "mean":
         return ((embedding.float() + head.float()) / 2).to(embedding.dtype)
     return head.to(embedding.dtype) if keep == "head" else embedding

@@ -67,7 +67,7 @@ FAMILIES = {"llama": _GATED, "mistral": _GATED, "qwen2": _GATED, "qwen3": _GATED
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model; `head_dim` never changes."""
+    """Sizes of a model. `channels` is the inner width of a feed-forward block; `head_dim` never changes."""
 
     layers: int
     hidden: int

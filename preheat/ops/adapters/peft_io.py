@@ -170,6 +170,9 @@ class AdapterFolder:
         Args:
             ours: peft configuration of the recipe.
             called: peft's setting name -> the recipe's, if they differ.
+
+        Raises:
+            RecipeError: the kind of adapter or a setting differs; the message names both values.
         """
         if self.config.peft_type != ours.peft_type:
             raise self.fault(

@@ -106,7 +106,15 @@ def in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
-    """Raises if a kernel without window support gets a window, or documents that are not causal."""
+    """Rejects masks that a kernel without a mask tensor cannot compute.
+
+    Args:
+        length: the sequence's length in tokens; a window at least as long is no restriction.
+        who: the kernel's name, for the message.
+
+    Raises:
+        ValueError: the mask has a shorter sliding window, or asks for bidirectional attention over packed rows.
+    """
     if mask.window is not None and mask.window < length:
         raise ValueError(
             f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex"
@@ -253,7 +261,14 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of `flash_forward` by q, k and v."""
+    """Returns the gradients with respect to q, k and v, in their shapes, from the results of `flash_forward`.
+
+    Args:
+        grad: the gradient with respect to `out`, in its shape.
+        q: [rows, heads, length, head_dim], as `out`; k and v: [rows, kv_heads, length, head_dim].
+        lse: [rows, heads, length], the log-sum-exp of the scores.
+        scale: factor on the scores.
+    """
     if q.device.type == "cpu":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale

@@ -353,7 +353,10 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
-    """`chunked_logits` by torch's `linear_cross_entropy` (torch 2.13), for plain cross entropy."""
+    """Returns the summed loss, as `chunked_logits`, by torch's `linear_cross_entropy` (torch 2.13).
+
+    Only for plain cross entropy. `rows`: rows of logits that are computed at once.
+    """
     assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
     if is_in_torch_dispatch_mode():
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
