@@ -42,7 +42,7 @@ def test_a_model_is_shown_by_its_name_on_the_hub(preheat: Command) -> None:
     text = " ".join(preheat.here("models", "show", "tiiuae/Falcon-H1-7B-Base")[0].split())
     assert "embedding_multiplier" in text.partition("not confirmed")[2]
     _, error = preheat.here("models", "show", "nobody/Zebra-9000", code=2)
-    assert "nobody/Zebra-9000: no model that preheat knows" in error
+    assert "nobody/Zebra-9000: not a known model" in error
     assert len(error.splitlines()) == 1
 
 
