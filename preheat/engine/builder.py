@@ -202,7 +202,7 @@ def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry:
     model_build.mesh = Mesh.form(context.sizes, where.type)
     model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)
     model_build.parts["trained"] = [model]
-    if context.model.special_mixers == "recurrent layers":
+    if not config.is_encoder_decoder:
         _record_recurrent(model_build, model)
     model_build.weights = WeightSource(_weights_folder(recipe))
     if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
@@ -214,6 +214,8 @@ def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
     """Records how recurrent layers are computed."""
     layers = list(hf.anatomy(model).layers)
     count = sum(len(recurrent_mixers(layer)) for layer in layers)
+    if not count:
+        return
     device = model_build.device
     missing = missing_kernels(layers) if device.kind == "cuda" and device.at_hand else []
     kernels = f"; by PyTorch's operators, slower: {' and '.join(missing)} not installed" if missing else ""

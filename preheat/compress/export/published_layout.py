@@ -16,6 +16,7 @@ from preheat.models import configs
 from preheat.models.checkpoint_names import Names
 from preheat.models.text_part import name_in_text
 from preheat.models.vision import copy_processor
+from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +67,7 @@ class PublishedLayout:
         if problem or lacking:
             return problem or f"its files have no place for {lacking}"
         self._write_weights(folder, keys, values, more)
-        (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
         model.generation_config.save_pretrained(folder)
         copy_processor(self.source, folder)
         return ""
@@ -121,7 +122,7 @@ class PublishedLayout:
             places |= dict.fromkeys(tensors, file.name)
         if len(files) > 1 or (self.source / INDEX).is_file():
             index = {"metadata": {"total_size": size}, "weight_map": places}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
 
 
 def published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:

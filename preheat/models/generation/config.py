@@ -44,7 +44,7 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise RunError(f"{file}: cannot be read ({shorten(str(error))}); fix or remove it of the folder") from None
+        raise RunError(f"{file}: cannot be read ({shorten(str(error))}); fix it or remove it from the folder") from None
     if not isinstance(values, dict):
         raise RunError(f"{file}: is {quoted(values)}, not a mapping of settings; fix it or remove it from the folder")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.blockwise import blocked_attention
 from preheat.ops.attention.sdpa import in_compute_dtype
-from preheat.ops.attention.varlen import bounds_of
+from preheat.ops.attention.varlen import attend_varlen, bounds_of
 
 __all__ = ["flash_package_attention"]
 
@@ -26,7 +25,7 @@ def _varlen(version: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
 def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, version: int) -> Tensor:
     """Computes attention over [rows, heads, length, head_dim] in bf16 or fp16 on CUDA, all documents in one call.
 
-    In a dry run (fake tensors), `blocked_attention` replaces it.
+    In a dry run (fake tensors), torch's own flash attention replaces it.
 
     Raises:
         ValueError: global tokens with a window, which these kernels do not support.
@@ -39,7 +38,7 @@ def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
             f"FlashAttention {version} has no global tokens (asked for {mask.global_tokens}); use blocks or flex"
         )
     if isinstance(q, FakeTensor):
-        return blocked_attention(q, k, v, mask, scale)
+        return attend_varlen(q, k, v, mask, scale)
     q, k, v = in_compute_dtype(q, k, v)
     bounds = bounds_of(mask, rows, length, q)
     out = _varlen(version)(

@@ -93,7 +93,7 @@ def falls_short(plan: Mapping[str, Any]) -> str:
         >>> falls_short({"peak_gib": 2.0, "available_gib": 0.5, "device": device})
         'does not fit: needs 2.00 GiB, has 512 MiB'
         >>> falls_short({"peak_gib": 0.1, "available_gib": 1 / 2**30, "device": device})
-        'does not fit: needs 102 MiB, and nothing is left of what a CPU may use: the process itself takes it all'
+        'does not fit: needs 102 MiB, and the process itself takes all that a CPU may use'
     """
     needs = f"does not fit: needs {memory(plan['peak_gib'])}"
     if plan["available_gib"] * 1024 < 1:

@@ -186,7 +186,7 @@ def test_images_are_parted_by_class_and_faults_are_told_with_the_file(
     with pytest.raises(DataError, match="8 images to calibrate with are too few"):
         calibration(few)
     alike = few.part([0] * 20)
-    with pytest.raises(DataError, match="are all alike"):
+    with pytest.raises(DataError, match="are identical"):
         calibration(alike)
     broken = parted / "train" / "blue" / "0.png"
     broken.write_bytes(broken.read_bytes()[:60])

@@ -164,7 +164,7 @@ def test_a_technique_of_another_package_is_found(tmp_path: Path) -> None:
     ("doc", "line", "reason"),
     [
         ('"""Doc."""', "needs: ClassVar[frozenset[Tag]] = frozenset({Tag.FROZEN_BAES})", "there is no tag FROZEN_BAES; did you mean 'FROZEN_BASE'?"),
-        ('"""Doc."""', 'needs: ClassVar[frozenset[str]] = frozenset({"frozen"})', "technique my_technique: needs has 'frozen', which is no Tag"),
+        ('"""Doc."""', 'needs: ClassVar[frozenset[str]] = frozenset({"frozen"})', "technique my_technique: needs has 'frozen', which is not a Tag"),
         ("import absent_library", "", "cannot be imported (ModuleNotFoundError: No module named 'absent_library')"),
         ('"""Doc."""; {}["x"]', "", "cannot be imported (KeyError: 'x')"),
         ('"""Doc."""', "def options(self, context): return []", "technique my_technique: defines options, which only a preheat.core.Searchable has"),

@@ -227,7 +227,7 @@ def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp
         measure_task(asked, named)
     for other, words in (
         (replace(task, choices=("a", "b", "c", "d")), "4 classes and the run's head 3"),
-        (replace(task, kind="cloze", choices=None), "no cloze"),
+        (replace(task, kind="cloze", choices=None), "not cloze"),
     ):
         with pytest.raises(RecipeError, match=words):
             measure_task(other, scorer)

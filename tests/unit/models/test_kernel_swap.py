@@ -64,7 +64,7 @@ def test_a_model_computes_by_the_kernels_it_was_given_and_others_do_not(family: 
     [
         ("{liger: {}}", False, "pip install liger-kernel"),
         ("{chunked_loss: {kernel: liger}}", False, "pip install liger-kernel"),
-        ("{liger: {loss: true}, regularized_loss: {}}", True, "without what regularized_loss adds"),
+        ("{liger: {loss: true}, regularized_loss: {}}", True, "without the terms of regularized_loss"),
         ("{liger: {norm: false, rotary: false, gate: false}}", True, "leave liger out"),
         ("{liger: {loss: true}, chunked_loss: {}}", True, "owns the slot 'over_logits'"),
         ("{liger: {}, compile: {}}", True, "fused-layers"),

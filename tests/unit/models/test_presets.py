@@ -64,6 +64,10 @@ DEEP = [name for name in PRESETS if name not in TABLES and PRESETS[name].text["n
 """Half of the time for a sixth of the presets."""
 
 
+# A head with a bias, or layers of kinds that preheat does not know: planned for inference only.
+UNTRAINED = (*hf.REFUSED, "phi", "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in PRESETS]
 )
@@ -106,7 +110,7 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     kinds = Counter(getattr(text, "layer_types", None) or ())
     if len(kinds) > 1 and "in a window" in said["layers"]:
         assert sorted(map(int, re.findall(r"(\d+) with", said["layers"]))) == sorted(kinds.values())
-    if name in TRAINED or (name in FIRST.values() and config.model_type not in (*hf.REFUSED, "phi")):
+    if name in TRAINED or (name in FIRST.values() and config.model_type not in UNTRAINED):
         built: Any = hf.build_on_meta(config)
         assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
         window = hf.facts(built.config).window
@@ -250,10 +254,8 @@ def test_a_folder_beside_a_preset_must_be_that_model(tmp_path: Path) -> None:
 
 
 def test_a_model_of_images_and_text_is_refused_in_one_line(tmp_path: Path) -> None:
-    transformers.Gemma3Config().save_pretrained(tmp_path)
-    with pytest.raises(
-        RecipeError, match=r"gemma3 is several models in one \(gemma3_text is its text part\)"
-    ) as caught:
+    transformers.LlavaConfig().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"llava is several models in one \(llama is its text part\)") as caught:
         hf.configure(parse(f"model: {{path: {tmp_path}}}\nbatch: {{seq_len: 64}}\nstop: {{max_steps: 1}}"))
     assert "\n" not in str(caught.value)
 

@@ -253,8 +253,8 @@ ANSWER = {"role": "assistant", "content": "This."}
             r"long.png has 402 x 2 pixels.*no side 200 times the other",
         ),
         ({"messages": [USER, ANSWER], "images": ["huge.png"]}, r"huge.png: has more than the 89,478,485 pixels"),
-        ({"messages": [USER, ANSWER], "images": ["red.png", "red.png"]}, r"has 2 images and 1 place for one"),
-        ({"messages": [USER, ANSWER], "images": []}, r"has 0 images and 1 place for one"),
+        ({"messages": [USER, ANSWER], "images": ["red.png", "red.png"]}, r"has 2 images and 1 placeholder"),
+        ({"messages": [USER, ANSWER], "images": []}, r"has 0 images and 1 placeholder"),
         ({"messages": [USER, ANSWER], "images": [7]}, r"an image is a number, not the path of a file"),
         ({"messages": [USER, ANSWER], "images": ["https://example.org/a.png"]}, r"is not a file; download it"),
         (

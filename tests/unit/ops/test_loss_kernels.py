@@ -132,7 +132,7 @@ def test_torchs_own_kernel_agrees(inputs: Any) -> None:
     ("techniques", "words"),
     [
         ("{chunked_loss: {kernel: liger}}", "needs a CUDA device"),
-        ("{chunked_loss: {kernel: torch}, regularized_loss: {}}", "without what regularized_loss adds"),
+        ("{chunked_loss: {kernel: torch}, regularized_loss: {}}", "without the terms of regularized_loss"),
     ],
 )
 def test_a_kernel_that_cannot_serve_is_refused(techniques: str, words: str) -> None:

@@ -184,7 +184,7 @@ def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
     assert accelerator("H100").watts == 700
     assert accelerator("GB200").watts is None
     assert all(one.watts is None or 50 < one.watts < 2000 for one in accelerators().values())
-    with pytest.raises(RecipeError, match="watts: 'much' is no power; write a number of watts"):
+    with pytest.raises(RecipeError, match="watts: 'much' is not a power; write a number of watts"):
         parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,watts=much")
 
 

@@ -161,7 +161,7 @@ def test_the_plan_sees_the_longest_rows() -> None:
         ("{length_curriculum: {keep: rows}}", "stop.tokens=4000", "use stop.max_steps"),
         ("{length_curriculum: {}}", "data.packing=whole", "separate completions from their prompts"),
         ("{length_curriculum: {}}", "data.source=docstrings", "separate completions from their prompts"),
-        ("{difficulty_curriculum: {model: no-such, by: length}}", "", "state one"),
+        ("{difficulty_curriculum: {model: no-such, by: length}}", "", "set one"),
         ("{difficulty_curriculum: {start: 1.0}}", "", "all rows are drawn from the beginning"),
         ("{difficulty_curriculum: {}}", "data.streaming=true", "cannot be ranked"),
         ("{dynamic_batch: {start: 5}}", "", "use at most 4"),
@@ -236,7 +236,7 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
         from_file(tmp_path / "none.txt", rows)
     bad = {
         "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ rows"),
-        "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is no score"),
+        "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is not a score"),
         "nan.txt": ("1\nnan\n", "line 2 is not a finite number"),
         "keys.jsonl": ('{"scor": 1}\n', "keys.jsonl:1"),
         "a.csv": ("1", "rename or convert"),

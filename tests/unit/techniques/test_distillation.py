@@ -247,7 +247,7 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     again.run_dataset_passes(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
     assert not asked  # the teacher runs once
     assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
-    with pytest.raises(RunError, match="row 3 was never kept"):
+    with pytest.raises(RunError, match="row 3 is not in the cache"):
         gradients(again, [_batch(rows, [3])])
     with pytest.raises(RunError, match="row 1 belongs to another text"):
         gradients(again, [_batch(rows_of(seed=1), [1])])
@@ -371,7 +371,7 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
         ("teacher: /nowhere", "no config.json; name the folder of a Hugging Face model"),
         ("teacher: {run}", "is a run; export it first"),
         ("teacher: {adapter}", "is an adapter; merge it"),
-        ("teacher: {other}", "piece 17 is 'w17' in the one and 'w18' in the other"),
+        ("teacher: {other}", "token 17 is 'w17' in the one and 'w18' in the other"),
         ("teacher: {fewer}", "its head has 64 rows and the student's 96"),
         ("teacher: {same}, mixture: 0", "the teacher has no effect"),
         ("teacher: {same}, matched: 2", "hidden is 0"),
@@ -417,7 +417,7 @@ def test_tokenizers_that_cut_alike_are_told_from_those_that_do_not(data_folder: 
     folder = data_folder / "tokenizers/gpt2"
     gpt2 = load_tokenizer(str(folder))
     assert unlike(gpt2, load_tokenizer(str(folder))) is None
-    assert "pieces)" in str(unlike(gpt2, load_tokenizer(str(teacher()))))
+    assert "tokens)" in str(unlike(gpt2, load_tokenizer(str(teacher()))))
     shutil.copytree(folder, tmp_path / "cut")
     file = tmp_path / "cut" / "tokenizer.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace('"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
