@@ -179,12 +179,12 @@ CLAIMED: dict[str, tuple[str, int]] = {
 def quality(steps: int = 200, seeds: int = 3) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": steps, "rows": []}
     for name, settings in QUALITY.items():
-        losses, made = [], {}
+        losses, run = [], {}
         for seed in range(1, seeds + 1):
-            made = _train([*settings, f"seed={seed}", f"stop.max_steps={steps}"])
-            losses.append(made["validation_loss"])
+            run = _train([*settings, f"seed={seed}", f"stop.max_steps={steps}"])
+            losses.append(run["validation_loss"])
             print(name, seed, f"{losses[-1]:.4f}", flush=True)
-        found["rows"].append({"name": name, "losses": losses, "parameters": made["parameters"]})
+        found["rows"].append({"name": name, "losses": losses, "parameters": run["parameters"]})
     return found
 
 

@@ -650,16 +650,16 @@ def planned(devices: int, length: int) -> dict[str, Any]:
 
         roofline = Roofline(accelerator("H100"), 8)
         try:
-            made = plan(Request(load(file), roofline.as_device, world=devices, rates=roofline))
+            prediction = plan(Request(load(file), roofline.as_device, world=devices, rates=roofline))
         except PreheatError as error:
             return {"devices": devices, "length": length, "why": str(error).splitlines()[0]}
     return {
         "devices": devices,
         "length": length,
-        "peak_gib": made["peak_gib"],
-        "fits": made["fits"],
-        "seconds": made["seconds_per_step"],
-        "tokens_per_second": made["tokens_per_second"],
+        "peak_gib": prediction["peak_gib"],
+        "fits": prediction["fits"],
+        "seconds": prediction["seconds_per_step"],
+        "tokens_per_second": prediction["tokens_per_second"],
     }
 
 

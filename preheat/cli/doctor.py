@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="What is wrong, and how to fix it.", no_args_is_help=True, rich_markup_mode="markdown")
+app = typer.Typer(
+    help="List problems of this machine or of a run, each with the command that fixes it.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
 
 
 @app.callback()
 def _doctor() -> None:
-    """What is wrong, and how to fix it."""
+    """Lists problems of this machine or of a run, each with the command that fixes it."""
 
 
 @app.command("oom")

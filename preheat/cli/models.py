@@ -58,7 +58,7 @@ def models(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str, json: Json = False) -> None:
-    """What a public model is and needs, and how to plan and to train it.
+    """Shows the size and requirements of a public model, and the commands that plan and train it.
 
     NAME is a preset's name or one on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["START", "Chain", "Step", "Steps", "load_chain", "located"]
 
 Subject = TypeVar("Subject")
-"""What is measured and timed of a kind of model: the model itself, or the function that runs it."""
+"""The object that a chain measures and times: the model itself, or the function that runs it."""
 
 START = "$start"
 """A teacher in a chain file: the model that the chain begins with."""

@@ -44,7 +44,7 @@ GROUP = "preheat.techniques"
 
 
 _IMPORT_ERRORS = (ImportError, SyntaxError, LookupError, AttributeError, NameError, RuntimeError, TypeError, ValueError)
-"""What a module of somebody else may raise when it is imported, a mistake in it included."""
+"""Errors that importing a third-party module may raise, its own mistakes included."""
 
 
 @functools.cache

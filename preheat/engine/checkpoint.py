@@ -291,7 +291,7 @@ def write(
     lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
         if lead:
-            # What an earlier write left when its process was killed.
+            # Leftovers of an earlier write whose process was killed.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.

@@ -101,7 +101,7 @@ def write_texts(
     if template is not None:
         tokens, strings = turn_ends(template, tokenizer)
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
-    assert draft is not None or settings.draft_model is None, "whoever names a draft opens it (opened.open_draft)"
+    assert draft is not None or settings.draft_model is None, "the caller opens the draft model that the settings name"
     model: PreTrainedModel = build.trained[0]
     return generate(
         model,

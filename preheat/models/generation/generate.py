@@ -175,7 +175,7 @@ def generate(
     )
     alone = patterned(model)
     if _has_own_cache(model):
-        kept = None  # such a cache cannot be cut back to a prefix
+        kept = None  # such a cache cannot be cropped to a prefix
     _require(model, settings, alone, cached, kept)
     rooms = [
         min(settings.max_new_tokens, positions - len(p)) if positions else settings.max_new_tokens for p in prompts

@@ -1,7 +1,7 @@
 """Published configurations of public models, by name: enough for planning without a download. Does not import torch.
 
 The values are those of each model's config.json on the Hugging Face hub; `parameters` is the published number. Models
-up to early 2025 stand in one module per publisher, later ones in one JSON file per publisher (`published/`).
+up to early 2025 are in one module per publisher, later ones in one JSON file per publisher (`published/`).
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _kind(c: JsonObject) -> str:
 
 
 def _mixers(c: JsonObject) -> list[str]:
-    """The kind of each layer, in words; empty if all have attention over all positions, or in one window."""
+    """Counts of the layers by token mixer, as text; empty if all layers have full attention or one window."""
     kind, count = _kind(c), c["num_hidden_layers"]
     if pattern := c.get("hybrid_override_pattern") or c.get("layers_block_type"):
         return [_MIXERS[layer] for layer in pattern]
