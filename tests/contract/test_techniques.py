@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -281,11 +282,12 @@ def test_all_together(objective: str | None) -> None:
             chosen.append(name)
     assert set(chosen) >= FIRST
     b = made({name: {} for name in chosen})
-    first = step(b, fitting(b))[0]
-    for _ in range(8):
-        update(b, 0.01)
-        last = step(b, fitting(b))[0]
-    assert last < first
+    # NEFTune's noise moves the loss of one batch by up to a tenth: means of several are compared.
+    losses = []
+    for rate in [0.0] * 8 + [0.01] * 24:
+        losses.append(step(b, fitting(b))[0])
+        update(b, rate)
+    assert fmean(losses[-8:]) < fmean(losses[:8])
 
 
 # --- check says no where it must ------------------------------------------------------------------------------------
