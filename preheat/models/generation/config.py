@@ -49,13 +49,16 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
         raise RunError(f"{file}: is {quoted(values)}, not a mapping of settings; fix it or remove it from the folder")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
+        # Models with several end tokens (Llama 3) list them.
         numbers = value if isinstance(value, list) else [value]
         if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
             raise RunError(f"{file}: {key} is {quoted(value)}, not a token ID; fix it or remove it from the folder")
+    # Provenance of the file, not settings.
     for key in ("_from_model_config", "transformers_version"):
         values.pop(key, None)
     chosen: JsonObject = {}
     left = []
+    # Adds one setting at a time and keeps it if the result is consistent, so the first ones win a contradiction.
     for key in sorted(values, key=lambda key: (key not in _FIRST, _FIRST.index(key) if key in _FIRST else 0)):
         try:
             GenerationConfig(**chosen, **{key: values[key]}).validate(strict=True)

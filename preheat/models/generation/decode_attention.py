@@ -26,6 +26,7 @@ _WIDE = 16  # numbers per vector instruction of the kernel
 def of_use(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """True if `cached_attention` supports these tensors and is faster than torch's attention."""
     queries, keys = q.shape[2], k.shape[2]
+    # Without a mask all queries see all keys; with several queries, causality must come from the mask.
     plain_mask = queries == 1 if mask is None else mask.dtype == torch.bool and mask.shape[1:] == (1, queries, keys)
     graded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not plain_mask or graded or not all(map(_supported, (q, k, v))):
@@ -54,6 +55,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
     """
     if torch.compiler.is_compiling():
         return _fused(q, k, v, mask, scale)
+    # The kernel takes strides, so q, k and v may be views of a cache; only the mask must be dense.
     library = _library()
     assert library is not None, "of_use() comes first"
     rows, heads, queries, width = q.shape
@@ -61,7 +63,9 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
     out = q.new_empty(rows, queries, heads, values)
     dense = None if mask is None else mask.contiguous()
     apart = 0 if dense is None or dense.shape[0] == 1 else queries * keys
+    # The order is that of `struct Sizes` in the C++ file.
     sizes = (rows, heads, pairs, queries, keys, width, values, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], apart)
+    # ctypes holds no reference to the tensors: the local names keep their memory alive during the call.
     places = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (q, k, v, dense, out)]
     library.preheat_cached_attention(
         *places, (ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_float(scale), torch.get_num_threads()
@@ -73,10 +77,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     """The same for one query in operators that torch.compile fuses: a C++ call would be opaque and copy the cache."""
     rows, heads, _, width = q.shape
     pairs = k.shape[1]
+    # [rows, pairs, heads / pairs, keys]. Products and sums fuse into one loop over the bf16 cache; a matmul would
+    # first write an fp32 copy of it.
     scores = (q.reshape(rows, pairs, heads // pairs, 1, width).float() * k[:, :, None].float()).sum(-1) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    shares = torch.softmax(scores, -1)[..., None]
+    shares = torch.softmax(scores, -1)[..., None]  # [rows, pairs, heads / pairs, keys, 1]
     return (shares * v[:, :, None].float()).sum(-2).to(q.dtype).view(rows, 1, heads, v.shape[3])
 
 

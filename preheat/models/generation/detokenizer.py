@@ -64,6 +64,7 @@ class IncrementalDetokenizer:
             return
         self._fresh.append(token)
         more = self._decoded()
+        # U+FFFD at the end marks bytes that are not a whole character yet; they wait for the next token.
         if not more.endswith("\ufffd"):
             self._before, self._fresh = self._fresh, []
             self._grow(more)
@@ -72,14 +73,17 @@ class IncrementalDetokenizer:
         if self._before and all(map(self._is_byte, (self._before[-1], self._fresh[0]))):
             # Decoders drop a run of byte tokens if its end is not a character, so bytes are decoded without context.
             return self.tokenizer.decode(self._fresh, skip_special_tokens=True)
+        # The new text is what the new tokens add to the decoding of the context: spaces depend on the token before.
         before, text = (
             self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._before, self._before + self._fresh)
         )
         return text[alike(before, text) :]
 
     def _grow(self, more: str) -> None:
+        # A stop string may begin in text that is already there, at most its own length before the end.
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += more
+        # Of several stop strings the one that begins first ends the text.
         at = min((i for stop in self.stops if (i := self.text.find(stop, searched)) >= 0), default=None)
         if at is not None:
             self.text, self._fresh = self.text[:at], []

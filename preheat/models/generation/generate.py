@@ -50,9 +50,11 @@ class PrefixCache:
 
     def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Cache]) -> Cache:
         """Returns the cache with a prefix of `prompt`, at least one token short; else an `empty` one."""
+        # The last token of the prompt is always read: a pass needs an input to predict the next token from.
         same = alike(self.tokens, prompt[:-1])
         if self.kind != (settings.cache_kind, settings.window):
             same, self.kind = 0, (settings.cache_kind, settings.window)
+        # A new cache if it has another kind, shares no token with the prompt, or cannot be cropped to what they share.
         if not same or not self._forget(len(self.tokens) - same):
             self.cache, self.tokens = empty(), []
         self.reused = len(self.tokens)
@@ -60,6 +62,8 @@ class PrefixCache:
 
     def end(self, tokens: Sequence[int]) -> None:
         """Records the cache's content after generating `tokens`; crops rejected proposals behind their end."""
+        # The two lengths differ by one or more tokens: the last sampled token was never read, and speculation may leave
+        # rejected proposals in the cache.
         self.tokens = list(tokens[: self.cache.get_seq_length()])
         extra = self.cache.get_seq_length() - len(self.tokens)
         self.tokens += [-1] * extra  # placeholders that match no token
@@ -74,6 +78,7 @@ class PrefixCache:
 
         if not extra:
             return True
+        # Exact classes: transformers' sliding-window layer is a subclass of DynamicLayer.
         if not all(type(layer) in (DynamicLayer, Int8Layer) and not layer.is_sliding for layer in self.cache.layers):
             return False
         self.cache.crop(-extra)
@@ -163,6 +168,7 @@ def generate(
     """
     import torch
 
+    # A classification head in place of the model's own would turn class scores into tokens.
     pieces: int = head(model).weight.shape[0]  # type: ignore[index,assignment]
     if pieces != model.config.get_text_config().vocab_size:
         raise RunError(
@@ -177,11 +183,13 @@ def generate(
     if _has_own_cache(model):
         kept = None  # such a cache cannot be cropped to a prefix
     _require(model, settings, alone, cached, kept)
+    # Tokens that each prompt may get: as many as wanted, or up to the end of the model's context.
     rooms = [
         min(settings.max_new_tokens, positions - len(p)) if positions else settings.max_new_tokens for p in prompts
     ]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
     batches = list(_batches(rooms, settings.max_new_tokens, 1 if alone or settings.speculates else batch))
+    # Compiling needs passes over single tokens and a cache of a fixed size, which patterns and chats do not have.
     ordinary = cached and not alone and kept is None
     settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
     # One length for all batches: a compiled model recompiles, or records another graph, for each length.
@@ -189,6 +197,7 @@ def generate(
     caches: dict[int, Cache] = {}  # of a compiled model, by number of rows
     device = next(model.parameters()).device
     texts: list[Written] = []
+    # The generator of the CPU is always forked; a GPU's only if the model is there.
     devices = [device] if device.type == "cuda" else []
     attention = _attention(model, settings, alone)
     with (
@@ -199,6 +208,7 @@ def generate(
     ):
         for rows in batches:
             torch.manual_seed(seed)
+            # An encoder-decoder's answer is a text of its own; any other continues its prompt.
             before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
             listeners = [
                 IncrementalDetokenizer(tokenizer, before[row], settings.stop, _listener(on_text, row)) for row in rows
@@ -274,8 +284,10 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
     _require(model, settings, alone, True, None)
     total = 0.0
     with _writing(model, _attention(model, settings, alone), alone):
+        # One row per pass, so that each row has a cache of its own and none needs padding.
         for row in rows.to(model.device):
             cache: dict[str, Cache] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            # Logits [length - 1, vocabulary]: the last token of a row has no successor to predict.
             logits = model(input_ids=row[None], use_cache=bool(cache), **cache).logits[0, :-1]
             total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
     return total / (rows.numel() - len(rows))
@@ -304,6 +316,7 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
     """Raises RecipeError if this model does not support the settings."""
     from preheat.models.generation.kv_cache import has_recurrent_state
 
+    # Every setting that differs from its default; the first one names the conflict in the messages below.
     chosen = [
         f"sample.{name}"
         for name, plain in (
@@ -372,6 +385,7 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
     import torch
     from transformers import GenerationConfig
 
+    # Everything changed here is restored on exit, because training also generates texts between its steps.
     training, before, folder = model.training, model.config._attn_implementation, model.generation_config
     parallel = os.environ.get("TOKENIZERS_PARALLELISM")  # transformers changes it when it compiles
     model.eval()
@@ -435,9 +449,11 @@ def _write(
     from preheat.models.generation.kv_cache import cache_nbytes, make_cache
 
     device = next(model.parameters()).device
+    # Left padding: the last token of every prompt is in the last column, whose logits predict the next tokens.
+    # The mask hides the padding, so any token serves; transformers also fills the rows that have ended with it.
     width, encoder = max(map(len, prompts)), model.config.is_encoder_decoder
     pad = min(stop, default=0)
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)  # [rows, width]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
 
     class Listener(StoppingCriteria):
@@ -452,13 +468,17 @@ def _write(
                 timed.at.append(time.perf_counter())
                 timed.tokens.append(sum(map(len, fresh)))
             self.heard = input_ids.shape[1]
+            # An ended row receives padding until all rows end; its detokenizer ignores these tokens.
             for text, tokens in zip(texts, fresh, strict=True):
                 for token in tokens:
                     text.add(token, token in stop)
             return torch.tensor([text.ended is not None for text in texts], device=input_ids.device)
 
+    # Temperature 0 means greedy decoding; as a divisor of the logits it would be invalid.
     drawn = settings.temperature > 0
+    # reduce-overhead records CUDA graphs, which remove the launches that dominate a pass over a single token.
     compiling = CompileConfig(mode="reduce-overhead" if device.type == "cuda" else "default")
+    # Without this flag transformers compiles on accelerators only, and a CPU model would silently run eager.
     compiling._compile_all_devices = True  # type: ignore[assignment]
     # Set everything explicitly: transformers' defaults include top_k=50.
     generation = GenerationConfig(
@@ -494,6 +514,7 @@ def _write(
             caches[len(prompts)].reset()
         else:
             more["past_key_values"] = caches[len(prompts)] = empty()
+    # Drafts and prompt lookup replace transformers' decoding loop by one that verifies proposals.
     if settings.speculates:
         more["custom_generate"] = _speculation(model, settings, draft)
     if timed is not None:
@@ -506,6 +527,7 @@ def _write(
             stopping_criteria=StoppingCriteriaList([Listener()]),
             **more,
         )
+    # Also on KeyboardInterrupt: an interrupted pass may have updated the cache of some layers only.
     except BaseException:
         if kept is not None:
             kept.clear()

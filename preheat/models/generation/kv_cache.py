@@ -92,12 +92,15 @@ class Int8Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
+        # Codes [rows, heads, tokens, width] and scales [rows, heads, tokens, 1], of the keys and of the values.
         fresh = [*quantize(key_states), *quantize(value_states)]
         self.parts = [torch.cat(pair, dim=-2) for pair in zip(self.parts, fresh, strict=True)] if self.parts else fresh
         self.seen += count
         shown = self.parts
         if self.sliding_window is not None:
+            # The first of the new tokens sees window - 1 tokens before itself; no later one sees an older token.
             shown = self._last(self.sliding_window - 1 + count)
+            # The next token sees window - 1 of these at most, so older ones are dropped unless a crop may need them.
             if not self.record_past:
                 self.parts = self._last(self.sliding_window - 1)
         keys, key_scales, values, value_scales = shown
@@ -106,6 +109,7 @@ class Int8Layer(CacheLayerMixin):
     def _last(self, count: int, before: int = 0) -> list[Tensor]:
         """The parts' last tokens, without the very last `before`; copied if a view would keep much memory alive."""
         available = self.parts[0].shape[-2] - before
+        # A view keeps the memory of the whole tensor alive.
         tail = [part.narrow(-2, max(available - count, 0), min(count, available)) for part in self.parts]
         return [part.clone() for part in tail] if available > 2 * count else tail
 
@@ -117,6 +121,7 @@ class Int8Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys that the next tokens get, and the position of the first."""
+        # The next query has position `seen` and sees keys from position seen - window + 1 on.
         offset = max(self.seen - self.sliding_window + 1, 0) if self.sliding_window else 0
         return self.seen - offset + query_length, offset
 
@@ -130,6 +135,7 @@ class Int8Layer(CacheLayerMixin):
         if not self.parts:
             return
         wanted, removed = self.seen + tokens_to_remove, -tokens_to_remove
+        # After a crop a layer with a window needs the last window - 1 tokens, for the next query.
         window = wanted if self.sliding_window is None else min(self.sliding_window - 1, wanted)
         assert self.parts[0].shape[-2] - removed >= window, "tokens have left the window that would have to come back"
         self.parts, self.seen = self._last(window, removed), wanted
@@ -162,6 +168,7 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
         RecipeError: layers with other state than the keys and values of tokens.
     """
     cache = settings.cache_kind
+    # transformers' own factory knows all layer types, including those with recurrent state.
     if cache == "dynamic" and settings.window is None:
         return DynamicCache(config=config)
     kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
@@ -173,6 +180,7 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
         )
     layers = []
     for kind, more in zip(kinds, options, strict=True):
+        # A further window never widens a layer's own.
         if settings.window is not None:
             kind, more = (
                 "sliding_attention",
@@ -203,6 +211,7 @@ def room(settings: Sample, length: int) -> int:
 
 def cache_nbytes(cache: Cache) -> int:
     """Bytes that the keys and values of a cache occupy now."""
+    # The memory of storages: a static cache occupies its capacity, and a view keeps all of its base.
     tensors = [
         tensor
         for layer in cache.layers
@@ -222,6 +231,7 @@ def cache_attention(window: int | None = None) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    # A window is part of the mask, which transformers looks up by the attention's name, so each window has a name.
     name = "preheat-cache" if window is None else f"preheat-window-{window}"
     AttentionInterface.register(name, _over_cache)
     AttentionMaskInterface.register(name, sdpa_mask if window is None else functools.partial(_window_mask, window))
@@ -242,6 +252,7 @@ def _over_cache(
 
     from preheat.models.generation.decode_attention import cached_attention, of_use
 
+    # The kernel has no dropout, cap or additive bias, and returns no attention weights.
     plain = (
         not any(more.get(name) for name in ("dropout", "softcap", "output_attentions"))
         and more.get("position_bias") is None

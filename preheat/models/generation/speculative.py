@@ -51,8 +51,10 @@ class PromptLookup:
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         for end in range(self._read, len(tokens)):  # excludes the end of the text, which nothing follows yet
+            # Later occurrences overwrite earlier ones, so that the most recent one decides.
             self._after |= {tuple(tokens[end - size : end]): end for size in self.sizes if end >= size}
         self._read = len(tokens)
+        # Longest suffix first: a longer match is more often right.
         at = next((after for size in self.sizes if (after := self._after.get(tuple(tokens[-size:])))), None)
         return [] if at is None else list(tokens[at : at + min(self.count, most)])
 
@@ -75,15 +77,18 @@ class DraftModel:
         """Tokens whose keys and values are in the cache."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        # At least one token stays unread, since a pass needs an input. The crop removes proposals that were rejected.
         same = min(alike(self.tokens, tokens), len(tokens) - 1)
         if self.tokens:
             self.cache.crop(same - len(self.tokens))
         self.tokens, fresh, proposed = self.tokens[:same], list(tokens[same:]), list[int]()
         for _ in range(min(self.count, most)):
+            # [vocabulary] of the verifying model: padding rows of the draft's head have no token there.
             scores = _logits(self.model, fresh, self.cache, keep=1)[0, : self.vocabulary]
             if not self.tokens:  # recording starts after the prompt: tokens dropped while reading it need not return
                 self.cache.activate_past_recording()
             self.tokens += fresh
+            # The next pass reads this token; the last proposal is read by no pass and is not in the cache.
             fresh = [int(scores.argmax())]
             proposed += fresh
         return proposed
@@ -127,13 +132,21 @@ def speculate(
     cache, text, proposed = model_kwargs["past_key_values"], input_ids[0].tolist(), list[int]()
     recording, limit = False, generation_config.max_length
     while True:
+        # One pass over the unread tokens and all proposals. Row n of [proposals + 1, vocabulary] predicts the token
+        # after the first n proposals.
         logits = _logits(model, text[cache.get_seq_length() :] + proposed, cache, keep=len(proposed) + 1)
+        # A penalty depends on the tokens before a position, so each row sees its own prefix, as in plain decoding.
         for n in range(len(proposed) + 1) if len(logits_processor) else ():
             before = torch.tensor([text + proposed[:n]], device=logits.device)
             logits[n] = logits_processor(before, logits[n : n + 1])[0]  # type: ignore[operator]
+        # Accepted are the proposals up to the first that differs from the model's choice; that choice follows them,
+        # so a pass gives at least one token.
         likeliest = logits.argmax(-1).tolist()
         drawn = likeliest[: alike(proposed, likeliest) + 1]
+        # The text ends at the first end token, even if later proposals were accepted too.
         cut = next((n for n, token in enumerate(drawn, 1) if token in ends), len(drawn))
+        # The cache holds the text and all proposals, but not the model's own last token: cut - 1 proposals remain.
+        # The first pass has no proposals, so nothing needs a crop before recording begins.
         if recording:
             cache.crop(cut - 1 - len(proposed))
         text += drawn[:cut]
