@@ -44,10 +44,12 @@ def limit_layers(
     Raises:
         ValueError: the layers have a pattern already.
     """
+    # Counted from 1: of every=4, layers 4, 8, ... keep full attention.
     chosen = [m for index, m in enumerate(anatomy(model).attentions) if every is None or (index + 1) % every]
     if any(hasattr(m, PATTERN) for m in chosen):
         raise ValueError("the layers already have an attention pattern, and there is one per layer")
     _register(attend)  # generation needs it, even if training uses the build's slots
+    # A model built by preheat already reads the pattern, in `hf._attention`.
     if model.config._attn_implementation not in (ATTENTION, STANDALONE):
         switch_attention(model, attend)
     for module in chosen:
@@ -108,7 +110,7 @@ def _attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     bias = attention_mask
     if bias is not None and bias.ndim == 2:  # padding mask: true for visible keys
-        bias = bias[:, None, None, :]
+        bias = bias[:, None, None, :]  # [rows, 1, 1, keys]
     elif bias is not None:  # a full mask already includes causality and window
         causal, sliding_window = False, None
     pattern = getattr(module, PATTERN, None)
@@ -132,6 +134,8 @@ def _mask(
     """transformers' mask interface: None, [rows, keys] if only padding is masked, else a full mask."""
     from transformers.masking_utils import sdpa_mask
 
+    # A square pass without padding needs no mask in memory: the kernel applies causality and window itself. If only
+    # padding is masked, the [rows, keys] mask suffices instead of [rows, 1, queries, keys].
     chunk = getattr(more.get("config"), "attention_chunk_size", None)
     square = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     fits = attention_mask is None or attention_mask.shape[-1] == kv_length

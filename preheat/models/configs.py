@@ -53,6 +53,7 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
         return None
     folder = Path(path)
     known = ("tokenizer_config.json", *TOKENIZER_FILES)
+    # A folder with only a config.json is a shape for new weights, which may get a new tokenizer.
     if folder.is_dir() and not any((folder / name).exists() for name in known):
         if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
             raise RecipeError(
@@ -142,11 +143,15 @@ def require_in_reach(config: PretrainedConfig) -> None:
                 f"model: {config.model_type} has {key} {quoted(value)}; it must be a whole number from {least} to "
                 f"{_HIGHEST[key]}"
             )
+    # Absent sizes count as 1, so that the estimate errs on the low side.
     count = {key: value if isinstance(value, int) and value else 1 for key, value in sizes_found.items()}
+    # The inner width over all experts of a layer, under any family's name for their number.
     many = max(count["num_experts"], count["num_local_experts"], count["n_routed_experts"])
     inner = many * count["moe_intermediate_size"] if many > 1 else count["intermediate_size"]
     _require_numbers(config, text, many)
     width = count["hidden_size"]
+    # N ~ width * (layers * (2 * width + 3 * inner) + vocabulary): enough to reject
+    # sizes that are off by orders of magnitude.
     about = width * (count["num_hidden_layers"] * (2 * width + 3 * inner) + count["vocab_size"])
     if about > MOST_PARAMETERS:
         raise RecipeError(
@@ -165,6 +170,7 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
     if wrong := _wrong_number(text.to_dict()):
         refuse(*wrong)
     window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    # A window that none of the `layer_types` uses may have any value.
     limited = window is not None and (not layers or "sliding_attention" in layers)
     if limited and not (type(window) is int and 1 <= window <= _HIGHEST["max_position_embeddings"]):
         refuse("sliding_window", window, f"a whole number from 1 to {_HIGHEST['max_position_embeddings']}")
@@ -173,6 +179,7 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
             value: Any = getattr(text, key, 1)
             if value is None or (key == "num_experts_per_tok" and not 1 <= value <= max(experts_there, 1)):
                 refuse(key, value, "a whole number" + (f" from 1 to {experts_there}" if value is not None else ""))
+        # Group-limited routers view their scores as [tokens, groups, experts / groups].
         groups = getattr(text, "n_group", 1)
         if experts_there % groups or getattr(text, "topk_group", 1) > groups:
             refuse("n_group", groups, f"a divisor of the {experts_there} experts, and topk_group at most as many")
@@ -184,12 +191,14 @@ def _wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
     def is_number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
+    # Python's json reads the literal NaN, which would only show up as a loss of NaN.
     if (key := _not_a_number(values)) is not None:
         return key, math.nan, "a number"
     for key in _NOT_BELOW_ZERO:
         value = values.get(key)
         if value is not None and not (is_number(value) and 0 <= value < 2**63):
             return key, value, "a number from 0"
+    # transformers 5 writes rope_parameters; files of earlier versions have rope_scaling.
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)
         rope = rope if isinstance(rope, dict) else {}
@@ -197,6 +206,7 @@ def _wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
         for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
             for key in _OF_ROPE:
                 value = part.get(key)
+                # longrope has a factor per rotary frequency; every other key has one number.
                 listed = (
                     value if key in ("short_factor", "long_factor") and isinstance(value, list | tuple) else [value]
                 )
@@ -253,6 +263,7 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
 
     text = config.get_text_config()
     before = text.num_hidden_layers
+    # `attribute_map` adds common names, such as hidden_size for GPT-2's n_embd. Keys of the text part win.
     known = {key: part for part in (config, text) for key in (*part.to_dict(), *getattr(part, "attribute_map", {}))}
     for key, value in settings.items():
         if key == "num_hidden_layers" and key not in known and isinstance(value, int) and 0 < value < before:
@@ -262,6 +273,7 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
             raise RecipeError(
                 f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}"
             )
+        # transformers' strict dataclasses reject an int for a float, and YAML reads 1 as an int.
         part = known[key]
         try:
             setattr(
@@ -270,6 +282,7 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
         except StrictDataclassError as error:
             raise RecipeError(f"model.config.{key}: {str(error.__cause__ or error).splitlines()[0]}") from None
     require_in_reach(config)
+    # A list that the recipe sets itself already has the new length.
     if (layers := text.num_hidden_layers) < before:
         _cut_layers(text, before, layers, but=settings)
 
@@ -290,6 +303,7 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     preset = preset_config(model.preset)
     # Presets of some families hold the text part alone.
     preset = text_part.text_of(preset, model.part if preset.get_text_config() is not preset else "auto")
+    # With a path, too, the folder is read, and the preset has to describe the same model.
     if model.path is None:
         return preset
     config = text_part.text_of(read(model.path, model.trust_remote_code), model.part)
@@ -360,6 +374,7 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
     folder, file = Path(path), Path(path) / "config.json"
     if folder.exists() and not file.is_file():
         raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
+    # The hub's client retries for half a minute without a network.
     local = folder.exists() or _offline() or not hub_reachable()
     try:
         values = (
@@ -369,6 +384,7 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         )
         if folder.exists():
             _require_sound(values, file)
+        # transformers' class is preferred over the folder's own code, unless the recipe asks for the latter.
         code = remote_code.names_of_code(values) if asks or values.get("model_type") not in CONFIG_MAPPING else []
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=remote_code.may_run("model.path", path, code), local_files_only=local
@@ -378,6 +394,7 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
     except (*FAULTS, StrictDataclassError) as error:
         if folder.exists():
             raise RecipeError(f"model.path: {file}: {fault(error, 300)}") from None
+        # A name on the hub is `owner/name`; anything else was meant as a folder.
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
         raise RecipeError(
@@ -428,6 +445,7 @@ def _require_sound(values: JsonObject, file: Path) -> None:
     if wrong := _wrong_number(values) or _wrong_number(text or {}):
         key, value, rule = wrong
         raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; restore the model's own")
+    # Sizes under each family's names, in the file itself and in its text part.
     for part in (values, text or {}):
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
@@ -448,6 +466,7 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
             f"model.path: {file}: {config.model_type} is several models in one, and preheat trains text models; name "
             "a text-only checkpoint"
         ) from None
+    # A composite configuration states the sizes in its text part.
     if text is not config:
         known = config.model_type in text_part.FAMILIES
         if not known and config.model_type not in vision.FAMILIES:
@@ -464,6 +483,8 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
     for key in _SIZES:
         if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
             raise RecipeError(f"model.path: {file} has no {names.get(key, key)}, which has no default; add it")
+    # Divisors: groups of query heads share a key-value head, and without a
+    # head_dim the width is split between the heads.
     heads, width = largest(config, "num_attention_heads"), largest(config, "hidden_size")
     if not width:
         raise RecipeError(
@@ -511,6 +532,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     if model.size is None and not (model.num_layers and model.hidden_size and model.num_heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
     d = size_dial.dial(model.size, gated=gated, shape=model.shape) if model.size else None
+    # Sizes that the recipe states win over those of the dial.
     layers, width, heads = (
         (model.num_layers or (d and d.layers)),
         (model.hidden_size or (d and d.width)),
@@ -520,7 +542,9 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     assert width
     assert heads
     if d and model.hidden_size and not model.num_heads:
+        # Keeps the dial's head dimension at the width that the recipe states.
         heads = max(1, width // (d.width // d.heads))
+    # 8/3 of the width in three matrices has as many parameters as 4 times the width in two.
     feed_forward = model.intermediate_size or (
         d.feed_forward
         if d and not model.hidden_size
@@ -538,6 +562,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         "num_attention_heads": heads,
         "vocab_size": rows,
         "max_position_embeddings": model.max_positions or recipe.batch.seq_len,
+        # The classes' defaults are ids of a published tokenizer, and this model has another.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -556,6 +581,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
             raise RecipeError(
                 f"model.num_kv_heads: {model.num_kv_heads}: t5 has no grouped queries; remove it or use family: llama"
             )
+        # T5's decoder starts from the padding token. Its positions are distances, without a limit.
         special = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
         sizes_of = {"d_ff": feed_forward, "d_kv": width // heads, "num_decoder_layers": layers}
         common.pop("max_position_embeddings")
@@ -585,6 +611,7 @@ def without_dropout(config: PretrainedConfig) -> dict[str, float]:
     of attention.
     """
     nonzero = {}
+    # Parts by identity: the text part of a text model is the configuration itself.
     parts = {
         id(part): part for part in (config, config.get_text_config(), getattr(config, "vision_config", None)) if part
     }
@@ -598,6 +625,7 @@ def without_dropout(config: PretrainedConfig) -> dict[str, float]:
     return nonzero
 
 
+# Names of all families: attention_dropout, resid_pdrop, dropout_rate, drop_path_rate and others.
 _DROPOUT = re.compile(r"(drop|dropout|pdrop|layerdrop|drop_path)(_rate|_prob)?$")
 
 

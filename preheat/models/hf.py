@@ -88,20 +88,26 @@ def configure(
             sequences longer than the model's positions.
     """
     model = recipe.model
+    # A copy, since one source serves many recipes, and everything below changes the configuration in place.
     config = configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source)
+    # Before `model.config`, which may enable dropout again.
     configs.without_dropout(config)
     _refuse(config)
     configs.change(config, model.config)
+    # In the order of the stages in which the build will apply them; the name makes the order unique.
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
             config = t.configure(config, recipe) or config
+        # Conversions raise ValueError; the problem adds the name of the technique.
         except ValueError as error:
             raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))]) from None
+    # After `model.config` and the techniques, which may have set another rope_type.
     configs.refuse_unknown_rotary(config)
     text = config.get_text_config()  # a technique may have changed the family
     if model.add_tokens and vocabulary is not None:
         text.vocab_size = max(text.vocab_size, vocabulary)  # some models have spare rows
     rows = text.vocab_size
+    # A token without a row would index beyond the embedding, which a GPU reports as an opaque device assertion.
     if vocabulary is not None and vocabulary > rows:
         raise RecipeError(
             f"data.tokenizer: has {vocabulary:,} tokens but the model's embedding has {rows:,} rows; "
@@ -141,6 +147,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     sinks = _has_sinks(config.__class__)
     return ModelFacts(
         family=config.model_type,
+        # transformers' `num_hidden_layers` of a T5 counts the encoder's layers only.
         layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
         width=text.hidden_size,
         heads=heads,
@@ -173,6 +180,7 @@ def _has_sinks(kind: type) -> bool:
     models = AutoModelForCausalLM._model_mapping
     if kind not in models:
         return False
+    # No configuration key says it in all families, but the name is in the code of the attention's forward.
     classes = vars(sys.modules[models[kind].__module__]).values()
     forwards = (inspect.unwrap(c.forward) for c in classes if isinstance(c, type) and hasattr(c, "forward"))
     return any("sinks" in f.__code__.co_names for f in forwards if hasattr(f, "__code__"))
@@ -213,6 +221,7 @@ def _attention(
     import torch
 
     name = type(module).__name__
+    # transformers passes unknown arguments from the model through its layers down to here, unless a class drops them.
     if preheat_attention is None or preheat_mask is None:
         raise RecipeError(
             f"model: {name} of transformers does not let its layers use preheat's attention kernels, so it {_NO_PLACE}"
@@ -228,6 +237,7 @@ def _attention(
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
     if chunk := chunk_of(module):
         mask = in_chunks(mask, chunk, query.shape[0], query.shape[2])
+    # A pattern wraps the kernel of this layer alone, and sees the layer's final mask.
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)
     width = value.shape[-1]
@@ -235,6 +245,7 @@ def _attention(
         # MLA values have a smaller head dim than keys; our kernels assume equal dims.
         value = torch.nn.functional.pad(value, (0, lacks))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    # gpt-oss hands its sinks to the attention function as `s_aux`, [heads].
     if s_aux is not None:
         out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
     else:
@@ -323,8 +334,10 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
 
     _refuse(config)
     _register_attention()
+    # Under our own names, so that a model opened by transformers elsewhere in the process keeps its functions.
     ours = {"experts_implementation": moe.register()} if moe.sizes_of(config.get_text_config())[0] else {}
     dtype = (as_stored and config.get_text_config().dtype) or torch.float32
+    # T5 passes a position bias to its attention, which needs another interface.
     attention = encoder_decoder.register() if config.is_encoder_decoder else ATTENTION
     factory = getattr(transformers, auto_class(config))
     if not config.is_encoder_decoder and type(config) in (known := factory._model_mapping):
@@ -339,11 +352,13 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
         raise RecipeError(
             f"model: {config.model_type} is not a decoder-only model that transformers can build ({fault(error, 200)})"
         ) from None
+    # A forward pass would otherwise fill a KV cache that training never reads.
     model.config.use_cache = False
     replace_rotary(model)
     vision.replace_deepstack(model)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
+    # Packed rows hold several documents, so every layer must be able to keep them apart.
     if not config.is_encoder_decoder:
         layers = list(anatomy(model).layers)
         require_known_mixers(model, base_of(model), layers)
@@ -370,6 +385,7 @@ def hidden_states(
     if model.config.is_encoder_decoder:
         return encoder_decoder.hidden_states(model, tokens, mask, attention)
     if positions.ndim == 3:
+        # [3, rows, length]: transformers takes time, height and width of multimodal rotary positions first.
         positions = positions.permute(2, 0, 1)
     elif mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # the same in every row: compute the rotary tables once
@@ -378,6 +394,7 @@ def hidden_states(
         run = model.base_model.language_model
     else:
         more, run = {}, base_of(model)
+    # A recurrent layer that does not get the documents raises, instead of carrying its state into the next document.
     with documents_handed():
         last = run(
             **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),

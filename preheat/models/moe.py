@@ -117,14 +117,18 @@ def have_experts(config: PretrainedConfig) -> list[bool]:
         return [first <= n <= last and (n + 1) % config.moe_layer_interval == 0 for n in numbers]
     dense, step = get("mlp_only_layers", None) or (), get("decoder_sparse_step", None) or 1
     before = get("first_k_dense_replace", None) or get("num_dense_layers", None) or 0
+    # Qwen-MoE names its dense layers and puts experts in every step-th of the others;
+    # DeepSeek and GLM begin with dense layers.
     return [n >= before and n not in dense and (n + 1) % step == 0 for n in numbers]
 
 
 def shared_width(config: PretrainedConfig) -> int:
     """Inner width of the shared expert of a layer; 0 without one."""
+    # Qwen2-MoE, Nemotron-H and Granite state the width of their shared expert.
     for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"):
         if width := getattr(config, key, None):
             return int(width)
+    # DeepSeek and GLM count shared experts, each as wide as a routed one.
     counts = (
         getattr(config, key, None) for key in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
     )
@@ -150,7 +154,9 @@ def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[st
     attentions = [m for m in model.modules() if type(m).__name__.lower().endswith("attention")]
     layers = [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
     recurrent = [mixer for layer in layers for mixer in recurrent_mixers(layer)]
+    # `D`, the skip connection, is a parameter of Mamba layers only.
     fused = {"out_proj"} if any("D" in mixer._parameters for mixer in recurrent) else set()
+    # peft's own `all-linear` is right for a model without experts and Mamba layers.
     if not routers(model) and not fused:
         return targets
     modules = [*attentions, *recurrent] if routers(model) else list(model.modules())
@@ -168,6 +174,7 @@ def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[st
 def coefficient(config: PretrainedConfig) -> float:
     """Coefficient of the load-balancing loss; 0 without one."""
     value = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    # Families with sigmoid routers are balanced by the bias on the choice, without a loss.
     if config.model_type in FAMILIES:
         return value if config.model_type in _BY_SOFTMAX else 0.0
     return value if getattr(config, "output_router_logits", False) else 0.0  # as transformers decides it
@@ -199,6 +206,7 @@ def _is_ours(module: nn.Module) -> bool:
 def _router_classes(model: nn.Module) -> dict[type, int]:
     """The classes whose results transformers records as router logits, and which of their results that is."""
     classes: dict[type, int] = {}
+    # transformers' models declare their recorders on the class: a module class, or one with the index of its result.
     for part in model.modules():
         recorders: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or ()
         for recorder in recorders if isinstance(recorders, list | tuple) else (recorders,):
@@ -226,6 +234,7 @@ def record_routers(model: nn.Module) -> RouterRecorder:
     text = config.get_text_config()
     ours, classes = text.model_type in FAMILIES, _router_classes(model)
     for router in routers(model):
+        # Our forward replaces the router's; that of any other family runs unchanged and is observed.
         if ours:
             forward: Any = types.MethodType(functools.partial(_route, ledger), router)
         else:
@@ -253,8 +262,10 @@ def _record(
     if not router.training:
         return out
     results = out if isinstance(out, tuple) else (out,)
+    # Gradients only if a balance loss uses the probabilities; otherwise the record is a metric.
     with nullcontext() if balanced else torch.no_grad():
-        shares = results[index].flatten(0, -2).float().softmax(dim=-1)
+        shares = results[index].flatten(0, -2).float().softmax(dim=-1)  # [tokens, experts]
+    # Families return scores, weights and indices in different orders: the indices are the integers [tokens, chosen].
     tensors = (r for r in results if torch.is_tensor(r) and not r.is_floating_point())
     picks = (r for r in tensors if r.shape == (len(shares), chosen))  # JetMoE's are sorted by expert
     # transformers' balance loss counts the experts of the largest probabilities, whatever the router chose.
@@ -273,6 +284,7 @@ def _note(ledger: RouterRecorder, router: nn.Module | Router, chosen: Tensor, sh
 
     flat = chosen.flatten()
     ones = torch.ones_like(flat, dtype=shares.dtype)
+    # Both [experts]: the tokens that chose each expert, and the sum of its probabilities.
     counts = shares.new_zeros(shares.shape[-1]).scatter_add_(0, flat, ones)
     sums = shares.sum(dim=0)
     if ledger.open and router.training:  # not in a reference model, which is this one without its adapters
@@ -284,7 +296,9 @@ def _route(ledger: RouterRecorder, router: Router, hidden: Tensor) -> tuple[Tens
     """Scores of all experts [tokens, experts], and weights and indices of each token's experts [tokens, chosen]."""
     import torch
 
+    # [tokens, width]: the choice does not depend on rows.
     hidden = hidden.reshape(-1, router.hidden_dim)
+    # Autocast would compute the linear map in bf16, whatever the dtype of its inputs.
     with torch.autocast(hidden.device.type, enabled=False):
         scores = torch.nn.functional.linear(hidden.float(), router.weight.float())
     shares, weights, chosen = (
@@ -298,6 +312,8 @@ def _by_softmax(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Probabilities of all experts, and weights and indices of the chosen ones."""
     shares = scores.softmax(dim=-1)
     bias = router._buffers.get(BIAS) if router.training else None  # these families do not save it in their folders
+    # The bias decides which experts are chosen; their weights stay the router's
+    # probabilities, which carry the gradient.
     if bias is None:
         weights, chosen = shares.topk(router.top_k, dim=-1)
     else:
@@ -315,14 +331,17 @@ def _by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]
     shares = scores.sigmoid()
     choice = shares.detach() + router._buffers[BIAS]
     groups, rows = router.num_group, len(choice)
+    # Group-limited choice: only experts of each token's best groups can be chosen.
     if router.topk_group < groups:
-        grouped = choice.view(rows, groups, -1)
+        grouped = choice.view(rows, groups, -1)  # [tokens, groups, experts / groups]
         best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(router.topk_group, dim=-1).indices
         left_out = torch.ones(rows, groups, dtype=torch.bool, device=choice.device).scatter_(1, best, False)
+        # -inf rather than 0: with a negative bias, a score in a chosen group may be below 0.
         choice = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(1)
     chosen = choice.topk(router.top_k, dim=-1).indices
     weights = shares.gather(1, chosen)
     if router.norm_topk_prob:
+        # 1e-20 as in transformers' DeepSeek-V3: sigmoids may all round to 0, unlike a softmax.
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return shares, weights * router.routed_scaling_factor, chosen
 

@@ -61,6 +61,7 @@ def with_sinks(
     most = max(len(row) for row in documents)
     # Rows with fewer documents get documents of one token at their ends, so that all rows have one length.
     longer = tuple((*(n + 1 for n in row), *(1,) * (most - len(row))) for row in documents)
+    # index: the token at each position of the longer row. back: the position of each token in the longer row.
     index = torch.full((rows, length + most), length)  # the token that is appended below
     back = torch.empty(rows, length, dtype=torch.int64)
     for row, lengths in enumerate(documents):
@@ -71,14 +72,20 @@ def with_sinks(
             back[row, start : start + n] = torch.arange(first, first + n)
             start += n
     more = 8  # kernels want head dimensions in multiples of 8
+    # The kernel computes scale * (q . k): sinks / scale in the query times 1 in the sink's key gives the sink's score.
     scores = (sinks / scale).to(q.dtype)[None, :, None, None].expand(rows, heads, length, 1)
+    # The pad's last two numbers append one token, the source of all sinks; keys get theirs below.
     q = pad(torch.cat([q, scores], dim=-1), (0, more - 1, 0, 1))
     k, v = pad(k, (0, more)), pad(v, (0, width + more - v.shape[-1], 0, 1))
     sink = torch.nn.functional.one_hot(torch.tensor(width), width + more).to(k.dtype)
     sink = to_device(sink, k.device).expand(rows, k.shape[1], 1, width + more)
     k = torch.cat([k, sink], dim=2)
+    # Reorders [.., length + 1, ..] to [.., length + documents, ..]: a copy of the sink before each document.
     at = to_device(index, q.device)[:, None, :, None]
     q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (q, k, v))
+    # The sink is the first token of its document, so causality hides it from none;
+    # `global_tokens` exempts it from windows.
     out = kernel(q, k, v, replace(mask, documents=longer, global_tokens=max(mask.global_tokens, 1)), scale)
+    # Drops the sinks' own results and the dimensions that were added to the values.
     where = to_device(back, q.device)[:, None, :, None]
     return out[..., :width].gather(2, where.expand(-1, heads, -1, width))

@@ -58,6 +58,7 @@ def materialize(
             for name, old in store.items():
                 if old is None or old.device.type != "meta":
                     continue
+                # By identity: a parameter under several names, such as a tied head, gets one replacement.
                 if id(old) not in replacements:
                     is_parameter = isinstance(old, nn.Parameter)
                     new = torch.empty_like(old, device=(home or device) if is_parameter else device)
@@ -90,6 +91,7 @@ def _local_shard(value: Tensor, like: DTensor) -> Tensor:
     """This device's shard of a value that every device has, sharded as the parameter `like`."""
     from torch.distributed.tensor import distribute_tensor
 
+    # No source rank: every device has the full value, so none needs to send it.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
@@ -107,6 +109,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too
     import torch
     from torch.distributed.tensor import DTensor
 
+    # Sharded parameters, and those of other pipeline stages, which are on meta here.
     spread: list[tuple[nn.Module, str, Any]] = [
         (module, name, p)
         for module in modules
@@ -117,6 +120,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too
     ]
     device = next(iter(own.values())).device
     for module, name, p in spread:
+        # NaN marks parameters that the initialization does not draw: after the yield these keep their values.
         begun = drawn_too and isinstance(p, DTensor)
         value = p.full_tensor().clone() if begun else torch.full(p.shape, float("nan"), dtype=p.dtype, device=device)  # type: ignore[attr-defined]
         module._parameters[name] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
@@ -125,6 +129,7 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too
         drawn: Any = module._parameters[name]
         module._parameters[name] = p
         if id(p) in own and (drawn_too or not bool(drawn.detach().flatten()[0].isnan())):
+            # The shard is copied into the old parameter, to which optimizers and tied modules refer.
             p.to_local().copy_(_local_shard(drawn.detach(), p))
 
 
@@ -135,6 +140,7 @@ def _plain(name: str) -> str:
 
 def _near(module: nn.Module) -> list[nn.Module]:
     """A module and those whose parameters its initialization may draw too."""
+    # An adapter moves a child's parameters one level down, into its `base_layer`.
     children = list(module.children())
     return [module, *children, *(m for child in children for name, m in child.named_children() if name == "base_layer")]
 
@@ -212,6 +218,7 @@ class WeightSource:
         """A hash that changes with the weights' files: names, sizes, and samples of the content of each."""
         if self.folder is None:
             return "new"
+        # Samples, because hashing every byte of a large model would take minutes at each start.
         digest = hashlib.sha256()
         for file in sorted(set(self._files.values())):
             size = file.stat().st_size
@@ -238,12 +245,15 @@ class WeightSource:
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            # Buffers begin as a sentinel and parameters are checked by name, so
+            # nothing can stay uninitialized unnoticed.
             self._poison(model)
             if self.folder is None:
                 self._draw(model)
             else:
                 self._read(model)
             torch.manual_seed(seed + 1)  # so that an adapter does not change the base model's draws
+            # Adapters are drawn for all stages of a pipeline, so that every device consumes the same random numbers.
             everything, own = full_model(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
@@ -269,6 +279,7 @@ class WeightSource:
             whole_too = p.nbytes if isinstance(p, DTensor) else 0  # of all shards
             return whole_too + (p.numel() * 4 if p.is_floating_point() and p.element_size() == 2 else 0)
 
+        # The largest group of parameters that `_draw` holds in fp32 at a time: a module with its children.
         if drawn and not at_home:
             return max(
                 sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False))
@@ -301,6 +312,7 @@ class WeightSource:
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 visit(child)
+            # Children come first, since a parent may reinitialize their parameters.
             with _whole(_near(module), own_parameters):
                 draw(module)
             for p in module.parameters(recurse=False):
@@ -309,6 +321,7 @@ class WeightSource:
 
         def draw(module: nn.Module) -> None:
             own = [p for m in _near(module) for p in m.parameters(recurse=False)]
+            # The parameter objects stay, and only their data is fp32 for the time of the draw.
             low_precision = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in low_precision.values():
                 p.data = low.float()
@@ -323,6 +336,7 @@ class WeightSource:
 
     def _read(self, model: PreTrainedModel) -> None:
         everything = full_model(model)
+        # A text model can be read from the files of a model with several parts, whose names differ.
         whole = self._has_parts and everything.config.get_text_config() is everything.config
         self._names = names = Names(everything, self._files, self._readable_names(model), of_whole=whole)
         filled: set[int] = set()
@@ -337,7 +351,9 @@ class WeightSource:
                 continue
             filled.add(id(parameter))
             read(name, parameter)
+            # Marked, so that `_init_weights`, called for buffers below, leaves the value that was read.
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        # Packed weights are assembled in full precision and quantized when the context exits.
         for name, module in model.named_modules():
             if packed := self._packed.get(id(module)):
                 with packed.written() as weight:
@@ -345,6 +361,7 @@ class WeightSource:
         for owner, module in _initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
             if id(module) not in self._packed:
                 owner._init_weights(module)
+        # After the initializers, so that the checkpoint's buffers win over computed ones.
         needed, state = moe.biases(model), model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():  # buffers that a checkpoint has
             if name in needed or (name in state and names.find(_plain(name)) is not None and not self._is_fresh(name)):
@@ -354,6 +371,7 @@ class WeightSource:
                 f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); "
                 f"is it a checkpoint of {type(model).__name__}?"
             )
+        # Only once everything is read is it known which tensors of the files were left over.
         self._compare_tied(names)
         self._tell_left(everything, names)
 
@@ -361,6 +379,7 @@ class WeightSource:
         """Copies a value from the folder into a tensor, or its local shard; returns False if the folder lacks it."""
         from torch.distributed.tensor import DTensor
 
+        # A technique assembles this parameter from other tensors (experts from a dense block).
         if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
             value, where = make(plain), "the folder"
         else:
@@ -368,6 +387,7 @@ class WeightSource:
             if stored is None:
                 return False
             value, where = self._value(plain, stored), self._files[stored.keys[0]].name
+        # Maps may change the shape (pooled heads, added tokens), so the comparison of shapes follows them.
         for pattern, change in self._maps:
             if pattern.search(plain):
                 value = change(plain, value)
@@ -389,6 +409,7 @@ class WeightSource:
             places |= {
                 _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
             }
+            # `state_dict` adds the buffers that are saved.
             places |= {_plain(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
             places |= {f"{_plain(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed}
             for pair in getattr(part, "all_tied_weights_keys", {}).items():
@@ -413,6 +434,7 @@ class WeightSource:
         import torch
 
         for name, other in names.tied():
+            # Reading only one of two tied matrices would silently discard the other's values.
             if not torch.equal(self._value(name, names.need(name)), self._value(other, names.need(other))):
                 raise RecipeError(
                     f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which the model's "
@@ -479,6 +501,7 @@ def _initializers(owner: Any, module: Any) -> Iterator[tuple[Any, Any]]:
     from transformers import PreTrainedModel
 
     model = isinstance(module, PreTrainedModel)
+    # The innermost PreTrainedModel around a module knows its initialization.
     owner = module if model else owner
     for child in module.children():
         yield from _initializers(owner, child)
