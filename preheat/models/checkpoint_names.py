@@ -65,7 +65,9 @@ class Names:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         known: Mapping[str, bool] = dict.fromkeys(places, True)
+        # None for tensors of other parts (vision), which are neither read nor reported.
         names = {key: name_in_text(key) if of_whole else key for key in keys}
+        # Natural order puts expert 10 after expert 9; converters stack tensors in the order of the keys.
         self._keys = sorted((key for key, name in names.items() if name is not None), key=dot_natural_key)
         for key in self._keys:
             own = names[key] or key
@@ -79,6 +81,7 @@ class Names:
             stored = self._stored.get(name)
             if stored is None or stored.converter is None:
                 stored = Stored(name, rule)
+                # One rule may give several parameters (a fused matrix that is split): each leads to the same tensors.
                 for target in rule.target_patterns:
                     self._stored[name.replace(rule.target_patterns[0], target)] = stored
             stored.parts.setdefault(pattern, []).append(key)
@@ -87,6 +90,7 @@ class Names:
         """The tensors of a parameter, under any name that it shares; None if the files do not have it."""
         prefix = f"{self._prefix}."
         for known in (name, *self._shared(name)):
+            # Files may be of the base model alone, whose names lack the prefix, or the other way round.
             for variant in (known, known.removeprefix(prefix), prefix + known):
                 if (stored := self._stored.get(variant)) is not None:
                     self._read |= set(stored.keys)
@@ -109,11 +113,13 @@ class Names:
         if stored.converter is None:
             (key,) = stored.keys
             return tensor(key)
+        # A converter collects tensors in itself, so each value needs a fresh one.
         rule = deepcopy(stored.converter)
         for pattern, keys in stored.parts.items():
             for key in keys:
                 rule.add_tensor(stored.first, key, pattern, lambda key=key: tensor(key))
         converted = rule.convert(stored.first, model=self._model, config=self._model.config)
+        # A converter with one result may name it by its own pattern.
         value = (
             converted[name]
             if name in converted
@@ -142,6 +148,7 @@ class Names:
         """Unread keys of the files, with their names in the model, except those that transformers ignores."""
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         buffers = [name for name, _ in model.named_buffers()]
+        # Old checkpoints hold buffers that models compute by themselves.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.add(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):

@@ -77,6 +77,8 @@ def divided(batch: Batch) -> Batch:
     for row, labels in zip(documents, batch.labels.tolist(), strict=True):
         begin, prompts = 0, []
         for size in row:
+            # The label of a position is the next token: the first position with a label is the prompt's last token.
+            # Without one, the encoder gets the whole document, and `_positions` leaves it out.
             first = next((n for n in range(size) if labels[begin + n] != -100), size - 1)
             prompts.append(first + 1)
             most = max(most, first)
@@ -96,6 +98,7 @@ def divided_evenly(batch: Batch) -> Batch:
     """Sets `mask.read` for planning, which has no data: half of each document is read by the encoder."""
     rows, length = batch.tokens.shape
     documents = batch.mask.documents or ((length,),) * rows
+    # Rounded up, so that a document of one token has something to read.
     read = tuple(tuple(-(-size // 2) for size in row) for row in documents)
     return replace(batch, mask=replace(batch.mask, documents=documents, read=read))
 
@@ -134,6 +137,7 @@ def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ..
 
     length = max(map(sum, documents))
 
+    # Rounded up to _STEP, but never longer than the row.
     def width(most: int) -> int:
         return min(-(-most // _STEP) * _STEP, length)
 
@@ -141,6 +145,7 @@ def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ..
         wide = width(max(map(len, rows)))
         return numpy.array([row + [empty] * (wide - len(row)) for row in rows], numpy.int64)
 
+    # The padding is one more document of the row, so no other document attends to it.
     def lengths(rows: list[list[int]]) -> tuple[tuple[int, ...], ...]:
         wide = width(max(map(sum, rows)))
         return tuple(tuple(row) + ((wide - sum(row),) if sum(row) < wide else ()) for row in rows)
@@ -150,6 +155,7 @@ def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ..
 
     return _Positions(
         table(spread(lambda _, s: range(s[0], s[0] + s[1])), 0),
+        # The decoder's positions begin at the prompt's last token, whose label is the answer's first token.
         table(spread(lambda _, s: range(s[0] + s[1] - 1, s[0] + s[2])), length),
         table(spread(lambda _, s: [1] + [0] * (s[2] - s[1])), 0),
         table(spread(lambda n, s: [n] * s[1]), -1),
@@ -185,15 +191,20 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, mask: MaskSpec, attent
     assert mask.documents is not None
     assert mask.read is not None
     encoder, decoder = stacks(model)
+    # Computed on the host from lengths, so nothing waits for the device.
     indices = _positions(mask.documents, mask.read)
     source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in indices[:5])
     masks = _Masks(
         MaskSpec(causal=False, documents=indices.sources),
         MaskSpec(documents=indices.targets),
+        # Cross-attention within a document only, and never of padding: its indices -2 and -1 are unequal.
         target_of[:, None, :, None] == source_of[:, None, None, :],
     )
+    # transformers hands unknown arguments through all layers to the attention function.
     given: dict[str, Any] = {"preheat_masks": masks, "preheat_attention": attention}
     encoded = encoder(input_ids=tokens.gather(1, source), **given).last_hidden_state
+    # The decoder's input is the token at each position; at a document's first one it is the start token. Padding has
+    # position `length`, one beyond the row: clamped for reading, and an extra position when writing.
     before = tokens.gather(1, target.clamp(max=tokens.shape[1] - 1)).masked_fill(begins > 0, start_token(model.config))
     hidden = decoder(input_ids=before, encoder_hidden_states=encoded, use_cache=False, **given).last_hidden_state
     if model.config.model_type == "t5" and model.config.scale_decoder_outputs:  # mT5 does not scale

@@ -50,6 +50,7 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
     model.eval()
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     plain = "eager" if capped or not model._supports_sdpa else "sdpa"
+    # preheat's slot-based attention needs a mask that only a build's forward hands to the layers.
     model.set_attn_implementation(STANDALONE if patterned(model) else plain)
     model.config.use_cache = False
     try:
@@ -94,10 +95,11 @@ def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
 def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """Mean cross entropy of the rows' next tokens, in nats. Call within `plainly`."""
     total, tokens = 0.0, 0
+    # Consecutive rows of one length form batches without padding.
     for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
         for some in torch.cat(list(alike)).split(_AT_ONCE):
             some = some.to(model.device)
-            logits = model(input_ids=some).logits[:, :-1].flatten(0, 1).float()
+            logits = model(input_ids=some).logits[:, :-1].flatten(0, 1).float()  # [rows * (length - 1), vocabulary]
             total += float(nn.functional.cross_entropy(logits, some[:, 1:].flatten(), reduction="sum"))
             tokens += some[:, 1:].numel()
     return total / tokens
@@ -135,6 +137,8 @@ def layer_by_layer(
         ...         change(layer)
     """
     parts = anatomy(model)
+    # One pass of the whole model records what each layer is called with (masks,
+    # rotary tables), and the first layer's input.
     names = {id(m): name for name, m in model.named_modules()}
     # Per layer and row, the arguments other than hidden states.
     calls: list[list[tuple[tuple[object, ...], Arguments]]] = [[] for _ in parts.layers]
@@ -157,7 +161,7 @@ def layer_by_layer(
             handle.remove()
 
     for number, layer in enumerate(parts.layers):
-
+        # Defaults bind this iteration's layer; a closure would see a later one if the caller kept the function.
         def through(number: int = number, layer: nn.Module = layer) -> list[Tensor]:
             outs = [
                 layer(hidden, *args, **kwargs) for hidden, (args, kwargs) in zip(states, calls[number], strict=True)
@@ -165,6 +169,7 @@ def layer_by_layer(
             return [out[0] if isinstance(out, tuple) else out for out in outs]
 
         yield names[id(layer)], layer, through
+        # Once more, after the caller's changes: later layers are calibrated on the outputs of the changed ones.
         states[:] = through()
 
 

@@ -111,7 +111,11 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 def _both_stacks(model: PreTrainedModel) -> Anatomy:
     from torch import nn
 
-    layers = nn.ModuleList(layer for stack in encoder_decoder.stacks(model) for layer in stack.block)  # type: ignore[union-attr]
+    layers = nn.ModuleList(
+        layer
+        for stack in encoder_decoder.stacks(model)
+        for layer in stack.block  # type: ignore[union-attr]
+    )
     attentions = tuple(layer.layer[0].SelfAttention for layer in layers)  # type: ignore[index,union-attr]
     return Anatomy(model, embedding(model), layers, head(model), _norms(model), attentions)
 

@@ -56,10 +56,11 @@ class ModelProfile:
 
 def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float, **_: object) -> Tensor:
     """Attention over the mean number of keys per token that a kernel with block skipping reads."""
+    # The first w queries see 1 to w keys, all later ones w: on average w - w (w - 1) / (2 length).
     length = key.shape[2]
     window = min(mask.window or length, length)
     reach = max(1, round(window - window * (window - 1) / (2 * length)))
-    repeat = query.shape[1] // key.shape[1]
+    repeat = query.shape[1] // key.shape[1]  # query heads per key-value head
     key, value = (t[:, :, :reach].repeat_interleave(repeat, dim=1) for t in (key, value))
     return (query @ key.transpose(-1, -2)).softmax(dim=-1) @ value
 
@@ -81,6 +82,7 @@ def _around(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
     Raises:
         ValueError: a module that holds the layers has parameters of its own.
     """
+    # A holder is part of every stage, so a parameter of its own would be, too.
     holders = _above(layers)
     for holder in holders:
         parent = model.get_submodule(holder)
@@ -114,10 +116,12 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
             f"{config.model_type} has experts, whose cost a dry run cannot see and whose balancing loss stages do not "
             "pass on"
         )
+    # On meta: a forward pass costs no memory and no arithmetic, and the counter sees every operator's shapes.
     model = hf.build_on_meta(copy.deepcopy(config), trust=trust)
     course = ModelProfile(_list_of_layers(model))
     counter = FlopCounterMode(display=False)
     stream = (1, length, config.get_text_config().hidden_size)
+    # `where` turns to "exit" at the first layer; modules called from then on belong to the last stage.
     where, started = "entry", 0
 
     def watch(name: str, module: nn.Module) -> None:
@@ -125,6 +129,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
             acts = torch.is_tensor(out) and tuple(out.shape) == stream
             if acts or module is hf.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
+            # Rotary tables have no parameters, so that every stage can compute them by itself.
             elif any(True for _ in module.parameters()):
                 raise ValueError(
                     f"{type(model).__name__}: {name} returns something other than hidden states, which all its stages "
@@ -153,6 +158,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     for layer in hf.anatomy(model).layers:
         layer.register_forward_pre_hook(enter)
         layer.register_forward_hook(leave)
+    # On meta only the shape counts, so positions also serve as tokens.
     places = torch.arange(length, device="meta")[None]
     with counter, torch.no_grad():
         hidden = hf.hidden_states(model, places, places, MaskSpec(), _meta_attention)
@@ -173,7 +179,10 @@ def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, strea
             if not isinstance(module, Passthrough | nn.ModuleList) and f"{holder}.{key}".lstrip(".") not in _above(
                 course.layers
             ):
+                # Modules that return no hidden states (rotary tables) are replaced too:
+                # only the code between modules runs.
                 setattr(parent, key, _ZeroModule())
+    # Hidden states enter as from a previous stage; without modules they must leave unchanged.
     hidden = torch.randn(1, 2, stream[2], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         out = hf.hidden_states(
@@ -206,6 +215,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     count = len(costs)
     if stages > count:
         raise ValueError(f"{count} layers cannot be split into {stages} stages; use at most {count}")
+    # Prefix sums: the cost of any range of layers is one subtraction.
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -217,8 +227,10 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extended: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        # Each remaining stage needs a layer of its own.
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
             extended[end] = min(
+                # Tuples compare the highest cost first; ties go to the lowest sum of squares, the most even split.
                 (max(dearest, cost), squares + cost * cost, (*starts, first))
                 for first, (dearest, squares, starts) in best.items()
                 if first < end
@@ -243,11 +255,13 @@ def _without(
 ) -> PreTrainedModel:
     """The model with some of its layers and ends; modules that both have are shared."""
     bare = _shell(model)
+    # From the outside in: a holder must be a copy before one of its children is replaced.
     for name in _above(course.layers)[1:]:
         holder, _, key = name.rpartition(".")
         setattr(bare.get_submodule(holder), key, _shell(model.get_submodule(name)))
     stack: Any = model.get_submodule(course.layers)
     holder, _, key = course.layers.rpartition(".")
+    # Placeholders keep the numbers of the layers, and with them the parameters' names.
     chosen = nn.ModuleList(layer if number in layers else Passthrough() for number, layer in enumerate(stack))
     setattr(bare.get_submodule(holder), key, chosen)
     ends = {"embedding": hf.embedding(model), "head": hf.head(model)}
@@ -257,6 +271,7 @@ def _without(
         there = model.get_submodule(name)
         if there is ends["embedding"] and tied and last:
             continue  # not called here, but its weight is the head's, under one name in all stages and files
+        # None for embedding and head, by which `hf.embedding` and `hf.head` report that the stage has none.
         stand_in = (
             None if there in ends.values() else _ZeroModule() if isinstance(there, nn.Embedding) else Passthrough()
         )

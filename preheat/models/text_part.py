@@ -55,6 +55,7 @@ def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
             f"model.part: text: preheat cannot build {text.model_type}, the text part of {config.model_type}, without "
             f"the rest; it can for {', '.join((*FAMILIES, 'qwen3_vl'))}"
         )
+    # The text part's own value is transformers' default, since published files state it on the wrapper.
     text.tie_word_embeddings = config.tie_word_embeddings
     for key in _OF_WRAPPER:
         if (value := getattr(config, key, None)) is not None:
@@ -72,6 +73,7 @@ def _as_plain(text: PretrainedConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     values = text.to_dict()
+    # On text the three multimodal positions are equal, which is plain rotary embedding.
     rope = {key: value for key, value in values.pop("rope_parameters").items() if not key.startswith("mrope_")}
     family = _PLAIN[values.pop("model_type")]
     return AutoConfig.for_model(family, **values, rope_parameters=rope)
@@ -93,6 +95,7 @@ def name_in_text(key: str) -> str | None:
         >>> name_in_text("language_model.lm_head.weight"), name_in_text("model.visual.pos_embed.weight")
         ('lm_head.weight', None)
     """
+    # The head is outside of the base model, so its name has no prefix in the text model.
     if (match := _HEAD.match(key)) is not None:
         return key[match.end() :]
     name, count = _TEXT.subn("model.", key)

@@ -128,12 +128,14 @@ def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module
         # Zaya's attention convolves its queries and keys; Zamba's shared layers are mixers with attention inside.
         convolves = any(isinstance(m, torch.nn.Conv1d) for a in attentions_of(layer) for m in a.modules())
         nested = any(_takes_cache(m) and _is_attention(m) for mixer in recurrent for m in mixer.modules())
+        # Only layers of a kind without mixers may have none, and a recurrent kind needs a recurrent mixer.
         missing = kind not in _CHANNELS if not mixers else kind in _RECURRENT and not recurrent
         if missing or convolves or nested:
             raise RecipeError(
                 f"model: {family}: layer {number} of {name} has no token mixer that preheat can keep within the "
                 "documents of a packed row, so it cannot be trained or evaluated here"
             )
+    # Positions restart at each document of a row, so the model has to accept them.
     if attentions and "position_ids" not in inspect.signature(_forward(base)).parameters:
         raise RecipeError(
             f"model: {family}: {name} of transformers numbers positions by itself (no position_ids), across the "
@@ -203,6 +205,7 @@ def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     documents = getattr(mixer, _DOCUMENTS, None)
     # Mixers hand unknown arguments on to their kernels; preheat's own are for attention.
     kwargs = {key: value for key, value in kwargs.items() if not key.startswith("preheat_")}
+    # One document per row: the row itself is the sequence.
     if documents is None or all(len(row) == 1 for row in documents):
         return forward(*args, **kwargs)
     hidden = args[0] if args else kwargs.pop("hidden_states")
@@ -238,12 +241,14 @@ def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Cal
 
     from preheat.hardware.transfers import to_device
 
+    # Rows and positions in one dimension, so that a document is a range [start, start + n).
     rows, length = hidden.shape[:2]
     flat = hidden.flatten(0, 1)
     by_size: dict[int, list[tuple[int, int]]] = {}
     for row, lengths in enumerate(documents):
         start = row * length
         for n in lengths:
+            # Lengths from 2 ** (k - 1) + 1 to 2 ** k share a call: padding at most doubles the tokens.
             by_size.setdefault((n - 1).bit_length(), []).append((start, n))
             start += n
     parts: list[Tensor] = []
@@ -254,13 +259,14 @@ def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Cal
         starts, sizes = torch.tensor(group).unbind(1)
         steps = torch.arange(int(sizes.max()))
         # Padding repeats a document's last token, and its results are dropped.
-        index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+        index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)  # [documents, longest]
         valid = steps < sizes[:, None]
         mixed = mix(flat[to_device(index, hidden.device)])
         if isinstance(mixed, tuple):
             mixed, rest = mixed[0], mixed[1:]
         parts.append(mixed.flatten(0, 1)[to_device(valid.flatten().nonzero()[:, 0], hidden.device)])
         order.append(index[valid])
+    # `order` lists flat positions in the order of the results; its argsort restores the order of the rows.
     place = torch.cat(order).argsort()
     result = torch.cat(parts)[to_device(place, hidden.device)].unflatten(0, (rows, length))
     return result if rest is None else (result, *rest)

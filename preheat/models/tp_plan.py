@@ -27,8 +27,10 @@ _STYLES = {  # by transformers' names
 
 # LoRA's two small matrices, into the rank and out of it, by the style of the linear map that they adapt.
 _LORA = {
+    # The output is split: A is small and whole on each device, B is split like the weight that it adapts.
     TpStyle.COLUMNS: (TpStyle.REPLICATED, TpStyle.COLUMNS),
     TpStyle.COLUMNS_GATHERED: (TpStyle.REPLICATED, TpStyle.COLUMNS_GATHERED),
+    # The input is split: each device's A gives a partial sum, which is added up before B.
     TpStyle.ROWS: (TpStyle.ROWS_SUMMED, TpStyle.REPLICATED_THEN_SPLIT),
     TpStyle.ROWS_SPLIT: (TpStyle.REPLICATED, TpStyle.REPLICATED_THEN_SPLIT),
 }
@@ -50,6 +52,7 @@ def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str
     strange = sorted({style for style in plan.values() if style not in _STYLES})
     if strange:
         return [f"degree: the plan of {family} shards experts ({', '.join(strange)}), which is not supported; use fsdp"]
+    # The numbers of heads matter only if the plan splits attention.
     if not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
         return []  # attention is replicated
     return [
@@ -75,6 +78,7 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
     """
     parts, plan = anatomy(model), plan_of(model.config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
+    # "model.layers." of "model.layers.0": plans name layers by a star.
     start, styles = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, TpStyle]()
 
     def planned(name: str) -> TpStyle | None:
@@ -86,10 +90,13 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
             inside = {names[id(m)]: planned(names[id(m)]) for m in child.modules()}
             for module in [m for m in child.modules() if hasattr(m, "get_base_layer")]:
                 inside |= _adapted(names[id(module)], module, inside[names[id(module)]])
+            # A norm between blocks computes on the whole width; under sequence parallelism, on a part of the positions.
             if not any(inside.values()):
                 styles |= {names[id(m)]: TpStyle.BETWEEN for m in _weighted(child)}
                 continue
             styles[names[id(child)]] = TpStyle.BLOCK
+            # In a block with split activations an unplanned module would get one device's heads, and its gradient would
+            # have to be summed over devices (q and k norms): no default is right.
             split = any(style is TpStyle.COLUMNS for style in inside.values())
             for module in _weighted(child):
                 name = names[id(module)]
@@ -99,6 +106,7 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
                 styles[name] = style or TpStyle.REPLICATED
     ends = ((parts.embedding, TpStyle.EMBEDDING), (parts.head, TpStyle.HEAD))  # a pipeline stage may have none
     styles |= {names[id(module)]: style for module, style in ends if module is not None}
+    # Only the last pipeline stage has a head and the norm before it.
     last = [name for name in parts.norms if not name.startswith(start)]
     strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in styles and names[id(m)] not in last]
     if strange or len(last) != (parts.head is not None):

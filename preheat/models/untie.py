@@ -31,6 +31,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
     An encoder-decoder ties several matrices and scales its output by that key, so it is left alone, as are composite
     models.
     """
+    # Only a local folder whose configuration ties the two needs a look at its files.
     parts = config.is_encoder_decoder or config.get_text_config() is not config
     if not getattr(config, "tie_word_embeddings", False) or parts or not folder.is_dir():
         return
@@ -38,6 +39,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
         settings = folder / "config.json"
         weights_setting = read_object(settings, _KNOB).get("transformers_weights")
         files = weight_files(folder, _KNOB, stated=weights_setting).files
+        # Part of the cache's key: a changed file is read again.
         stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in (settings, *files))
         warning = _apart(folder, stamps, config.model_type)
     except (RecipeError, OSError):  # reported when the weights are read
@@ -54,6 +56,7 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) 
 
     places = dict[str, Path]()
     shapes = dict[str, tuple[int, ...]]()
+    # The first stamp is that of config.json. Shapes come from the headers, without reading values.
     for name, _, _ in stamps[1:]:
         with open_tensors(Path(name), _KNOB) as opened:
             for key in opened.keys():  # noqa: SIM118
@@ -64,6 +67,7 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) 
             config = text_of(config, "text")
         if sum(shape == (config.vocab_size, config.hidden_size) for shape in shapes.values()) < 2:
             return ""  # the usual case: the head is not in the files
+        # The names of tied parameters are attributes of a built model, which on meta costs no memory.
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except (*FAULTS, RecipeError):  # remote code, or not a decoder

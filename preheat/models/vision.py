@@ -54,6 +54,7 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
         temporal=c.temporal_patch_size,
         channels=c.in_channels,
         merge=c.spatial_merge_size,
+        # The table of positions is a square grid.
         side=int(c.num_position_embeddings**0.5),
         deep=len(c.deepstack_visual_indexes),
         image=config.image_token_id,
@@ -68,6 +69,7 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
     Raises:
         RecipeError: the folder's processor uses other patches than the model, or cannot be read.
     """
+    # The two limits are areas in pixels, whatever their names say.
     settings: JsonObject = {
         "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
         "image_mean": [0.5, 0.5, 0.5],
@@ -83,7 +85,9 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.path: {file}: cannot be read ({error}); restore the model's own") from None
+    # processor_config.json of newer transformers nests the image processor's settings.
     values = values.get("image_processor", values)
+    # Older files name the limits min_pixels and max_pixels.
     size = {
         key: values[old]
         for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
@@ -143,6 +147,7 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
     """A row with a random image, as arguments of transformers' forward."""
     import torch
 
+    # 2 x 3 image tokens, each merged of merge x merge patches.
     rows, columns = 2 * vision.merge, 3 * vision.merge
     tokens = torch.tensor([[1, vision.start, *[vision.image] * 6, vision.end, *range(2, 12)]])
     return {
@@ -183,6 +188,7 @@ def _add_at(text: nn.Module, hidden: Tensor, places: Tensor, features: Tensor) -
     """Adds features [n, width] to hidden [rows, length, width] at indices [n] of the flattened rows, or at a mask."""
     import torch
 
+    # transformers' own forward hands over a mask, ours indices, which need no synchronization.
     if places.dtype == torch.bool:
         places = places.flatten().nonzero().flatten()
     return hidden.flatten(0, 1).index_add(0, places, features.to(hidden.dtype)).view_as(hidden)
@@ -211,11 +217,12 @@ def embedded(
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
-    count = len(
-        images.positions
-    )  # features of a blank image come after these and are dropped: their gradients are zeros
+    # Features of a blank image come after these and are dropped: their gradients are zeros.
+    count = len(images.positions)
     embeddings = model.get_input_embeddings()(tokens)
     features = output.pooler_output[:count].to(embeddings.dtype)
+    # index_copy leaves the embeddings of the image tokens themselves without a gradient.
     merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
     deep = [each[:count] for each in output.deepstack_features]
+    # The first text layers add the tower's inner features at the same positions (DeepStack).
     return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep}

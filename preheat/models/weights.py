@@ -122,7 +122,11 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too
     for module, name, p in spread:
         # NaN marks parameters that the initialization does not draw: after the yield these keep their values.
         begun = drawn_too and isinstance(p, DTensor)
-        value = p.full_tensor().clone() if begun else torch.full(p.shape, float("nan"), dtype=p.dtype, device=device)  # type: ignore[attr-defined]
+        value = (
+            p.full_tensor().clone()  # type: ignore[attr-defined]
+            if begun
+            else torch.full(p.shape, float("nan"), dtype=p.dtype, device=device)
+        )
         module._parameters[name] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
     yield
     for module, name, p in spread:

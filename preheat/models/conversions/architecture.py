@@ -93,6 +93,8 @@ def key_value_projections(model: PreTrainedModel) -> list[str]:
 
 def pool_heads(value: Tensor, kv_heads: int, head_dim: int) -> Tensor:
     """The mean of each group of heads. value: [heads * head_dim, ...] -> [kv_heads * head_dim, ...], in its dtype."""
+    # [kv_heads, heads per group, head_dim, ...]; the mean of each group as in GQA
+    # (Ainslie et al. 2023, arXiv:2305.13245).
     grouped = value.float().reshape(kv_heads, -1, head_dim, *value.shape[1:])
     return grouped.mean(1).flatten(0, 1).to(value.dtype)
 
@@ -109,6 +111,7 @@ def pool_key_value_heads(model: PreTrainedModel, kv_heads: int) -> int:
             pooled = pool_heads(old.detach(), kv_heads, head_dim)
             setattr(linear, kind, nn.Parameter(pooled, requires_grad=old.requires_grad))
         linear.out_features = linear.weight.shape[0]
+    # Attention modules keep the group size that they were built with, in an attribute of their own.
     for attention in anatomy(model).attentions:
         cast(Any, attention).num_key_value_groups = text.num_attention_heads // kv_heads
     return len(names)
@@ -128,9 +131,11 @@ def to_rms_norm(model: PreTrainedModel, *, fold: bool) -> list[str]:
         Names of the norms.
     """
     names = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
+    # Modules are named in the order of their registration, so the last LayerNorm is the one before the head.
     last = names[-1]
     for name in names:
         old = model.get_submodule(name)
+        # On the old norm's device, which is meta while a build has no values yet.
         with torch.device(old.weight.device):
             new = RMSNorm(old.weight.shape[0], old.eps, bias=fold and name == last).to(old.weight.dtype)
         parent, _, leaf = name.rpartition(".")
@@ -138,6 +143,7 @@ def to_rms_norm(model: PreTrainedModel, *, fold: bool) -> list[str]:
     embedding = model.get_input_embeddings()
     if fold and model.get_output_embeddings().weight is embedding.weight:
         rows, width = embedding.weight.shape
+        # On meta, because its weight is replaced at once by the matrix that the head is tied to.
         centred = CentredEmbedding(rows, width, device="meta")
         centred.weight = embedding.weight
         model.set_input_embeddings(centred)
@@ -154,10 +160,13 @@ def fold_layer_norms(name: str, value: Tensor, read: Callable[[str], Tensor], *,
         read: returns the original value of a parameter.
         tied: embedding and head are one matrix.
     """
+    # LayerNorm(x) = RMSNorm(x - mean(x)), and the mean over the width is linear: each map that writes into the stream
+    # subtracts it from its own output (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024).
     if re.search(r"\.c_proj\.(weight|bias)$|\bwpe\.weight$", name) or (name.endswith("wte.weight") and not tied):
         return (value.double() - value.double().mean(-1, keepdim=True)).to(value.dtype)
     reads = re.fullmatch(r"(.*\.)(attn\.c_attn|mlp\.c_fc)\.bias", name)
     if reads:
+        # (norm(x) * g + b) W + c = (norm(x) * g) W + (b W + c); Conv1D stores W as [in, out].
         norm = read(f"{reads[1]}{'ln_1' if reads[2] == 'attn.c_attn' else 'ln_2'}.bias").double()
         return (value.double() + norm @ read(f"{reads[1]}{reads[2]}.weight").double()).to(value.dtype)
     return value
@@ -192,12 +201,14 @@ def set_feed_forward(config: PretrainedConfig, activation: str) -> None:
         raise ValueError(f"{family}: its feed-forward block is not known to preheat; use llama, qwen3 or gpt2")
     was_gated = family != "gpt2"
     now = config.hidden_act if was_gated else config.activation_function
+    # A block of the same kind is another one if its function differs.
     same = now == function or (function == "gelu" and now.startswith("gelu"))  # gpt2's gelu_new is its tanh form
     if _gated(activation) == was_gated and same:
         raise ValueError(
             f"activation: {activation} is already the {family} model's activation; leave the technique out"
         )
     inner = config.intermediate_size if was_gated else (config.n_inner or 4 * config.n_embd)
+    # 3 matrices of 2/3 of the width have the parameters of 2 matrices of all of it.
     if _gated(activation) != was_gated:
         inner = _whole(inner * (3 / 2 if was_gated else 2 / 3))
     if was_gated:
@@ -215,6 +226,7 @@ def replace_feed_forward(model: PreTrainedModel, activation: str) -> int:
         The number of replaced blocks: 0 if the configuration is enough.
     """
     config = model.config
+    # The family's own block follows the configuration as long as it stays gated, or stays plain.
     if _gated(activation) == (config.model_type != "gpt2"):
         return 0
     layers = anatomy(model).layers
@@ -245,6 +257,7 @@ def feed_forward_draw(config: PretrainedConfig) -> Callable[[nn.Module], None] |
     """
     if config.model_type != "gpt2":
         return None
+    # Two maps per layer add to the residual stream: 1 / sqrt(2 n_layer) keeps its variance independent of depth.
     deviation = config.initializer_range / math.sqrt(2 * config.n_layer)
 
     def draw(block: Any) -> None:
@@ -281,6 +294,7 @@ def tie_embeddings(model: PreTrainedModel, keep: str) -> int:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no head that could be tied")
+    # The stacks of a T5 look tokens up through embedding modules of their own.
     modules = [embedding, head]
     if model.config.is_encoder_decoder:
         stacks = [stack.get_input_embeddings() for stack in (model.get_encoder(), model.get_decoder())]
@@ -337,6 +351,7 @@ def scale_rope(
     if kind == "base":
         turned = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         turned = int(turned * rope.get("partial_rotary_factor", 1.0))
+        # The slowest frequency is theta ** -((d - 2) / d): theta * factor ** (d / (d - 2)) divides it by `factor`.
         scaled = {**rope, "rope_theta": rope["rope_theta"] * factor ** (turned / (turned - 2))}
     if kind == "yarn":
         scaled |= {"original_max_position_embeddings": original, **yarn}

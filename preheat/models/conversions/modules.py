@@ -32,6 +32,7 @@ class RMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        # x * rsqrt(mean(x ** 2) + eps) in fp32, cast before the weight as in transformers' LlamaRMSNorm.
         wide = x.float()
         out = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return out if self.bias is None else out + self.bias
@@ -67,6 +68,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        # [..., inner]
         up = self.up_proj(x)
         inner = self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up
         return self.dropout(self.down_proj(inner))
@@ -95,6 +97,7 @@ class DynamicRotary(nn.Module):
         # transformers' formula: its own function creates two of its tensors on the host.
         longest = (position_ids.max() + 1).clamp(min=most)  # stays on the device
         stretched = (rope["factor"] * longest / most) - (rope["factor"] - 1)
+        # base' = base * (factor * L / most - (factor - 1)) ** (dim / (dim - 2)) for the longest position L.
         base = rope["rope_theta"] * stretched ** (dim / (dim - 2))
         steps = torch.arange(0, dim, 2, dtype=torch.int64, device=x.device).float() / dim
         return _tables(x, position_ids, 1.0 / (base**steps), 1.0)
@@ -121,11 +124,13 @@ class LongRotary(nn.Module):
         # Computed on the host, since they depend on the configuration only, and copied without a synchronization.
         near, scale = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original)
         far, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original + 1)
+        # Both tables are cheap, and `where` chooses between them without a branch on the host.
         near, far = to_device(near, x.device), to_device(far, x.device)
         return _tables(x, position_ids, torch.where(position_ids.max() + 1 > original, far, near), scale)
 
 
 def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    # [rows, length, dim / 2], then twice: frequency n rotates dimensions n and n + dim / 2 (rotated halves).
     angles = position_ids[..., None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)

@@ -128,9 +128,11 @@ def sizes_of(config: PretrainedConfig) -> Sizes:
 def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
     """Returns a function that counts the model's parameters at other sizes, shared ones once, without building it."""
     layers = f"{_name_of(model, anatomy(model).layers)}."
+    # How often each shape occurs, with axes by name: the count at other sizes is a sum over a few shapes.
     ends: Counter[tuple[Any, ...]] = Counter()
     inside: Counter[tuple[Any, ...]] = Counter()
     for name, p in model.named_parameters():
+        # `named_parameters` yields a tied head once, so it is counted once.
         axes = _axes(model.config, name, p.ndim)
         sides = tuple(axis or size for axis, size in zip(axes, p.shape, strict=True))
         (inside if name.startswith(layers) else ends)[sides] += 1
@@ -148,6 +150,7 @@ def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
         def total(parts: Counter[tuple[Any, ...]]) -> int:
             return sum(times * math.prod(width.get(side, side) for side in sides) for sides, times in parts.items())
 
+        # All layers have the same shapes, so their total scales with their number.
         return total(ends) + total(inside) * sizes.layers // count
 
     return at
@@ -187,6 +190,7 @@ def readers(model: PreTrainedModel, what: str) -> list[tuple[int, str, nn.Module
         if weight is None or weight.ndim != 2:
             continue
         axes = _axes(model.config, f"{name}.weight", 2)
+        # The input axis: Conv1D stores [in, out], Linear [out, in].
         if axes[0 if isinstance(module, Conv1D) else 1] == what:
             maps.append((int(name.removeprefix(f"{layers}.").partition(".")[0]), name, module))
     return maps
@@ -202,6 +206,7 @@ def origin(model: PreTrainedModel, keep: KeptIndices) -> Callable[[str], tuple[i
     """Returns a function from names in the smaller model to (layer in `model`, or -1; name in `model`)."""
     layers = anatomy(model).layers
     prefix = f"{_name_of(model, layers)}."
+    # New layer number -> layer number in the larger model.
     order = list(range(len(layers))) if keep.layers is None else keep.layers.tolist()
 
     def before(name: str) -> tuple[int, str]:
@@ -234,8 +239,10 @@ def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
             f"model: has {' and '.join(beyond)}, which no configuration of transformers describes a smaller form of"
         )
     config = _configuration(model.config, keep)
+    # On meta, because every parameter is replaced by a slice: transformers would draw values for nothing.
     with torch.device("meta"):
         pruned: PreTrainedModel = type(model)(config)
+    # transformers builds its own rotary modules again; the comparison of types below needs ours.
     if any(isinstance(m, DynamicRotary | LongRotary) for m in model.modules()):
         replace_rotary(pruned)
     before = origin(model, keep)
@@ -255,11 +262,13 @@ def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
                 sliced = indices.slice(f"{old_name}.{key}", layer, source.detach())
                 assert sliced.shape == value.shape, f"{old_name}.{key}: {tuple(sliced.shape)} for {tuple(value.shape)}"
                 module._parameters[key] = torch.nn.Parameter(sliced, requires_grad=source.requires_grad)
+            # Buffers such as rotary frequencies depend on the head dimension only, which does not change.
             for key, _ in list(module.named_buffers(recurse=False)):
                 module._buffers[key] = old._buffers[key].clone()
             for attribute in (SOFTCAP, PATTERN):  # preheat's own attributes of modules
                 if hasattr(old, attribute):
                     setattr(module, attribute, getattr(old, attribute))
+    # A tied head was sliced as a parameter of its own; from here it shares the embedding's again.
     pruned.tie_weights()
     pruned.generation_config = copy.deepcopy(model.generation_config)
     return pruned.train(model.training)  # type: ignore[no-any-return]
@@ -267,6 +276,7 @@ def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
 
 def become(model: PreTrainedModel, pruned: PreTrainedModel) -> None:
     """Turns `model` into the smaller `pruned`, in place: takes over its modules and configuration."""
+    # The caller's reference to `model` stays valid, and so does its class.
     for name, child in pruned.named_children():
         setattr(model, name, child)
     model.config = pruned.config
@@ -284,6 +294,7 @@ class Indices:
         """A copy of the kept part of a parameter of layer `layer`, or of none (-1)."""
         import torch
 
+        # Whole layers are removed from any family, without a table of its axes.
         if not self.narrow:
             return value.clone()
         sliced = value
@@ -306,8 +317,10 @@ class Indices:
         heads = keep.kv_heads if axis == "kv_heads" else keep.heads
         if axis == "" or heads is None:
             return None
+        # [heads kept, head_dim] -> indices of the projection's rows.
         elements = (heads[layer][:, None] * sizes.head_dim + torch.arange(sizes.head_dim)).flatten()
         if axis == "qkv":
+            # GPT-2 has queries, keys and values one after the other in a single matrix.
             return torch.cat([elements + part * sizes.heads * sizes.head_dim for part in range(3)])
         return elements
 
@@ -325,6 +338,7 @@ def _configuration(config: PretrainedConfig, keep: KeptIndices) -> PretrainedCon
             if entries := getattr(config, key, None):
                 setattr(smaller_config, key, [entries[n] for n in order])
         smaller_config.num_hidden_layers = len(order)
+    # Every layer keeps the same number of heads and channels, as one configuration describes all.
     if keep.heads is not None:
         if config.model_type != "gpt2":
             smaller_config.head_dim = facts(config).head_dim  # otherwise transformers derives it from width / heads

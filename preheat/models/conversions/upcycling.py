@@ -46,6 +46,7 @@ def expert_config(config: PretrainedConfig, experts: int, chosen: int) -> Pretra
         )
     if chosen > experts:
         raise ValueError(f"num_experts_per_tok: {chosen} is more than the {experts} experts of a layer; lower it")
+    # A bias without a counterpart would be dropped, and the model would compute something else.
     strange = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
     if strange:
         raise ValueError(f"makes a {BECOMES[family]}, which has no {strange[0]} as this {family} has")
@@ -59,6 +60,7 @@ def expert_config(config: PretrainedConfig, experts: int, chosen: int) -> Pretra
     values |= {"num_experts_per_tok": chosen}
     if BECOMES[family] == "mixtral":
         return AutoConfig.for_model("mixtral", **values, num_local_experts=experts)
+    # Qwen3's configurations ignore a window unless this key is true.
     values["use_sliding_window"] = values.get("sliding_window") is not None
     return AutoConfig.for_model(
         "qwen3_moe", **values, num_experts=experts, moe_intermediate_size=config.intermediate_size, norm_topk_prob=True
@@ -81,14 +83,17 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
     import torch
 
     layer, _, leaf = name.partition(".experts.")
+    # transformers stacks gate and up of an expert in one matrix, gate first.
     parts = [
         read(f"{layer}.{part}.weight")
         for part in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
     ]
-    block = torch.cat(parts)
+    block = torch.cat(parts)  # [2 inner, width] or [width, inner]
     stack = block.expand(experts, *block.shape)
+    # A channel is a row of gate and up, and a column of down.
     inner = parts[0].shape[0 if leaf == "gate_up_proj" else 1]
     count = round(redrawn * inner)
+    # An expanded view needs no memory per expert: the copy into the parameter reads the one block.
     if not count:
         return stack
     stack = stack.clone()
@@ -96,6 +101,7 @@ def expert_matrices(name: str, read: Callable[[str], Tensor], experts: int, redr
         # Seeded by layer: the same channels for both parameters in any order, and the same values on every device.
         g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {layer} {expert}".encode()))
         channels = torch.randperm(inner, generator=g)[:count]
+        # Gate and up have the same channels redrawn, [count, width] each; down gets [count, width], transposed.
         for begin, part in enumerate(parts):
             values = torch.randn(count, part.shape[1 if leaf == "gate_up_proj" else 0], generator=g)
             values = (values * part.float().std().cpu() + part.float().mean().cpu()).to(matrix)
@@ -113,6 +119,7 @@ def upcycle(model: PreTrainedModel, experts: int, chosen: int, redrawn: float, s
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Attention, norms and embeddings have the same names in both; routers keep their own initialization.
     dense = dict(model.named_parameters())
     sparse = AutoModelForCausalLM.from_config(expert_config(model.config, experts, chosen), dtype=model.dtype).to(
         model.device

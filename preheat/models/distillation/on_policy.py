@@ -66,6 +66,8 @@ def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequenc
             end = begin + length
             trained = (labels[row, begin:end] != -100).tolist()
             if True in trained:
+                # The first answer reaches to the next untrained position; a label names the
+                # next token, so its tokens begin one later.
                 at = trained.index(True)
                 ends = trained.index(False, at) if False in trained[at:] else length
                 at = at or length // 2 - 1  # trained from its first position: plain text
@@ -98,11 +100,14 @@ def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequ
     tokens, labels = batch.tokens.clone(), batch.labels.clone()
     counts = torch.zeros(tokens.shape, dtype=torch.float32)
     for a, drawn in zip(answers, written, strict=True):
+        # A batch generates as many tokens as its longest answer needs, so other rows are cut to their own room.
         ids = torch.tensor(list(drawn)[: a.last - a.first])
         upto = a.first + len(ids)
         tokens[a.row, a.first : upto] = ids
+        # Later answers of the document follow a text that is gone, so only the generated one is trained.
         labels[a.row, a.start : a.end] = -100
         labels[a.row, a.first - 1 : upto - 1] = ids
+        # The document's total weight stays what it was, however many tokens the student generated.
         counts[a.row, a.first - 1 : upto - 1] = a.trained / len(ids)
     return replace(batch, tokens=tokens, labels=labels, aligned=(*batch.aligned, counts))
 
@@ -130,6 +135,7 @@ class OnPolicy:
 
         if not self.part.training:
             return batch
+        # The extra tensor of weights is part of every batch, so a dry run has to see it as well.
         if is_in_torch_dispatch_mode():
             return replace(
                 batch, aligned=(*batch.aligned, batch.tokens.new_zeros(batch.tokens.shape, dtype=torch.float32))
@@ -147,10 +153,12 @@ class OnPolicy:
         )
 
     def _seed(self, rows: Sequence[int]) -> random.Random:
+        # A generator of its own: the process's generators advance as if nothing had been sampled.
         return random.Random(f"{self.build.recipe.seed} {self.build.state.step} {' '.join(map(str, rows))}")
 
     def _drawn(self, rows: Sequence[int]) -> list[int]:
         """Rows of the batch in which the student generates."""
+        # One draw per row, so that the choice does not depend on how rows are divided over devices and micro-batches.
         return [n for n, row in enumerate(rows) if self._seed([row]).random() < self.share]
 
     def _write(self, batch: Batch, answers: Sequence[Answer]) -> list[list[int]]:
@@ -162,6 +170,7 @@ class OnPolicy:
         prompts = [batch.tokens[a.row, a.start : a.first].tolist() for a in answers]
         # A special token that ends an answer of the data also ends one of the student's.
         special = self.tokenizer.added_tokens_decoder.keys()
+        # labels[last - 2] is the answer's last token.
         ends = {int(batch.labels[a.row, a.last - 2]) for a in answers} & special
         settings = Sample(max_new_tokens=max(a.last - a.first for a in answers), temperature=1.0, compile=False)
 

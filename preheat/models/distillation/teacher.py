@@ -64,6 +64,7 @@ def config_of(folder: Path, length: int) -> PretrainedConfig:
             "hub's first)"
         )
     try:
+        # The recipe of a teacher alone: its folder and the length of the rows that it has to read.
         config = hf.configure(
             Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=length), stop=Stop(max_steps=1))
         )
@@ -105,11 +106,13 @@ class Teacher:
         import torch
 
         def run() -> Tensor:
+            # The student's kernel was chosen for the student, and may lack the window or cap of its teacher.
             if (self.facts.window or self.facts.score_softcap) and self.build.owner(Slot.ATTENTION_KERNEL) != "plain":
                 return hf.hidden_states(self.model, batch.tokens, batch.positions, batch.mask, self.windowed)
             hidden: Tensor = self.build.slot(Slot.HIDDEN)(self.model, batch)
             return hidden
 
+        # The scope gathers a sharded teacher's weights around the whole pass.
         with torch.no_grad():
             last, states = self.build.slot(Slot.UNSHARD_SCOPE)(
                 self.model, lambda: capture_hidden(self.model, places, run)
@@ -126,6 +129,7 @@ def compared(layers: int, matched: int) -> list[int]:
         >>> compared(12, 3), compared(6, 3), compared(6, 1)
         ([3, 7], [1, 3], [])
     """
+    # The last of the `matched` states is the model's output, so only matched - 1 are taken from layers.
     return [round(n * layers / matched) - 1 for n in range(1, matched)]
 
 
@@ -142,6 +146,7 @@ def capture_hidden(model: PreTrainedModel, matched: int, run: Callable[[], Tenso
     def keep(module: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         states.append(out if isinstance(out, Tensor) else out[0])
 
+    # Hooks rather than `output_hidden_states`, which keeps the states of all layers in memory.
     layers = hf.anatomy(model).layers
     hooks = [layers[n].register_forward_hook(keep) for n in compared(len(layers), matched)]
     try:
@@ -204,6 +209,7 @@ def init_from_layers(student: PreTrainedModel, weights: WeightSource, of: int) -
         )
     layers = hf.anatomy(student).layers
     (name,) = (name for name, module in student.named_modules() if module is layers)
+    # Values are redirected as they are read: layer n of the student gets those of layer chosen[n] of the folder.
     chosen, at = spread(len(layers), of), re.compile(rf"^{re.escape(name)}\.(\d+)\.")
 
     def other(parameter: str, value: Tensor) -> Tensor:
@@ -212,6 +218,7 @@ def init_from_layers(student: PreTrainedModel, weights: WeightSource, of: int) -
         return weights.read(f"{name}.{chosen[int(match[1])]}.{parameter[match.end() :]}")
 
     weights.map(at.pattern, other)
+    # Without it every skipped layer would be reported as unused.
     weights.leave(at.pattern)
     return chosen
 

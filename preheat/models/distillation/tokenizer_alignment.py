@@ -60,6 +60,7 @@ class TokenizerView:
     def ends(self, numbers: Sequence[int]) -> tuple[bytes, list[int]]:
         """The text of tokens, and the byte offset of each token's end, without the space that is put before a text."""
         text = b"".join(self.token_bytes[n] for n in numbers)
+        # SentencePiece puts a space before every text, which is in the tokens but not in the text.
         skip = int(self.spaced and text.startswith(b" "))
         return text[skip:], [
             max(end - skip, 0) for end in itertools.accumulate(len(self.token_bytes[n]) for n in numbers)
@@ -125,9 +126,11 @@ class TokenAligner:
         tokens, trained = batch.tokens.tolist(), (batch.labels != -100).tolist()
         cut: list[list[list[int]]] = []
         at, aligned = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
+        # begin: the document's first position in the student's row; filled: tokens in the teacher's row before it.
         for row, documents in enumerate(batch.mask.documents or ((length,),) * rows):
             begin, filled, here = 0, 0, list[list[int]]()
             for size in documents:
+                # The teacher reads only documents in which something is trained.
                 if any(trained[row][begin : begin + size]):
                     numbers, places = self._document(tokens[row][begin : begin + size])
                     for place, of in places:
@@ -148,8 +151,11 @@ class TokenAligner:
             : self.positions
         ]
         read, ends = self.teacher.ends(cut)
+        # A tokenizer may normalize the text (Unicode forms, spaces): its byte
+        # offsets would then be those of another text.
         if not text.startswith(read):
             return [], []
+        # Tokens without text end where the token before them does: the last one has read the most.
         of = {end: place for place, end in enumerate(ends)}
         special = [not self.student.token_bytes[n] for n in numbers]
         return cut, [
@@ -164,6 +170,7 @@ class TokenAligner:
         tokens = torch.full((len(cut), length), self.teacher.end)
         positions, documents = torch.zeros_like(tokens), list[tuple[int, ...]]()
         for row, (parts, size) in enumerate(zip(cut, sizes, strict=True)):
+            # Padding is a document of its own, whose results nobody reads.
             lengths = [*map(len, parts), *([length - size] if size < length else [])]
             tokens[row, :size] = torch.tensor([n for part in parts for n in part], dtype=torch.int64)
             positions[row] = torch.cat([torch.arange(n) for n in lengths])
