@@ -57,7 +57,7 @@ def ablation(recipe: Recipe) -> list[Contender]:
         return Contender(name, replace(recipe, techniques={n: recipe.techniques[n] for n in techniques}))
 
     contenders = [contender("plain", []), contender("all", names)]
-    if len(names) > 1:
+    if len(names) > 1:  # with one technique, `without` and `only` would repeat `plain` and `all`
         contenders += [contender(f"without {name}", [n for n in names if n != name]) for name in names]
         contenders += [contender(f"only {name}", [name]) for name in names]
     return contenders
@@ -73,6 +73,7 @@ def chosen(recipe: Recipe, names: Sequence[str]) -> list[Contender]:
     for name in names:
         if name not in known:
             raise RecipeError(f"--techniques: '{name}' is unknown; use one of {', '.join(known)}")
+    # The recipe's settings of a technique, so that the comparison is of what the user would run.
     alone = [Contender(n, replace(recipe, techniques={n: recipe.techniques.get(n) or known[n]()})) for n in names]
     return [Contender("plain", replace(recipe, techniques={})), *alone]
 
@@ -104,30 +105,37 @@ def bench(
     Raises:
         RunError: the folder cannot be written, or the baseline failed.
     """
+    # The first steps allocate memory, choose kernels and compile.
     if steps <= warmup:
         raise RecipeError(f"--steps {steps}: {warmup} of them warm up; take at least {warmup + 1}")
     say = say or (lambda what, done, total: None)
     plans = _plans(contenders)
+    # Contenders that do not fit are not run: their failure would cost time and could end other processes.
     running = [c for c in contenders if not c.failed]
     total, done = len(running) * repeats, 0
     claim(out, "bench", ("bench.json", "bench.html"))
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(repeats):
+            # Each round begins with the next contender, so that drifts of clock and temperature reach all of them.
             for c in [*running[turn % len(running) :], *running[: turn % len(running)]]:
                 say(c.name, done, total)
                 gradient = Path(folder) / f"{contenders.index(c)}.safetensors"
                 if not c.failed:
+                    # One sample of gradients is enough: every turn begins with the same weights and rows.
                     take_turn(c, steps, gradient if turn == 0 else None, Path(folder))
                 done += 1
         say("done", total, total)
+        # Before the folder with the samples is removed.
         cosines = [
             cosine_of(Path(folder) / "0.safetensors", Path(folder) / f"{n}.safetensors") for n in range(len(contenders))
         ]
+    # Every ratio is against the baseline, so without it there is no comparison.
     if contenders[0].failed:
         raise RunError(f"{contenders[0].name}: {contenders[0].failed}")
     rows = [
         _row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)
     ]
+    # The device is the same for all, so the first plan that succeeded is enough.
     available = next((p["available_gib"] for p in plans if p), math.nan)
     summary = {
         "name": recipe.name,
@@ -175,6 +183,7 @@ def _plans(contenders: Sequence[Contender]) -> list[JsonObject | None]:
 
 def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, seconds: float | None = None) -> None:
     """Runs a contender's steps (or as many as fit in `seconds`) in its own process; sets its `turns` or `failed`."""
+    # A result of the turn before must not be taken for this one's if the process dies.
     job, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
     values = {
@@ -186,8 +195,11 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     }
     job.write_text(json.dumps(values), encoding="utf-8")
     command = [sys.executable, "-m", "preheat.bench.worker", str(job)]
+    # A process of its own: peaks of memory, compiled code and allocator state of one contender do not reach
+    # the next. `tethered` ends it if this process ends first.
     done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
     if done.returncode or not result.exists():
+        # A negative code is a signal: the last line of standard error would not explain it.
         last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode >= 0 else ""
         c.failed = last or f"its process {ended_by(done.returncode)}"
         return
@@ -205,17 +217,21 @@ def cosine_of(baseline: Path, other: Path) -> float | None:
     from safetensors.torch import load_file
 
     a, b = load_file(baseline), load_file(other)
+    # Adapters have parameters that the baseline lacks; only shared ones can be compared.
     common = [name for name in a if name in b and a[name].shape == b[name].shape]
     if not common:
         return None
+    # cos = <a, b> / (|a| |b|) over all parameters together, in fp64: sums of millions of products.
     dot = sum(float((a[n].double() * b[n].double()).sum()) for n in common)
     norm = math.sqrt(sum(float(a[n].double().square().sum()) for n in common))
     other_norm = math.sqrt(sum(float(b[n].double().square().sum()) for n in common))
+    # Rounding may give slightly more than 1 for equal gradients.
     return min(1.0, dot / (norm * other_norm)) if norm and other_norm else None
 
 
 def speed_of(turn: JsonObject, warmup: int) -> float:
     """Returns the tokens per second of a turn: the median over its steps after the first `warmup`."""
+    # The median: single steps are slowed down by other processes.
     return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
@@ -231,6 +247,7 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
     if c.failed:
         return row
     speeds = [speed_of(turn, warmup) for turn in c.turns]
+    # Round by round: turns of one round ran close in time and saw the same load.
     ratios = [speed_of(a, warmup) / speed_of(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
     return row | {
         "tokens_per_second": median(speeds),
@@ -238,7 +255,9 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
         "spread": [min(speeds), max(speeds)],
         "ratio": median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
+        # MFU is proportional to speed, so the plan's is scaled to the measured speed.
         "mfu": plan["mfu"] * median(speeds) / plan["tokens_per_second"] if plan else None,
+        # A figure counts only if all turns report it; the highest is what the device must have.
         **{key: max(turn[key] for turn in c.turns) for key in MEMORY_KEYS if all(key in turn for turn in c.turns)},
         "startup_seconds": median(turn["startup_seconds"] for turn in c.turns),
         "loss": c.turns[0]["losses"][-1],
@@ -258,6 +277,7 @@ def verdicts(rows: Sequence[JsonObject], names: Sequence[str], available: float)
     entries: list[JsonObject] = []
     full = by_name.get("all")
     for name in names:
+        # With one technique, the recipe without it is the plain one.
         rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")
         if full is None or rest is None:
             continue
@@ -271,6 +291,7 @@ def verdicts(rows: Sequence[JsonObject], names: Sequence[str], available: float)
         ratios = [a / b for a, b in zip(full["speeds"], rest["speeds"], strict=False)]
         speed, freed = median(ratios), rest["peak_gib"] - full["peak_gib"]
         # No verdict from one turn of each: other processes on the machine may explain the difference.
+        # A difference counts if it exceeds NOISE and the ranges of the two do not overlap.
         noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(full["speeds"], rest["speeds"])
         entries.append(
             {
@@ -295,6 +316,7 @@ def _words(name: str, speed: float, noise: bool | None, freed: float, without: f
         change = "no difference in speed seen"
     elif noise is None:
         change = "no verdict on speed from one turn (--repeats 3 gives one)"
+    # Below 2 % or 0.01 GiB a difference in memory counts as none.
     small = abs(freed) < max(0.02 * without, 0.01)
     size = memory(abs(freed))
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"

@@ -60,8 +60,10 @@ class _Worker:
             JsonObject(),
             dict[tuple[int, int], list[Any]](),
         )
+        # The object's id makes file names unique among the workers of a comparison.
         file = folder / f"{id(self)}.json"
         file.write_text(json.dumps(job), encoding="utf-8")
+        # Standard error goes to a file: an unread pipe would fill up and block the worker.
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
         self._process = subprocess.Popen(
@@ -72,6 +74,7 @@ class _Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # The worker waits for further requests, so it is ended from here.
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -80,11 +83,13 @@ class _Worker:
         """Sends a request and returns the answer, or waits for the initial one; empty after a failure."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        # A failed worker has ended and would not answer.
         if self.failed:
             return {}
         if request is not None:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
+        # An empty line means that the worker closed its output, because it ended.
         line = self._process.stdout.readline()
         answer: JsonObject = json.loads(line) if line else self._ended()
         self.failed = answer.get("failed", "")
@@ -142,6 +147,7 @@ def bench_inference(
         for n, speech in enumerate(speeches):  # one after the other, because start-up is measured
             say(f"opening {speech.name}", n, len(speeches))
             settings = dataclasses.asdict(speech.settings)
+            # Both are settings of the benchmark, equal for all contenders.
             del settings["max_new_tokens"], settings["prompts"]
             job = {"model": speech.model, "settings": settings, "dtype": speech.dtype, "engine": speech.engine}
             worker = stack.enter_context(
@@ -149,9 +155,11 @@ def bench_inference(
             )
             worker.about = worker.ask()
             workers.append(worker)
+            # The baseline's failure ends the comparison before the other models are opened.
             if worker.failed and not n:
                 raise RunError(f"{speech.name}: {worker.failed}")
         running = [worker for worker in workers if not worker.failed]
+        # Before any measurement, so that a shape that does not fit is reported at once.
         _require_room(running, cells, tokens)
         for worker in running:
             worker.ask("begin")
@@ -189,6 +197,7 @@ def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], 
                     f"--lengths {length}: and {tokens} generated tokens are more than the {positions:,} positions of "
                     f"{worker.speech.name}; use {positions - tokens} or less"
                 )
+            # fp32 logits of the last position of each row.
             logits = 4 * rows * worker.about["vocabulary"]
             if (needed := weights + cache + logits) > device["memory"]:
                 raise DoesNotFit(
@@ -200,6 +209,7 @@ def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], 
 
 
 def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], repeats: int, say: Say) -> None:
+    # Shapes are the inner loop, so that every round sees all of them under the same conditions.
     total, done = len(workers) * len(cells) * (repeats + 1), 0
     for number in range(repeats + 1):  # the first round is not timed
         for cell in cells:
@@ -227,6 +237,7 @@ def _model(worker: _Worker) -> JsonObject:
 def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int) -> JsonObject:
     turns, others = worker.turns[cell], baseline.turns[cell]
     rows, length = cell
+    # Decoding alone: tokens after the first ones, over the time after them.
     speeds = [turn["drawn"] / turn["rest"] for turn in turns]
     pairs = list(zip(turns, others, strict=True))
     texts, theirs = turns[0]["texts"], others[0]["texts"]
@@ -237,8 +248,10 @@ def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int)
         "first_token_seconds": _spread([turn["first"] for turn in turns]),
         "prefill_tokens_per_second": _spread([rows * length / turn["first"] for turn in turns]),
         "decode_tokens_per_second": _spread(speeds),
+        # Ratios per round, whose turns ran close in time: a slow phase of the machine cancels out.
         "ratio": _spread([(a["drawn"] * b["rest"]) / (a["rest"] * b["drawn"]) for a, b in pairs]),
         "first_token_ratio": _spread([a["first"] / b["first"] for a, b in pairs]),
+        # Speculation runs one row at a time; otherwise each pass gives a token to every row.
         "tokens_per_pass": turns[0]["drawn"] / turns[0]["passes"] / (1 if worker.speech.settings.speculates else rows),
         "cache_bytes": turns[0]["cache_bytes"],
         "cache_predicted_bytes": worker.about["cache_bytes"][number],

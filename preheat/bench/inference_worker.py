@@ -50,6 +50,7 @@ class InferenceWorker:
 
         self.job, self.tokens = job, int(job["tokens"])
         self.settings = Sample(**job["settings"], max_new_tokens=self.tokens)
+        # transformers' engine opens the model too, for its device, positions and tokenizer.
         opened = load_model(job["model"])
         self.device, self.tokenizer = opened.build.device, opened.tokenizer
         self.positions = opened.build.model.positions
@@ -84,6 +85,7 @@ class InferenceWorker:
         for _, row in open_source(Data(source=file or "stdlib", layout="text")).rows():
             text = row["text"] if isinstance(row, dict) else row
             self._text += self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            # Enough for all rows of every shape to differ, and for the rows of the loss.
             if len(self._text) >= min(_TEXT, max(max(rows, _ROWS) * length for rows, length in cells)):
                 break
         if len(self._text) < (longest := max(length for _, length in cells)):
@@ -91,6 +93,7 @@ class InferenceWorker:
                 f"--text {file}: has {len(self._text):,} tokens, and a prompt has {longest:,}; name a longer "
                 "one, or shorter --lengths"
             )
+        # From here on, so that the peak of opening the model does not hide that of generation.
         if can_begin_peak(self.device.kind):
             begin_peak(self.device.kind)
             self._baseline = peak_bytes(self.device.kind, since_begun=True)
@@ -98,6 +101,7 @@ class InferenceWorker:
 
     def _prompt(self, row: int, length: int) -> list[int]:
         """Returns the prompt of a row: consecutive sections of the text, which repeats at its end."""
+        # A short text repeats from its start rather than end in a shorter prompt.
         start = row % (len(self._text) // length) * length
         return self._text[start : start + length]
 
@@ -108,9 +112,11 @@ class InferenceWorker:
         from preheat.planning.analytic import CACHES, cache_bytes
 
         model = self.model
+        # Settled once here, so that prediction and measurement use the same kind of cache.
         self.settings = settled(self.settings, model, 0 if patterned(model) else self.tokens)
         # The integer codes of a compressed model are skipped.
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        # Bytes per element, and per vector for its scale.
         size, scale = CACHES["int8"] if self.settings.cache == "int8" else (dtype.itemsize, 0.0)
 
         def cache(rows: int, length: int) -> float:
@@ -177,6 +183,7 @@ class InferenceWorker:
 
         class Clock(StoppingCriteria):
             def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+                # Kernels run asynchronously, so a clock without this would measure launches.
                 input_ids[:, -1].tolist()  # waits for the device
                 timed.at.append(time.perf_counter())
                 timed.tokens.append(len(input_ids))
@@ -208,12 +215,14 @@ class InferenceWorker:
         from preheat.hardware.probe import peak_bytes
         from preheat.models.generation.generate import cached_loss
 
+        # Before the loss, whose longer pass would raise the peak.
         beyond = (
             None
             if self._baseline is None
             else (peak_bytes(self.device.kind, since_begun=True) - self._baseline) / 2**30
         )
         length = max(length for _, length in self.job["cells"])
+        # [_ROWS, length]: the same rows for every contender with this tokenizer.
         rows = torch.tensor([self._prompt(row, length) for row in range(_ROWS)])
         return {"beyond_weights_gib": beyond, "loss": cached_loss(self.model, rows, self.settings)}
 
@@ -221,6 +230,7 @@ class InferenceWorker:
 def _joined(parts: list[Timed]) -> JsonObject:
     """Sums the timings of groups that were generated one after the other."""
     return {
+        # Groups ran one after the other, so their times add up. The first pass of each is its prefill.
         "first": sum(part.at[0] - part.begun for part in parts),
         "rest": sum(part.at[-1] - part.at[0] for part in parts),
         "passes": sum(len(part.at) - 1 for part in parts),
@@ -248,6 +258,7 @@ def _plain(job: JsonObject, device: torch.device) -> PreTrainedModel:
     model, info = AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=dtype, local_files_only=True, output_loading_info=True
     )
+    # transformers only warns, and the speed of random weights would look like a valid result.
     if missing := sorted(info["missing_keys"]):
         raise RunError(
             f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model "
@@ -266,6 +277,7 @@ def _cast(model: PreTrainedModel, dtype: str) -> None:
     import torch
 
     for p in model.parameters():
+        # The exact type: subclasses of tensors hold quantized codes with scales.
         if type(p.data) is torch.Tensor and p.is_floating_point():
             p.data = p.data.to(getattr(torch, DTYPES[dtype]))
 
@@ -274,6 +286,7 @@ def _tensors(model: PreTrainedModel) -> list[Tensor]:
     """Returns the tensors that hold a model's weights, including those inside of tensor subclasses."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    # A subclass (torchao) reports its logical size; its inner tensors are what memory holds.
     tensors, left = [], [*model.parameters(), *model.buffers()]
     while left:
         tensor = left.pop()
@@ -287,6 +300,7 @@ def _tensors(model: PreTrainedModel) -> list[Tensor]:
 def main() -> None:
     from preheat.errors import PreheatError
 
+    # The original standard output stays open under another descriptor, and descriptor 1 leads to standard error.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries may print to standard output, which is for answers
 

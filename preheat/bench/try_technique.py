@@ -107,6 +107,7 @@ class _Group:
 def _recipe(wish: TrialOptions, rows: int) -> Recipe:
     from preheat.hardware.probe import probe
 
+    # The recipe states the limit as its device's memory, so that the plan decides what fits.
     most = min(probe().memory, MEMORY)
     recipe = Recipe(
         name="try",
@@ -117,6 +118,7 @@ def _recipe(wish: TrialOptions, rows: int) -> Recipe:
         stop=Stop(max_steps=100),
         hardware=Hardware(memory=f"{most}B"),
     )
+    # Options such as --seq-len may contradict the model; the error comes before any work.
     check(recipe)
     return recipe
 
@@ -126,6 +128,7 @@ def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
     known = registry()
     if name == "gradient_accumulation":
         return {name: known[name](steps=wish.micro_batches)}  # type: ignore[call-arg]
+    # fp8 casts the inputs of matmuls, on top of a bf16 mixed precision.
     if name == "mixed_precision" and wish.precision == "fp8":
         return {name: known[name](), "fp8": known["fp8"]()}
     if name == "mixed_precision":
@@ -133,6 +136,7 @@ def _techniques(wish: TrialOptions, name: str) -> dict[str, Technique]:
     if name == "efficient_attention":
         return {name: known[name]()}
     assert name == "integration", name
+    # zero is left out, since its processes run a loop of their own.
     parts = ["mixed_precision", "efficient_attention"] + (["gradient_accumulation"] if wish.micro_batches > 1 else [])
     return {k: t for part in parts for k, t in _techniques(wish, part).items()}
 
@@ -142,7 +146,9 @@ def _group(wish: TrialOptions) -> _Group | None:
     if wish.technique == "zero" and not wish.benchmark:
         return None
     accumulates = wish.benchmark or wish.technique in ("gradient_accumulation", "integration")
+    # The baseline takes the accumulated batch at once: the same gradient, with the memory of all rows.
     baseline = _recipe(wish, wish.rows * (wish.micro_batches if accumulates else 1))
+    # One micro-batch accumulates nothing.
     names = [n for n in TECHNIQUES if n != "zero" and not (n == "gradient_accumulation" and wish.micro_batches < 2)]
     chosen = names if wish.benchmark else [wish.technique]
     return _Group(
@@ -183,11 +189,14 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
         )
     say("reading data")
     plain = _recipe(wish, wish.rows)
+    # Builds the cached tokenizer and rows, so that no contender's time includes it.
     prepare(plain.data, length=wish.seq_len, seed=plain.seed)
     rows: list[JsonObject] = []
     steps = 0
     zero = wish.benchmark or wish.technique == "zero"
+    # Time that ZeRO needs after the other contenders.
     reserved = 2 * STARTUP + LEAST if zero else 0.0
+    # Without an explicit number, the first whose baseline can be run is used.
     for accumulated in ACCUMULATED if wish.accumulation_steps is None else (wish.accumulation_steps,):
         wish = dataclasses.replace(wish, accumulation_steps=accumulated)
         group = _group(wish)
@@ -203,6 +212,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
     if zero:
         zero_rows, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - start), say)
         rows, steps = [*rows, *zero_rows], steps or steps_of_zero
+    # Rows that did not run are results as long as at least one row has figures.
     if not any("tokens_per_second" in row for row in rows):
         raise RunError("nothing could be run: " + "; ".join(f"{row['name']}: {row['not_run']}" for row in rows))
     say("dry run for a GPU")
@@ -245,8 +255,10 @@ def _steps(group: _Group, left: float) -> int:
     running = [
         (c, p["seconds_per_step"]) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed
     ]
+    # Slowest last: it is the first to be left out if not all can take two steps.
     running.sort(key=lambda pair: pair[1])
     while running:
+        # LEAST seconds remain however long planning took. A turn needs two steps, as the first is not timed.
         room = max(left - STARTUP * len(running), LEAST)
         steps = int(room / sum(seconds for _, seconds in running))
         if steps >= 2:
@@ -267,12 +279,14 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
         for number, c in enumerate(group.contenders):
             if not c.failed:
                 say(f"{c.name}: {steps} steps")
+                # Time left over by one contender is divided among those after it.
                 seconds = max((until - time.monotonic()) / left - STARTUP, LEAST / left)
                 take_turn(c, steps, Path(folder) / f"{number}.safetensors", Path(folder), seconds)
                 left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
         cosines = [cosine_of(files[0], file) for file in files]
     rows: list[JsonObject] = []
+    # A slow contender may take fewer steps: losses are compared at a step that all have taken.
     common = min((len(turn["losses"]) for c in group.contenders for turn in c.turns), default=0)
     for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True):
         row: JsonObject = {
@@ -367,18 +381,22 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
     from preheat.planning.request import Request
     from preheat.training.plan_request import vocabulary_of
 
+    # The dry run traces operators, so the attention operator of a GPU has to be named on a CPU.
     flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
     here = Device("cpu", "dry run", MEMORY)
     peaks: dict[str, float] = {}
     request = Request(plain, here, vocabulary=vocabulary_of(plain))
     for c in group.contenders if group else []:
+        # Without fp8, which the CPU of the dry run does not have; the notes of the trial say so.
         named = {n: flash if n == "efficient_attention" else t for n, t in c.recipe.techniques.items() if n != "fp8"}
         observation = observe(dataclasses.replace(request, recipe=dataclasses.replace(c.recipe, techniques=named)))
         peaks[c.name] = max(observation.peak.values()) / GIB
     notes = []
     if wish.benchmark or wish.technique == "zero":
         observation = observe(request)
+        # In the optimizer's phase weights, gradients and states are all in memory.
         at = observation.categories[Phase.UPDATE]
+        # The stages of ZeRO by what they shard (Rajbhandari et al. 2020, arXiv:1910.02054).
         shared = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[
             wish.zero_stage
         ]
@@ -403,6 +421,7 @@ def _with_and_without_zero(
     rows = wish.rows * PROCESSES
     recipe = dataclasses.replace(plain, batch=Batch(size=rows, seq_len=wish.seq_len))
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
+    # The plan of one process; each holds a replica of the model, so memory and time scale with their number.
     one = plan_here(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
     results: list[JsonObject] = [

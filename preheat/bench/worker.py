@@ -54,12 +54,15 @@ def take_steps(job: JsonObject) -> JsonObject:
     from preheat.training.plan_request import data_of, in_use, row_count
     from preheat.training.session import reset_memory_baseline
 
+    # As `preheat train` does up to the first step, so that a turn measures the same work.
     recipe = recipes.parse(job["recipe"])
     device, threads = resolve_device(recipe)
     data = data_of(recipe)
     require_examples(recipe, data)
+    # Planning is not part of a contender's start-up: `paused` is subtracted from it.
     pause = time.perf_counter()
     request = Request(recipe, device, vocabulary=len(data.tokenizer))
+    # Settings left open are resolved as in a run, which needs this machine's measured rates.
     if any(isinstance(t, Searchable) and t.left_open(device) for t in recipe.techniques.values()):
         request = replace(request, rates=rates(device, threads), rows=row_count(data), in_use=in_use(device))
         request = resolve_auto(request)
@@ -67,16 +70,19 @@ def take_steps(job: JsonObject) -> JsonObject:
     # The dry run imports the modules of the techniques, so that their memory is not attributed to the steps.
     observe(request)
     paused = time.perf_counter() - pause
+    # Peaks are reported above the memory of the imports, which every contender has.
     imports = reset_memory_baseline(device)
     model_build = build(recipe, vocabulary=request.vocabulary, device=device, source_config=request.source_config)
     lr = peak_learning_rate(model_build)
     shape = model_build.slot(Slot.BATCH_SHAPE)
+    # The order of the samples covers the steps of the turn, not those of the recipe.
     samples = job["steps"] * recipe.batch.size
 
     def order() -> Iterator[int]:
         rows_in_order: Iterator[int] = model_build.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
         return rows_in_order
 
+    # Techniques may need to see the data first (calibration, teacher caches), as before a run.
     model_build.run_dataset_passes(data.train, itertools.islice(order(), samples), lambda what, done, total: None)
     seconds, losses, tokens, startup = [], [], [], 0.0
     stream = batches(
@@ -92,14 +98,17 @@ def take_steps(job: JsonObject) -> JsonObject:
     with closing(stream):
         for step in range(job["steps"]):
             begun = time.perf_counter()
+            # Waiting for data counts: a loader that is too slow slows the run down, too.
             batch = next(stream)
             loss = gradients(model_build, batch, lr)
+            # Gradients of step 0 are of equal weights in all contenders; later ones differ by the updates.
             if step == 0 and job["gradient"]:
                 pause = time.perf_counter()
                 _keep_gradients(model_build, Path(job["gradient"]))
                 pause = time.perf_counter() - pause
                 begun, paused = begun + pause, paused + pause
             stats = update(model_build, lr)
+            # One `tolist` for all figures, which waits for the device: the step's time includes its work.
             mean, _, finite = torch.cat([(loss.total / max(loss.weight, 1)).float().reshape(1), stats]).tolist()
             seconds.append(time.perf_counter() - begun)
             losses.append(mean if finite else float("nan"))
@@ -122,6 +131,7 @@ def _keep_gradients(build: Build, path: Path) -> None:
 
     save_file(
         {
+            # A stride over the whole tensor: the first elements would be those of a few rows.
             name: p.grad.flatten()[:: max(1, p.numel() // SAMPLE)].float().cpu().contiguous()
             for name, p in build.parameters()
             if p.grad is not None
@@ -137,6 +147,7 @@ def main() -> None:
     try:
         result = take_steps(job)
     except PreheatError as error:
+        # An expected error is a result; anything else ends the process with a traceback, whose last line is reported.
         result = {"failed": str(error).splitlines()[0]}
     Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
 

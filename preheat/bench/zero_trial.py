@@ -25,6 +25,7 @@ __all__ = ["main", "run_processes", "take_steps"]
 def run_processes(job: JsonObject) -> JsonObject:
     """Runs one contender on its processes; returns the figures of a row, or the reason why it did not run."""
     world = job["world"]
+    # Without a limit each process would start a thread per core, and all would wait for each other.
     threads = max(1, (os.cpu_count() or 1) // world)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
@@ -44,6 +45,7 @@ def run_processes(job: JsonObject) -> JsonObject:
                 )
             errors = [process.communicate()[1] for process in started]
         finally:
+            # Also after an error or an interrupt: no process must outlive the trial.
             for process in started:
                 process.kill()
                 process.wait()
@@ -54,6 +56,7 @@ def run_processes(job: JsonObject) -> JsonObject:
         results = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
     first = results[0]
     return {
+        # The first step includes allocations. Collectives keep the ranks in step, so one rank's times are enough.
         "tokens_per_second": first["tokens"] / median(first["seconds"][1:]),
         "peak_gib": max(f["peak_gib"] for f in results),
         "losses": first["losses"],
@@ -91,12 +94,15 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
 
     torch.set_num_threads(job["threads"])
     world, recipe = job["world"], recipes.parse(job["recipe"])
+    # A store in a file needs no free port.
     dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
     data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed)
     imports = reset_memory_baseline(Device("cpu", "here", 0))
     model: Any = hf.build_on_meta(hf.configure(recipe, len(data.tokenizer)))
     materialize(model, torch.device("cpu"))
+    # Equal seeds give equal weights on all ranks, without a broadcast.
     WeightSource().fill(model, seed=recipe.seed)
+    # Parameters outside of embedding and head, as the fit counts them.
     lr = size_dial.learning_rate(sum(p.numel() for p in model.base_model.layers.parameters()))
     groups = decay_groups(model.named_parameters(), recipe.optimizer.weight_decay)
     settings: JsonObject = {"lr": lr, "betas": recipe.optimizer.betas}
@@ -106,6 +112,7 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
         if stage
         else fused_adamw(groups, **settings, eps=1e-8)
     )
+    # Every rank reads the whole batch and takes its own micro-batch, so that `weight` covers all of them.
     shape = Shape(recipe.batch.size, recipe.batch.seq_len, recipe.batch.size // world)
     seconds, losses = [], []
     with closing(batches(data.train, seed=recipe.seed, committed=0, shape=lambda samples: shape)) as stream:
@@ -123,7 +130,9 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), mine.labels.flatten(), reduction="sum")
             loss = loss / (weight / world)  # averaging over processes then gives the mean over all tokens
             loss.backward()
+            # [tokens, vocabulary], the largest tensor of the step: freed before the optimizer's peak.
             del logits
+            # torch's own function would see only the gradients that this process owns.
             if stage:
                 optimizer.clip_grad_norm_(recipe.optimizer.max_grad_norm)
             else:
@@ -133,10 +142,12 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            # Each rank's loss is scaled by world / weight: the sum over ranks divided by world is the mean per token.
             mean = loss.detach() / world
             dist.all_reduce(mean)
             losses.append(float(mean))
             seconds.append(time.perf_counter() - start)
+            # One rank's clock must not decide alone: the others would wait in the next collective.
             late = torch.tensor(float(len(seconds) > 1 and sum(seconds) > job["seconds"]))
             dist.all_reduce(late)  # so that all ranks stop at the same step
             if late:

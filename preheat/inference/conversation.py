@@ -86,7 +86,9 @@ class Conversation:
             RecipeError: the message alone leaves no room for a reply. The conversation is then unchanged.
             DataError: the template does not render the conversation.
         """
+        # A copy, since making room deletes old turns: a failed turn must give these back.
         before = list(self.turns)
+        # Each turn draws other numbers, and a conversation with the same seed and messages repeats itself.
         self._asked += 1
         self.turns.append({"role": "user", "content": text})
         parts: list[str] = []
@@ -98,6 +100,8 @@ class Conversation:
                     on_text(part)
 
         try:
+            # Room is made before the model reads anything; the cache then drops its
+            # tokens from the first changed one on.
             count, dropped = self._fit()
             (written,) = self.opened.write(
                 [self.messages],
@@ -111,10 +115,12 @@ class Conversation:
         except KeyboardInterrupt:
             self._answered("".join(parts))
             raise
+        # Otherwise the next message would follow a question that was never answered.
         except BaseException:
             self.turns = before
             raise
         self._answered(written.text)
+        # `reused` was set as the prompt was read: the rest is what this turn had to compute.
         return Answer(written, dropped, count, count - self._kept.reused)
 
     def _answered(self, text: str) -> None:
@@ -127,10 +133,12 @@ class Conversation:
         room = min(self.settings.max_new_tokens, max(1, positions // 4))
         dropped = 0
         while True:
+            # Counted anew after each deletion: templates add tokens around messages, so counts do not add up.
             count = len(prompt_tokens(self.opened.tokenizer, self.messages, self.template))
             if not positions or count + room <= positions:
                 return count, dropped
             later = next((n for n, turn in enumerate(self.turns) if n and turn["role"] == "user"), None)
+            # Only the current question is left. A short answer is better than none, as long as one token fits.
             if later is None:
                 if count >= positions:
                     raise RecipeError(

@@ -53,6 +53,7 @@ class LoadedModel:
         Example:
             >>> load_model("runs/demo").write(["import os\\n"])[0].text                                 # doctest: +SKIP
         """
+        # Loaded once per path, since a chat calls this for every message.
         path = settings.draft_model if settings is not None else None
         if path is not None and path not in self._drafts:
             self._drafts[path] = load_draft_model(path, self.tokenizer)
@@ -86,11 +87,13 @@ def load_model(
 
 
 def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> LoadedModel:
+    # runs/x/checkpoints/step-N means the run x at step N: the recipe is in the run's folder.
     own = checkpoint.step_of(path.name)
     if own is not None and (path.parent.parent / "recipe.yaml").is_file():
         if step not in (None, own):
             raise RunError(f"{path}: is the checkpoint of step {own}, not of step {step}; name the run")
         path, step = path.parent.parent, own
+    # Runs first: `step` and `at_start` are for them alone.
     if (path / "recipe.yaml").is_file():
         return _at_start(path, base) if at_start else _run(path, step, base)
     if at_start:
@@ -119,6 +122,7 @@ def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTraine
     except RunError as error:
         raise RunError(f"sample.draft_model: {error}") from None
     ours, theirs = tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    # The verifying model compares ids, so a draft must give every id the same meaning.
     if ours != theirs:
         odd = next((piece for piece in ours if theirs.get(piece) != ours[piece]), None)
         odd = odd if odd is not None else next(piece for piece in theirs if piece not in ours)
@@ -152,11 +156,13 @@ def _at_start(path: Path, base: str | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
+    # The weights of the base are compared with those that a checkpoint recorded, if there is one.
     newest, _ = checkpoint.find(path / "checkpoints", run=run.id)
     recipe = _on_base(run, base, checkpoint.read_progress(newest) if newest else None)
     classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
+    # A run trained on a GPU may be read on a CPU, where some techniques compute in another way.
     recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
     model_build = build(recipe, vocabulary=len(tokenizer), device=device)
     return LoadedModel(recipe, model_build, tokenizer, 0, str(path / "tokenizer"), classes=classes)
@@ -169,12 +175,14 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
     weights must be those that the run was trained on.
     """
     path = run.path
+    # Reading needs one device, however many trained.
     recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
     named = recipe.model.path
     if named is None:
         if base is not None:
             raise RecipeError(f"--base: {path} is a run of a new model and contains all of it; leave it out")
         return recipe
+    # Random weights have no fingerprint of a folder to compare with.
     trained = (
         progress.fingerprints.get("weights") if progress is not None and recipe.model.weights != "random" else None
     )
@@ -188,12 +196,15 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
                 f"--base: {base} has other weights than those that {path} was trained on ({named}); name that model"
             )
         return replace(recipe, model=replace(recipe.model, path=base))
+    # A relative name may be on the hub; it is resolved when the model is built.
     if not Path(named).is_absolute() or Path(named).is_dir():
         return recipe
     parts = Path(named).parts[1:]
     for home in (Path.cwd(), path.resolve().parent, path.resolve().parent.parent):
+        # From the most specific end of the path (three parts) to its last part alone.
         for count in range(min(len(parts), 3), 0, -1):
             folder = home.joinpath(*parts[-count:])
+            # A folder of the same name may hold another model, so only equal weights are accepted.
             if trained and (folder / "config.json").is_file() and WeightSource(folder).fingerprint() == trained:
                 return replace(recipe, model=replace(recipe.model, path=str(folder)))
     raise RunError(f"{path}: its base model {named}: no such folder; give its current folder with --base")
@@ -204,6 +215,7 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
 
     run = Reader(path)
     data = run.data
+    # Damaged checkpoints are skipped: a crash while saving leaves the one before it intact.
     newest, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
     if newest is None:
         raise RunError(
@@ -235,6 +247,7 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
             f"{path}: the weights in {recipe.model.path} changed since the run was trained on them; restore the "
             "earlier ones"
         )
+    # Over the weights of the base: a checkpoint may hold the trained parameters alone.
     checkpoint.load_weights(model_build, newest)
     template = data.get("template") if data.get("chat") else None
     classes = tuple(data.get("classes") or ())
@@ -248,8 +261,10 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
     from preheat.models.hf import configure, facts
 
     recipe = Recipe(name="opened", model=Model(path=model), stop=Stop(max_steps=1))
+    # A length of 2 passes the check of any model; the positions are what is asked for.
     positions = facts(configure(replace(recipe, batch=replace(recipe.batch, seq_len=2)))).positions
     tokenizer = load_tokenizer(tokenizer_folder)
+    # Nothing is trained here: batch and length only have to be valid.
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, seq_len=min(512, positions or 512)))
     device, _ = resolve_device(recipe)
     model_build = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
@@ -278,6 +293,7 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
             ) from None
         raise
     model = opened.build.trained[0]
+    # An adapter corrects the weights that it was trained on, and quantized ones are no plain matrices.
     if is_compressed(model):
         knob = "--base" if base is not None else f"adapter: {path}"
         raise RecipeError(

@@ -48,6 +48,7 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, mo
     """
     from preheat.data.chat.template import load_template
 
+    # A template that the model was not trained with gives poor answers without an error, so none is guessed.
     if setting is None and not tokenizer.chat_template:
         raise RecipeError(
             f"{model}: its tokenizer has no chat template; name the one that it was trained with, e.g. --template "
@@ -92,6 +93,7 @@ def write_texts(
         does not support.
     """
     settings, positions = settings or Sample(), build.model.positions
+    # Error messages count prompts from 1, as users do.
     names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
     ids = [
         prompt_tokens(tokenizer, p, template, positions=positions, where=name)
@@ -100,6 +102,7 @@ def write_texts(
     stop = stop_tokens(tokenizer, build.weights.folder)
     if template is not None:
         tokens, strings = turn_ends(template, tokenizer)
+        # An assistant's turn may end by other means than a text: <|im_end|> rather than <|endoftext|>.
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
     assert draft is not None or settings.draft_model is None, "the caller opens the draft model that the settings name"
     model: PreTrainedModel = build.trained[0]
@@ -139,16 +142,19 @@ def prompt_tokens(
         RecipeError: a chat without a template, an empty prompt, or no room for an answer.
         DataError: the template does not render the chat.
     """
+    # Tokens of a training row are used as they are: decoding and encoding again might split them differently.
     if isinstance(prompt, Tokens):
         ids = list(prompt.ids)
     elif template is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        # Templates write their special tokens themselves, so the tokenizer must not add its own.
         ids = tokenizer.encode(template.prompt(messages), add_special_tokens=False, verbose=False)
     elif not isinstance(prompt, str):
         raise RecipeError(
             f"{where}: is a chat, and there is no chat template to lay it out; name one, or write the prompt as text"
         )
     else:
+        # As in training rows: the token that the tokenizer puts before a text, and none after it.
         ids = [*beginning(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
     if not ids:
         # The model predicts after a token, so an empty prompt begins with the token that texts begin with or follow.
@@ -156,6 +162,7 @@ def prompt_tokens(
         if first is None:
             raise RecipeError(f"{where}: is empty, and the tokenizer has no token to begin with; write some text")
         ids = [first]
+    # At least one position must be left for an answer.
     if positions and len(ids) >= positions:
         raise RecipeError(f"{where}: has {len(ids):,} tokens, the model only {positions:,} positions; shorten it")
     return ids
@@ -165,11 +172,13 @@ def turn_ends(template: Template, tokenizer: PreTrainedTokenizerFast) -> tuple[f
     """The end of an assistant's turn: a token, or a string if the template's mark is not a special token."""
     if template.end_of_turn is not None:
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()
+    # An unusual string, found in the rendered reply to see what the template writes after it.
     answer = "zq"
     try:
         spoken = template.spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
     except DataError:  # a template that needs more than a question and an answer: assume that turns end as texts do
         return frozenset(), ()
+    # Only trained text: the model has not learned to write anything after it.
     reply = "".join(piece.text for piece in spoken if piece.trained)
     mark = reply[reply.rfind(answer) + len(answer) :].strip()
     return frozenset(), (mark,) if mark else ()

@@ -61,6 +61,7 @@ def is_classifier(folder: Path) -> bool:
     if not file.is_file():
         return False
     try:
+        # transformers writes the class that saved the folder here; the model type alone does not say what head it has.
         names = read_object(file, "MODEL").get("architectures")
     except RecipeError:
         return False
@@ -83,6 +84,7 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
             "…ForImageClassification; save one there with transformers' save_pretrained"
         )
     settings = read_object(folder / "config.json", knob)
+    # A known family is opened by transformers' own class, whatever code the folder brings along.
     code = remote_code.names_of_code(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
     files = weight_files(folder, knob, stated=settings.get("transformers_weights"))
     runs = remote_code.may_run(knob, str(folder), code)
@@ -94,6 +96,7 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
             )  # fmt: skip
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(f"{knob}: {folder} cannot be opened: {fault(error, 200)}") from None
+    # transformers would initialize mismatched and missing parameters at random, with a warning only.
     if shapes := sorted(report["mismatched_keys"]):
         name, stored, built = shapes[0]
         raise RecipeError(
@@ -102,6 +105,7 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
         )
     if missing := sorted(report["missing_keys"]):
         raise RecipeError(f"{knob}: {folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters)")
+    # A value that is not finite would spread through every score; the message names the file that holds it.
     places = _places(files.files, knob)
     rest = files.files[0] if len(files.files) == 1 else folder  # for tensors that transformers renames
     for name, value in model.state_dict().items():
@@ -154,6 +158,7 @@ def scores(model: PreTrainedModel, pixels: Tensor) -> Tensor:
 
 def matrix(convolution: Any) -> Tensor:
     """The weight of a 1x1 convolution, [out, in]."""
+    # [out, in, 1, 1] -> [out, in]
     weight: Tensor = convolution.weight.detach().flatten(1)
     return weight
 
@@ -200,6 +205,7 @@ def smaller(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, 
         keep: block name -> indices of the inner channels to keep.
     """
     before = model.state_dict()
+    # The running statistics of the norms are part of the state and are sliced like weights.
     pruned.load_state_dict(
         {name: _sliced(name, before[name], like, keep) for name, like in pruned.state_dict().items()}
     )
@@ -207,6 +213,8 @@ def smaller(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, 
 
 def _sliced(name: str, value: Tensor, like: Tensor, keep: Mapping[str, Tensor]) -> Tensor:
     """The kept channels of a tensor, with the shape of `like`."""
+    # Inner channels are one axis of each tensor: the output of the expansion, the channels of norms and of
+    # the depthwise convolution, the input of the projection.
     axes = [n for n, (now, then) in enumerate(zip(value.shape, like.shape, strict=True)) if now != then]
     if not axes:
         return value

@@ -45,6 +45,7 @@ def use_kernels(
     Raises:
         RecipeError: a family whose operators may differ.
     """
+    # All forwards are made before any is set, so that an error leaves the model unchanged.
     modules_by_kind = forwards(model, norm=norm, rotary=rotary, gate=gate)
     for modules in modules_by_kind.values():
         for module, forward in modules:
@@ -67,6 +68,7 @@ def forwards(
         raise RecipeError(f"model: its activation is {model.config.hidden_act}, the kernel's a gated silu")
     parts = anatomy(model)
     modules_by_kind: dict[str, Forwards] = {}
+    # On instances rather than classes: other models of the family in this process keep their operators.
     if norm is not None:
         modules_by_kind["norms"] = [(module, types.MethodType(_norm(norm), module)) for module in parts.norms.values()]
     if rotary is not None:
@@ -89,6 +91,7 @@ def computed_by(modules: Forwards) -> Iterator[None]:
     """Context manager in which these modules run the given `forward` functions."""
     before = []
     for module, forward in modules:
+        # A forward of the instance hides the class's. If it had none, deleting ours uncovers the class's again.
         before.append((module, vars(module).get("forward")))
         module.forward = forward  # type: ignore[method-assign]
     try:
@@ -102,6 +105,7 @@ def computed_by(modules: Forwards) -> Iterator[None]:
 
 
 def _norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # All of KERNEL_FAMILIES name it `variance_epsilon`.
     return lambda module, x: function(x, module.weight, module.variance_epsilon)
 
 
@@ -115,6 +119,7 @@ def _rotating_by(attention: nn.Module, rotary: Rotary) -> Callable[..., object]:
     name = "apply_rotary_pos_emb"
     if name not in plain.__code__.co_names:
         raise RecipeError(f"model: {type(attention).__name__} does not call {name}; switch the rotary kernel off")
+    # The same code with other globals: rebinding the name in the module would change every model of the family.
     copy = types.FunctionType(
         plain.__code__, plain.__globals__ | {name: rotary}, plain.__name__, plain.__defaults__, plain.__closure__
     )

@@ -24,6 +24,7 @@ def layer_kinds(text: PretrainedConfig) -> list[tuple[Any, ...]]:
     layers: int = text.num_hidden_layers
     # Types may be computed from other keys, and are not among the values then.
     values = text.to_dict() | {key: getattr(text, key, None) for key in ("layer_types", "layers_block_type")}
+    # Keys in sorted order, and compared by repr: entries may be lists or dictionaries, which are not hashable.
     listed = [
         value
         for key, value in sorted(values.items())
@@ -33,6 +34,7 @@ def layer_kinds(text: PretrainedConfig) -> list[tuple[Any, ...]]:
     if getattr(text, "is_heterogeneous", False):
         keys = sorted(text.per_layer_attributes or ())
         own = [tuple(getattr(layer, key, None) for key in keys) for layer in text.per_layer_config]
+    # Gemma 3n: the last layers have no keys and values of their own.
     first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
     experts = have_experts(text)
     return [(*(repr(values[n]) for values in listed), own[n], experts[n], n >= first_shared) for n in range(layers)]

@@ -20,6 +20,7 @@ def of_layers(text: PretrainedConfig, key: str, default: Any = None) -> list[Any
         [8, 16]
     """
     layers: int = text.num_hidden_layers
+    # transformers keeps the values of heterogeneous layers in one configuration per layer.
     if getattr(text, "is_heterogeneous", False) and key in (text.per_layer_attributes or ()):
         return [getattr(layer, key, default) for layer in text.per_layer_config]
     value = getattr(text, key, default)
@@ -32,12 +33,14 @@ def largest(text: PretrainedConfig, key: str, default: Any = None) -> Any:
         value = getattr(text, key, default)
         if not isinstance(value, list | tuple):
             return value
+    # Entries that are not numbers mark layers without the size.
     values = [value for value in of_layers(text, key) if isinstance(value, int | float)]
     return max(values, default=default)
 
 
 def head_dim(text: PretrainedConfig) -> int:
     """Returns the dimension of the queries and keys of a head, in the layer with the largest; 0 without attention."""
+    # Latent attention (DeepSeek) states qk_head_dim, and its head_dim is only the rotary part.
     if stated := largest(text, "qk_head_dim") or largest(text, "head_dim"):
         return int(stated)
     heads = largest(text, "num_attention_heads", 0)

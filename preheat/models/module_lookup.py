@@ -78,12 +78,15 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     base = base_of(model)
     if base is model:
         raise RecipeError(f"model: {kind} has no base model under its head, so hidden states are not accessible")
+    # Only within the text part: a vision tower may have as many blocks as the text has layers.
     within = base if vision.tower(model) is None else base.language_model
     stacks = [m for m in within.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not stacks:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
+    # Other lists may have an entry per layer, too (norms, routers); the layers hold most parameters.
     layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    # A pipeline stage has placeholders in the other stages' layers, and may have neither head nor embedding.
     if full_model(model) is not model:
         from preheat.models.conversions.modules import Passthrough
 
@@ -92,6 +95,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(
             f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"
         )
+    # Chunked losses compute logits from the head's weight alone.
     if getattr(head, "bias", None) is not None:
         raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
     attentions = [attention for layer in layers for attention in attentions_of(layer)]
@@ -154,6 +158,7 @@ def softcap(model: PreTrainedModel) -> float | None:
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits of hidden states [..., width]: fp32 [..., vocabulary], all in memory at once."""
+    # In fp32 before the cap: tanh saturates, and bf16 has 8 bits for what is left.
     uncapped, cap = head(model)(hidden).float(), softcap(model)
     return uncapped if cap is None else (uncapped / cap).tanh() * cap
 

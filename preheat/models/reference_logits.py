@@ -32,6 +32,7 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
         given["decoder_input_ids"] = given["input_ids"]
     training, attention = model.training, model.config._attn_implementation
     model.eval()
+    # Eager attention is plain matmuls and a softmax, which is what other implementations are compared with.
     model.set_attn_implementation("eager")
     grouped = experts_of(model) and model.config.get_text_config()._experts_implementation == "grouped_mm"
     if grouped:  # torch has no grouped_mm in fp64
@@ -39,6 +40,7 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
     try:
         with torch.no_grad():
             logits = model(**given, use_cache=False).logits
+            # fp64 models are references for rounding, so their logits keep their precision.
             return logits if logits.dtype == torch.float64 else logits.float()
     finally:
         model.set_attn_implementation(attention)

@@ -31,6 +31,7 @@ def roles(model: PreTrainedModel) -> dict[str, list[str]]:
         ['lm_head']
     """
     parts, layers = anatomy(model), layer_names(model)
+    # By identity, because adapters and wrappers change names.
     everything = list(model.named_modules())
     by_role = {
         "embedding": [name for name, m in everything if m is parts.embedding],
@@ -38,5 +39,6 @@ def roles(model: PreTrainedModel) -> dict[str, list[str]]:
         "first": [name for name, _ in everything if name.startswith(f"{layers[0]}.")],
         "last": [name for name, _ in everything if name.startswith(f"{layers[-1]}.")],
     }
+    # With two layers, both are first or last.
     chosen = by_role if len(layers) > 2 else ("embedding", "head")
     return by_role | {"auto": [name for role in chosen for name in by_role[role]]}

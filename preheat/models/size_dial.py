@@ -59,12 +59,17 @@ def dial(size: str, *, gated: bool = True, shape: str = "balanced") -> Dimension
     Dimensions(layers=15, width=320, heads=5, feed_forward=640)
     """
     wanted = parse_size(size)
+    # N = 12 L w^2: 4 w^2 in attention and 8 w^2 in the feed-forward block of each layer.
+    # With w = aspect * L this gives L = (N / (12 aspect^2))^(1/3).
     layers = max(2, round((wanted / (12 * _ASPECT[shape] ** 2)) ** (1 / 3)))
     head = 64 if wanted < 4e8 else 128
+    # The rounded L changes the width: w = sqrt(N / (12 L)), in whole heads.
     width = max(head, round(math.sqrt(wanted / (12 * layers)) / head) * head)
     matrices = 3 if gated else 2
+    # Takes up the rounding of both: N / L = 4 w^2 + matrices * w * feed_forward.
     feed_forward = (wanted / layers - 4 * width**2) / (matrices * width)
     feed_forward = min(max(feed_forward, 1.5 * width), 6 * width)  # a usual ratio even if rounding moved the width far
+    # Multiples of 64 keep matmuls fast.
     return Dimensions(layers, width, width // head, max(64, round(feed_forward / 64) * 64))
 
 
@@ -74,4 +79,5 @@ def learning_rate(parameters: int) -> float:
     >>> round(learning_rate(15_000_000), 6)
     0.000934
     """
+    # The fit turns negative near 1.2e10 parameters; 1e-4 bounds it from below.
     return max(0.003239 - 0.0001395 * math.log(max(parameters, 1)), 1e-4)

@@ -99,6 +99,7 @@ def on_hub(name: str) -> tuple[str, str]:
         >>> on_hub("qwen/QWEN3-8B"), on_hub("Llama-3.1-8B-Instruct")
         (('qwen3-8b', 'Qwen/Qwen3-8B'), ('llama-3.1-8b', 'meta-llama/Llama-3.1-8B-Instruct'))
     """
+    # The first preset in order wins a name that several share.
     known: dict[str, tuple[str, str]] = {}
     for preset, p in PRESETS.items():
         for hub in p.checkpoints:
@@ -122,6 +123,7 @@ def _without_maker(hub: str) -> str:
 def only_planned(recipe: Recipe) -> bool:
     """True if the recipe's model is only a configuration, without weights or tokenizer."""
     model = recipe.model
+    # Random weights need no checkpoint: such a model is trained from its configuration.
     return model.preset is not None and model.path is None and model.weights != "random"
 
 

@@ -49,6 +49,7 @@ def _qwen3(
 ) -> Preset:
     """Its chat template is its own, with sections for reasoning."""
     hub = f"Qwen/Qwen3-{size}"
+    # 40,960 positions are 32,768 of output and 8,192 of prompt, as the model cards say.
     config = _qwen(kind, 32768 if base else 40960, *shape, head_dim=128, **more)
     return Preset(f"{hub}-Base" if base else hub, hub, parameters, OWN, APACHE, config, active=active)
 
@@ -78,6 +79,7 @@ def _qwen3_vl(
     hub = f"Qwen/Qwen3-VL-{size}-Instruct"
     text = _qwen(f"{kind}_text", 262144, *shape, head_dim=128, rope_theta=5000000.0, eos_token_id=151645, **more)
     text.pop("use_sliding_window")
+    # mrope: of the rotary frequencies 24 are turned by time, 20 by height and 20 by width.
     text["rope_scaling"] = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
     depth, width, inner, deep = (27, 1152, 4304, [8, 16, 24]) if large else (24, 1024, 4096, [5, 11, 17])
     vision = {
@@ -89,6 +91,7 @@ def _qwen3_vl(
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
+        # A grid of 48 x 48, interpolated to each image's size.
         "num_position_embeddings": 2304,
         "out_hidden_size": shape[0],
         "deepstack_visual_indexes": deep,

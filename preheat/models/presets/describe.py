@@ -100,14 +100,17 @@ def _kind(c: JsonObject) -> str:
 def _mixers(c: JsonObject) -> list[str]:
     """Counts of the layers by token mixer, as text; empty if all layers have full attention or one window."""
     kind, count = _kind(c), c["num_hidden_layers"]
+    # Nemotron-H: a letter or a name per layer.
     if pattern := c.get("hybrid_override_pattern") or c.get("layers_block_type"):
         return [_MIXERS[layer] for layer in pattern]
+    # Jamba: attention in one layer of each period.
     if period := c.get("attn_layer_period"):
         return ["attention" if n % period == c["attn_layer_offset"] else "Mamba" for n in range(count)]
     if kinds := c.get("layer_types"):
         if kind == "granitemoehybrid" or set(kinds) != {"full_attention"}:
             return [_MIXERS.get(layer) or _LINEAR.get(kind, _DELTA_NET) for layer in kinds]
         return []
+    # Qwen3-Next, Qwen 3.5 and Ling state a period: its last layer has full attention.
     if every := c.get("full_attention_interval") or c.get("layer_group_size"):
         linear = _LINEAR.get(kind, _DELTA_NET)
         return ["attention" if (n + 1) % every == 0 else linear for n in range(count)]
@@ -118,12 +121,14 @@ def _layers(c: JsonObject) -> str:
     kind, count = _kind(c), c["num_hidden_layers"]
     if kind == "falcon_h1":
         return f"{count} with attention and Mamba-2 side by side"
+    # DeepSeek-V4 states a ratio per layer; 0 is a layer with a window only.
     if ratios := c.get("compress_ratios"):
         few = Counter(ratios[:count])
         return ", ".join(
             f"{n} with attention " + (f"to every {ratio} positions compressed into one" if ratio else "in a window")
             for ratio, n in sorted(few.items())
         )
+    # DeepSeek-V3.2 and GLM-5: sparse attention by an indexer.
     if "index_topk" in c:
         return f"{count} with attention to the {c['index_topk']:,} positions that an indexer chooses"
     return ", ".join(f"{n} with {mixer}" for mixer, n in Counter(_mixers(c)).items()) or f"{count} with attention"
@@ -132,9 +137,11 @@ def _layers(c: JsonObject) -> str:
 def _window(c: JsonObject) -> str:
     kind, count = _kind(c), c["num_hidden_layers"]
     if kind == "llama4":
+        # Layers without rotary positions see everything, all others a chunk.
         chunked = count - count // c.get("no_rope_layer_interval", 4)
         return f"chunks of {c.get('attention_chunk_size', 8192):,} tokens in {chunked} of {count} layers"
     window, positions = c.get("sliding_window"), c.get("max_position_embeddings")
+    # A window that is not shorter than the context has no effect.
     if not window or not positions or window >= positions or c.get("use_sliding_window") is False:
         return "none"
     windowed = _mixers(c).count("attention in a window")
@@ -171,6 +178,7 @@ def _images(config: JsonObject) -> str:
     v = config.get("vision_config")
     if v is None:
         return "not read"
+    # Patches per side of one image token, by each family's name for it.
     merged = (
         v.get("spatial_merge_size")
         or config.get("spatial_merge_size")
@@ -186,6 +194,7 @@ def _images(config: JsonObject) -> str:
 
 def _heads(c: JsonObject) -> str:
     heads = c["num_attention_heads"]
+    # Multi-head latent attention (DeepSeek-V2): keys and values are projected from a latent vector.
     if "kv_lora_rank" in c:
         return (
             f"{heads} heads of {c['qk_nope_head_dim'] + c['qk_rope_head_dim']}, "
@@ -219,6 +228,7 @@ def _experts(c: JsonObject) -> str:
     if not count:
         return "none"
     number = _first(c, "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+    # Llama 4 always has one shared expert; Qwen2-MoE and Granite state its width instead of a number.
     if not number and (
         _kind(c) == "llama4" or _first(c, "shared_expert_intermediate_size", "shared_intermediate_size")
     ):
@@ -237,6 +247,7 @@ def _rotary(c: JsonObject) -> str:
         return _NO_ROTATION["nemotron_h"]
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     local = c.get("rope_local_base_freq")
+    # A dictionary per layer type: the text describes full layers and adds the base of those with a window.
     if "full_attention" in rope:
         local, rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
     base = c.get("rope_theta") or rope.get("rope_theta") or c.get("rotary_emb_base") or 10_000
@@ -251,6 +262,7 @@ def _rotary(c: JsonObject) -> str:
         turned += ", scaled beyond the trained length (dynamic NTK)"
     if form == "longrope":
         turned += f", longrope: other factors beyond {c['original_max_position_embeddings']:,} positions"
+    # Each family's name for the rotated share of a head's dimensions.
     share = c.get("partial_rotary_factor") or c.get("rotary_pct") or rope.get("partial_rotary_factor") or 1
     if "rotary_dim" in c:
         share = c["rotary_dim"] / c["head_dim"]

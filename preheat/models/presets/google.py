@@ -41,6 +41,7 @@ _GEMMA3 = {
     "rope_theta": 1000000.0,
     "rope_local_base_freq": 10000.0,
     "sliding_window": 512,
+    # Every sixth layer has full attention.
     "sliding_window_pattern": 6,
 }
 _SEEING = {
@@ -50,6 +51,7 @@ _SEEING = {
     "sliding_window": 1024,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+# 27B models scale scores by width / heads instead of the head dimension.
 _WIDE2 = {"head_dim": 128, "query_pre_attn_scalar": 144}
 _WIDE3 = {"head_dim": 128, "query_pre_attn_scalar": 168}
 

@@ -39,6 +39,7 @@ def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int,
         "model_type": "phi3",
         **sizes(*shape),
         "max_position_embeddings": positions,
+        # longrope switches from the short to the long factors beyond this length.
         "original_max_position_embeddings": min(positions, 4096),
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,

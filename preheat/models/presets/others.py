@@ -64,6 +64,7 @@ def _gpt2(name: str, parameters: int, width: int, layers: int, heads: int) -> Pr
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "max_position_embeddings": 1024,
+        # Explicit zeros, since 0.1 is the default of transformers' class.
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
     }
     return Preset(hub, hub, parameters, "none", MIT, config)
@@ -76,6 +77,7 @@ def _pythia(size: str, parameters: int, width: int, layers: int, heads: int, voc
         "vocab_size": vocabulary,
         **sizes(width, 4 * width, layers, heads),
         "max_position_embeddings": 2048,
+        # GPT-NeoX rotates a quarter of each head, and adds attention and feed-forward block in parallel.
         "rotary_pct": 0.25,
         "rotary_emb_base": 10000,
         "use_parallel_residual": True,
@@ -104,6 +106,7 @@ def _deepseek(
         **sizes(*shape),
         "max_position_embeddings": 163840,
         "rms_norm_eps": 1e-6,
+        # Keys and values come from 512 latent dimensions; 128 dimensions of a head are not rotated, and 64 are.
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,

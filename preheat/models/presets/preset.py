@@ -69,6 +69,7 @@ class Preset:
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """Names on the hub of all checkpoints with this configuration."""
+        # In order and once each: `hub` and `chat` are equal for models without a base checkpoint.
         return tuple(dict.fromkeys((self.hub, self.chat, *self.also)))
 
     @property

@@ -30,6 +30,7 @@ def models() -> dict[str, Preset]:
 
 
 def _preset(values: JsonObject) -> Preset:
+    # No gate in the file means that it is not known, unlike an empty one.
     licence = Licence(values.pop("licence"), values.pop("gate", None))
     also, unconfirmed = tuple(values.pop("also", ())), tuple(values.pop("unconfirmed", ()))
     return Preset(**values, licence=licence, also=also, unconfirmed=unconfirmed)
