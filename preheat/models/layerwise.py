@@ -110,6 +110,7 @@ def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager that bypasses the given layers."""
 
     def passed_on(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> Output:
+        # The layer runs, and torch replaces its output by what the hook returns: its input.
         before, _ = _through(args, kwargs, out)
         return (before, *out[1:]) if isinstance(out, tuple) else before
 

@@ -148,6 +148,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         where, started = "exit", counter.get_total_flops()
 
     def leave(layer: nn.Module, _: object, out: object) -> None:
+        # Stages exchange one tensor of hidden states per micro-batch.
         if not (torch.is_tensor(out) and tuple(out.shape) == stream):
             raise ValueError(
                 f"{type(layer).__name__} passes more than hidden states to the next layer, which may be on another "

@@ -207,6 +207,7 @@ def embedded(
     ends = np.cumsum((0, *images.sizes))
     vision_tower = tower(model)
     assert vision_tower is not None, "images of a model without a vision tower"
+    # grid_thw=None: what transformers would derive from it, with synchronizations, is precomputed in `images`.
     output = vision_tower(
         images.patches,
         grid_thw=None,

@@ -80,6 +80,7 @@ def common(student: TokenizerView, teacher: TokenizerView) -> tuple[list[int], l
     """Token ids of the common vocabulary, of student and teacher in the same order; the end of text comes last."""
     mine, theirs = student.by_bytes(), teacher.by_bytes()
     shared = [piece for piece in mine if piece in theirs]
+    # The end-of-text tokens correspond by their role, whatever their names.
     return [mine[piece] for piece in shared] + [student.end], [theirs[piece] for piece in shared] + [teacher.end]
 
 

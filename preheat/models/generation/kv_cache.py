@@ -63,6 +63,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverts `quantize`, up to half a scale (and the rounding of `dtype`)."""
+    # int8 * fp32 is fp32, so the only rounding is the last one.
     return (codes * scale).to(dtype)
 
 
@@ -80,6 +81,7 @@ class Int8Layer(CacheLayerMixin):
         self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
         self.parts: list[Tensor] = []
         """Codes and scales of the keys, then of the values, each [rows, heads, tokens, width or 1]."""
+        # `seen` counts every token that was read, also those that left the window: positions follow from it.
         self.seen, self.record_past = 0, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -171,6 +173,7 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
     # transformers' own factory knows all layer types, including those with recurrent state.
     if cache == "dynamic" and settings.window is None:
         return DynamicCache(config=config)
+    # One entry per layer: its type, and arguments such as its window.
     kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if cache != "static" and (others := sorted(set(kinds) - set(_PLAIN))):
         name = "window" if cache == "dynamic" else "cache"
@@ -261,6 +264,7 @@ def _over_cache(
         return cached_attention(
             query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling
         ), None
+    # Prompts and everything else that the kernel does not cover.
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
 
 
