@@ -81,8 +81,8 @@ class Ranks:
         import torch.distributed as dist
 
         if self.store is not None:
-            # The store is gone if the process that holds it has passed and ended: every other rank has then been seen.
             self.store.set(f"{key}/{self.rank}", "")
+            # The store is gone if the process that holds it has passed and ended: every other rank has then been seen.
             with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
                 self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
 

@@ -128,10 +128,8 @@ class Recovery:
             for what, size in session.plan["overhead"].items()
             if what in ("process", "kernels", "context", "workspaces")
         )
-        # The memory that would have been needed bounds the room, but the device bounds it too.
+        # A request may exceed the device: the room is at most the device without the imports.
         most = session.device.memory - session.imports
-        # `room` may be above the need of a smaller recipe only if that recipe really fits: it includes the failed
-        # request.
         room = None if requested is None else min(in_use + requested, most)
         return Failure(
             phase=self.watchdog.phase,
@@ -308,7 +306,6 @@ def _bytes_by_category(build: Build, in_use: int) -> dict[str, int]:
 def _allocator(session: Session) -> dict[str, int]:
     """Returns counters of torch's CUDA allocator; writes its full state to the run's folder, as JSON."""
     stats = torch.cuda.memory_stats()
-    # The full state is for torch's memory visualizer; the event gets four numbers of it.
     snapshot = {"stats": stats, "segments": torch.cuda.memory_snapshot()}
     session.writer.text("memory_snapshot.json", to_json(snapshot, default=str))
     free = [
