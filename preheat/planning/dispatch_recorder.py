@@ -307,7 +307,6 @@ class Recorder(TorchDispatchMode):
         # Only plain tensors own storages.
         if any(map(_is_wrapper, types)):
             return NotImplemented  # called again with the local shards of a DTensor, or the parts of a quantized tensor
-        # Collected before the call, because in-place operators may change what the arguments refer to.
         inputs = list(tensors((args, kwargs)))
         out = call(func, args, kwargs, inputs)
         # Global shapes are no memory of this rank.
@@ -345,7 +344,6 @@ class Recorder(TorchDispatchMode):
                 flops=flops,
                 bytes_read=read + cast,
                 bytes_written=wrote + cast,
-                # Four tensors are enough for the sizes of every matmul and attention operator.
                 shapes=tuple(tuple(t.shape) for t in inputs[:4]),
                 # Speed on a CPU depends on the layout: x @ W.T, g @ W and g.T @ x run at different rates.
                 transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
