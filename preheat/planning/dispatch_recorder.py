@@ -214,7 +214,6 @@ class Recorder(TorchDispatchMode):
 
     def _log_temporary(self, size: int) -> None:
         """Logs a temporary that lives only while an operator runs."""
-        # Allocated and freed at once: it raises the peak without remaining in the sum.
         number, size = self._made, -(-size // self.rounding) * self.rounding
         self._made += 1
         self.rounded[number] = 0
@@ -462,7 +461,6 @@ _UNINITIALIZED = {
 def _cast_bytes(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     """Returns the bytes of operands and results that are cast to or from the compute dtype; 0-dim tensors are free."""
     floats = [t for t in inputs if t.dtype.is_floating_point and t.ndim]
-    # One dtype: nothing is promoted.
     if len({t.dtype for t in floats}) < 2:
         return 0
     common = functools.reduce(torch.promote_types, (t.dtype for t in floats))

@@ -136,7 +136,6 @@ def _timeline(observation: Observation) -> JsonObject:
         alive += size
         if phase in STEP:
             if not phases or phases[-1][1] != phase:
-                # Each phase begins at the index of its first event in `sizes`.
                 phases.append((len(sizes), phase))
             sizes.append(alive / GIB)
     return {"phases": _visible_phases(phases, len(sizes)), "bytes": _downsample(sizes)}

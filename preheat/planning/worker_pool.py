@@ -30,8 +30,8 @@ def processes() -> int:
     """Returns the number of processes of a search: $PREHEAT_PROCESSES, or one per core up to 4; 1 without fork."""
     if not _can_fork():
         return 1
-    # Affinity rather than the number of cores: containers and job schedulers limit it.
     setting = os.environ.get("PREHEAT_PROCESSES", "")
+    # Affinity rather than the number of cores: containers and job schedulers limit it.
     return max(int(setting), 1) if setting.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
 
 
@@ -85,7 +85,6 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
 
     gc.collect()
     gc.freeze()  # garbage collection would touch, and so copy, shared pages
-    # One fewer than the processes, because this one works as well.
     _helpers.extend(_Worker(do) for _ in range((size or processes()) - 1 if _can_fork() else 0))
     try:
         yield

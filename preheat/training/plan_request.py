@@ -99,10 +99,10 @@ def subject_of(
     Raises:
         RecipeError: `what` is unknown, or the numbers contradict each other.
     """
-    # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
     batch = _batch(length, batch_tokens)
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
+        # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
         return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
     # A model instead of a recipe: invent the rest of a recipe around it.
@@ -182,7 +182,6 @@ def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
         return batch
     row = length or _LENGTH
     if tokens < 1 or tokens % row:
-        # The nearest multiple, for the message; at least one row.
         near = max(1, round(tokens / row)) * row
         raise RecipeError(
             f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
@@ -264,7 +263,6 @@ def rows_of(recipe: Recipe, source_config: PretrainedConfig | None = None) -> in
 
 def row_count(data: PreparedData) -> int | None:
     """Returns the number of training rows, or None if the data is streamed."""
-    # Streamed rows have no length.
     return len(data.train) if hasattr(data.train, "__len__") else None
 
 

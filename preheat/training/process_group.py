@@ -187,7 +187,6 @@ def rendezvous(recipe: Recipe) -> Ranks:
         RecipeError: the recipe asks for another number of processes.
         RunError: the rendezvous store cannot be reached.
     """
-    # The launcher's variables, as torchrun sets them.
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.parallel.devices not in (None, world):
         wanted = recipe.parallel.devices

@@ -37,7 +37,7 @@ class Heap:
 
     def allocate(self, block: int, size: int) -> None:
         """Allocates a block; the recorder has already rounded its size up to 64 bytes."""
-        # malloc gives small blocks back to the system, so only the bytes in use count.
+        # Small blocks are malloc's, of which the model counts only the bytes in use.
         if size < _SMALL:
             self.small += size
             self._where[block] = (-1, size)

@@ -155,7 +155,7 @@ class Space:
             yield ()
             return
         alone = set(self.on_one_device())
-        # Techniques that need several devices, such as sharding, parallelism and their refinements.
+        # Parallel techniques, and those that build on the tags of one.
         spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
         given = list(self.recipe.techniques.values())
         # Degree 0 takes all devices that the other axes leave, so there may be one such technique only.
@@ -173,7 +173,7 @@ class Space:
                 yield chosen
             for t in () if is_open or used == self.world else rest:
                 yield (*chosen, t)
-                # Refinements of the sharding, such as how gradients are reduced, one at a time.
+                # Techniques that build on the tags of a parallel one, one at a time.
                 yield from ((*chosen, t, also) for also in extras if self._serves(also, (*chosen, t)))
 
     def _serves(self, t: Technique, layout: Settings) -> bool:

@@ -219,8 +219,7 @@ class Roofline:
         devices, stride = kernel.group
         if devices == 1:
             return 0.0
-        # An all-gather's result is the full buffer, a reduce-scatter's argument; an all-reduce is one of each, hence
-        # 2.0.
+        # The full buffer is an all-gather's result or a reduce-scatter's argument; an all-reduce is both in turn (2.0).
         side, times = _COLLECTIVES.get(kernel.operator.rpartition("::")[2].removesuffix(".default"), ("in", 1.0))
         size = (
             max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written

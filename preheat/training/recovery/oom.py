@@ -100,8 +100,7 @@ class Recovery:
         on_cpu = self.session.device.kind == "cpu"
         while True:
             try:
-                # On a CPU the kernel would kill the process; under the limit, the allocation fails instead and can be
-                # handled.
+                # On a CPU the kernel would kill the process; under the limit, the allocation fails and can be handled.
                 with memory_limit(self.session.ranks.on_host) if on_cpu else nullcontext():
                     # Inside the `try`: a fallback that itself runs out of memory takes another turn.
                     if failure is not None:
@@ -148,7 +147,7 @@ class Recovery:
         session = self.session
         if session.ranks.world == 1:
             return
-        # Written for the next start: this process is about to end, and rank 0 may be another one.
+        # For the next start, in which rank 0 chooses the fallback: only rank 0 writes events.
         if failure is not None:
             write_oom_record(session.writer.path, failure)
             where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.phase})"
