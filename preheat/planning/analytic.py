@@ -46,6 +46,7 @@ def parameters_of(recipe: Recipe) -> tuple[PretrainedConfig, int, int]:
     config = configs.of(recipe, recipe.data.vocab_size)
     configs.change(config, recipe.model.config)
     try:
+        # Parameters on the meta device have shapes and no memory, so a model of any size can be counted.
         with torch.device("meta"):
             factory = getattr(transformers, hf.auto_class(config))
             model = factory.from_config(
@@ -53,6 +54,7 @@ def parameters_of(recipe: Recipe) -> tuple[PretrainedConfig, int, int]:
             )
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(f"model: {config.model_type}: {fault(error, 200)}") from None
+    # By id, because tied embedding and head are one weight, which counts once.
     ends = {
         id(m.weight): m.weight.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -86,6 +88,7 @@ def state_bytes(
         7.0
     """
     sizes = (optimizer, gradients, weights)
+    # sizes[stage] is sharded from ZeRO stage + 1 on: optimizer states first, weights last.
     return parameters * sum(size / devices if stage < zero else size for stage, size in enumerate(sizes))
 
 
@@ -115,16 +118,20 @@ def cache_bytes(
         3.04
     """
     text = config.get_text_config()
+    # MLA (DeepSeek-V2, arXiv:2405.04434): `kv_lora_rank` values and a rotary key that all heads use.
     if (latent := getattr(text, "kv_lora_rank", None)) is not None:
         cached = min(length, window or length)
         return float(rows * cached * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
+    # Grouped-query attention caches fewer heads than it queries; older configurations have no key for it.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     own, most = hf.facts(config).window, min(length, window or length)
+    # Without `layer_types`, all layers have the model's window, if it has one.
     kinds: Sequence[str] = getattr(text, "layer_types", None) or (
         ["sliding_attention" if own else "full_attention"] * text.num_hidden_layers
     )
     tokens = sum(min(most, own) if own and kind == "sliding_attention" else most for kind in kinds)
+    # `tokens` is summed over the layers; 2: keys and values.
     return float(rows * tokens * 2 * heads * (width * size + scale))
 
 
@@ -192,20 +199,24 @@ def serving(
     heads = (
         getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
     )
+    # A head of the cache cannot be split, so more devices than heads hold copies.
     apart = min(devices, heads)
     size, scale = CACHES[kept]
     servings = []
     for name, bytes in _FORMATS.items():
         weights = ((parameters - ends) * bytes + ends * 2) / devices
         cache = cache_bytes(config, length, size=size, scale=scale) / apart
+        # Negative if the weights alone do not fit: `rows` is then 0.
         room = memory - reserved - weights
         rows = max(0, math.floor(room / cache))
 
         def speed(rows: int, weights: float = weights, cache: float = cache) -> float | None:
+            # A decoding step reads weights and caches once and gives one token per row.
             return bandwidth * rows / (weights + rows * cache) if bandwidth and rows else None
 
         first = None
         if bandwidth and matrix_rate and rows:
+            # A short prompt is bound by reading the weights, a long one by its FLOPs.
             first = max(prefill_flops(config, parameters, ends, length) / devices / matrix_rate, weights / bandwidth)
         longest = _longest(lambda n: cache_bytes(config, n, size=size, scale=scale), room * apart)
         servings.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
@@ -226,6 +237,7 @@ def prefill_flops(config: PretrainedConfig, parameters: int, ends: int, length: 
     model = hf.facts(config)
     idle = 0.0
     if model.experts and model.experts_per_token:
+        # Weights of the experts that a token does not use: three matrices each (gate, up, down).
         idle = (
             3.0
             * model.expert_layers
@@ -239,6 +251,7 @@ def prefill_flops(config: PretrainedConfig, parameters: int, ends: int, length: 
 
 def _longest(cache: Callable[[int], float], room: float) -> int:
     """Returns the most tokens whose cache fits, by bisection: with windows the cache is not linear in the length."""
+    # 2^30 tokens: beyond any context length.
     low, high = 0, 1 << 30
     while low < high:
         middle = (low + high + 1) // 2
@@ -281,6 +294,7 @@ def compute_optimal(flops: float) -> list[Optimal]:
             f"--compute-budget: {flops:g} FLOPs; state between {_SMALLEST:g} and {_LARGEST:g}, such as 1e21 "
             "(an H100 does 4e19 in a day at half its peak)"
         )
+    # N = G (C / 6)^(beta / (alpha + beta)), G = (alpha A / (beta B))^(1 / (alpha + beta)).
     alpha, beta, a, b = 0.34, 0.28, 406.4, 410.7
     g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
     sizes = (
@@ -288,4 +302,5 @@ def compute_optimal(flops: float) -> list[Optimal]:
         ("curves of equal FLOPs, tables 2 and A3", 1e9 * (flops / 1.20e20) ** 0.49),
         ("fitted loss, equations 4 and 10", g * (flops / 6) ** (beta / (alpha + beta))),
     )
+    # C = 6 N D gives the tokens: D = C / (6 N).
     return [Optimal(n, source, size, flops / (6 * size)) for n, (source, size) in enumerate(sizes, 1)]

@@ -84,7 +84,9 @@ def _argument(
 
 def _in_shape_propagation() -> bool:
     """True during DTensor's shape propagation, which runs operators on global shapes and discards the result."""
+    # The stack is the only sign of it: DTensor's propagation runs ordinary operators under the same modes.
     frame: FrameType | None = sys._getframe(2)
+    # The propagation's frame is a few calls up; walking whole stacks in every operator would dominate the dry run.
     for _ in range(20):
         if frame is None:
             return False
@@ -101,6 +103,7 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage:
+    # Of a DTensor, the storage of this rank's shard.
     return local(t).untyped_storage()
 
 
@@ -164,6 +167,7 @@ class Recorder(TorchDispatchMode):
     def again(self, since: object, times: int, *, sums: bool = True) -> None:
         """Counts the kernels since a mark `times` more; `sums` includes the gradient reductions."""
         assert isinstance(since, Mark)
+        # Counter subtraction drops zeros, so only kernels that ran since the mark are repeated.
         repeated = self.kernels - since.kernels
         if not sums:
             repeated -= self.sums - since.sums
@@ -177,8 +181,10 @@ class Recorder(TorchDispatchMode):
     def follow(self, t: Tensor) -> int:
         """Logs a tensor's storage unless it is known; returns the newly allocated bytes."""
         storage = _storage(t)
+        # Meta tensors have no memory on any device; the build makes them before it materializes parameters.
         if id(storage) in self._numbers or id(storage) in self._host or t.device.type == "meta":
             return 0
+        # Rounded as the allocator rounds each block; the difference is reported as `rounding`.
         size = -(-storage.nbytes() // self.rounding) * self.rounding
         number = self._made
         self._made += 1
@@ -186,14 +192,17 @@ class Recorder(TorchDispatchMode):
         self.rounded[number] = size - storage.nbytes()
         self._log_event(number, size)
 
+        # Arguments by default value, because a closure over `storage` would keep it alive.
         def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
             self._numbers.pop(key, None)
             self._gathered.pop(key, None)
+            # FSDP resized it to 0 bytes: its free is in the log already.
             if key in self._released:
                 self._released.discard(key)
                 return
             self._log_event(number, -size)
 
+        # Runs as soon as the last tensor of the storage dies, at the point of the step at which the real one is freed.
         weakref.finalize(storage, freed)
         return int(size)
 
@@ -223,13 +232,16 @@ class Recorder(TorchDispatchMode):
         """
         for t in written:
             storage = _storage(t)
+            # Each storage is registered once, with the size that it has while it is filled.
             if (number := self._numbers.get(id(storage))) is not None and id(storage) not in self._gathered:
                 size = -(-storage.nbytes() // self.rounding) * self.rounding
                 self._gathered[id(storage)] = (weakref.ref(storage), number, size)
                 self.gathered.add(number)
         for key, (ref, number, size) in self._gathered.items():
+            # A resize calls no operator, so it is noticed at the next operator, by comparing with the last known state.
             alive = ref()
             empty = alive is not None and alive.nbytes() == 0
+            # The symmetric difference flips the membership: filled to empty, or empty to filled.
             if empty != (key in self._released):
                 self._released ^= {key}
                 self._log_event(number, -size if empty else size)
@@ -247,6 +259,7 @@ class Recorder(TorchDispatchMode):
             return None
         if group is None:
             return None
+        # (size, stride) identifies a group for the cost of a collective: ranks of one host are neighbours.
         ranks = dist.get_process_group_ranks(group)
         key = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
         self.groups[key] = ranks
@@ -268,6 +281,7 @@ class Recorder(TorchDispatchMode):
                 weakref.finalize(storage, self._host.discard, id(storage))
 
     def _phase(self) -> Phase:
+        # Recomputation re-enters the forward slots, but runs inside of an autograd node: it belongs to backward.
         if self.phase in (Phase.FORWARD, Phase.HEAD_AND_LOSS) and torch._C._current_autograd_node() is not None:
             return Phase.BACKWARD
         return self.phase
@@ -289,12 +303,15 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
+        # Only plain tensors own storages.
         if any(map(_is_wrapper, types)):
             return NotImplemented  # called again with the local shards of a DTensor, or the parts of a quantized tensor
         inputs = list(tensors((args, kwargs)))
         out = call(func, args, kwargs, inputs)
+        # Global shapes are no memory of this rank.
         if self.spread and _in_shape_propagation():
             return out
+        # Before this operator's own allocations: a resize happened ahead of it.
         if self._gathered:
             self.look_at_gathered()
         operator = _operator(func)
@@ -306,13 +323,16 @@ class Recorder(TorchDispatchMode):
         self._track_storages(operator.name, where, inputs, outputs)
         if operator.name in _UNINITIALIZED:  # memory without values: no kernel runs
             return out
+        # Without outputs (foreach and collective operators) the schema says which arguments are written.
         written = outputs or [
             t for n, name in operator.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))
         ]
+        # FSDP2 copies the gathered bytes into one buffer per parameter: these are the ones it resizes later.
         if operator.splits:
             self.look_at_gathered(written)
         if operator.stream is not None:
             self.streams.update({n: operator.stream for t in written if (n := self.number(t)) is not None})
+        # A cast reads and writes its operand once more, so its bytes count on both sides.
         cast = self._log_temporaries(operator, where, inputs, written)
         flops = flops_of(operator.formula, args, out)
         read, wrote = self._traffic(where, inputs, outputs, written)
@@ -324,6 +344,7 @@ class Recorder(TorchDispatchMode):
                 bytes_read=read + cast,
                 bytes_written=wrote + cast,
                 shapes=tuple(tuple(t.shape) for t in inputs[:4]),
+                # Speed on a CPU depends on the layout: x @ W.T, g @ W and g.T @ x run at different rates.
                 transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
                 causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
                 group=self._group(func, args) if operator.collective else None,
@@ -340,6 +361,7 @@ class Recorder(TorchDispatchMode):
         elif name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
             self._host.discard(id(_storage(inputs[0])))  # allocated like a host tensor, but on the device
             self.follow(inputs[0])
+        # Host tensors first: `follow` then skips them.
         if where == "host" or name in _TO_HOST:
             self._track_on_host(outputs)
         for t in outputs:
@@ -362,6 +384,7 @@ class Recorder(TorchDispatchMode):
         if where in ("out", "back"):  # the bytes of the host's side cross the link
             link = sum([_bytes_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host])
             return link, link
+        # Every operand is read once and every result written once: caches between kernels are not modelled.
         return sum([_bytes_moved(t) for t in inputs]), sum([_bytes_moved(t) for t in written])
 
     def _dtype(self, name: str, flops: int, inputs: list[Tensor], outputs: list[Tensor]) -> str:
@@ -378,6 +401,7 @@ class Recorder(TorchDispatchMode):
         self.kernels[kernel] += 1
         if self.summing:
             self.sums[kernel] += 1
+        # Only FLOPs inside of an autograd node can be recomputation; MFU excludes them.
         if not kernel.flops or torch._C._current_autograd_node() is None:
             return
         # Backward runs without grad mode, so a kernel with grad mode under an autograd node is recomputation.
@@ -441,6 +465,7 @@ def _cast_bytes(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (t.dtype for t in floats))
     others = [t for t in (*floats, *written) if t.dtype.is_floating_point and t.dtype != common]
+    # At most the elements of the storage, because a broadcast operand is cast before it is expanded.
     return sum(min(t.numel(), _storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
 
 

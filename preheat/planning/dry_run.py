@@ -60,6 +60,7 @@ def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluate
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    # A fake process group of that many ranks: collectives have shapes, and send nothing.
     with pretended(request.devices, rank):
         return _observe(request, by_layer, evaluated)
 
@@ -67,6 +68,7 @@ def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluate
 def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # Constants that modules hold as real tensors (small tables, for example) may mix with fake ones.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Sizes are rounded as the target's allocator does: torch's CPU allocator aligns to 64 bytes, CUDA's to 512.
     recipe, cpu = request.recipe, request.device.kind == "cpu"
@@ -79,6 +81,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         source_config=request.source_config,
         dry=_DryContext(mode, recorder),
     )
+    # Known only after the build, whose techniques provide the tags.
     recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
     with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
         # Before the first step, while parameters and preallocated optimizer states are all that is alive.
@@ -87,6 +90,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         if by_layer:
             _hook_layers(build, recorder)
         shape: Shape = build.slot(Slot.BATCH_SHAPE)(1.0)  # at the end of the run, when it needs the most memory
+        # Rows of this data-parallel rank, rounded up: the rank with the most rows sets the peak.
         rows = -(-shape.rows // build.mesh.size(*DATA))
         micros = [shape.micro] * (rows // shape.micro) + ([rows % shape.micro] if rows % shape.micro else [])
         # The first micro-batch allocates the gradients, the second accumulates, and later ones repeat the second.
@@ -109,6 +113,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
                 marks.append(recorder.mark())
                 yield batch
 
+        # The real step, on fake batches: everything else in this function is bookkeeping around it.
         gradients(build, _RecordedBatches(marked, batches, first_pass, recorder.kernels))
         if build.mesh.size(Axis.PIPELINE) > 1:  # micro-batches overlap, so `marks` cannot tell them apart
             _count_remaining(recorder, len(micros), len(batches))
@@ -117,6 +122,8 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
             # With that hook, only the last micro-batch reduces gradients.
             recorder.again(marks[-1], more, sums=not build.hooks.before_backward)
         if build.model.experts and len(first_pass) == len(batches) > 1:  # the first pass is repeated for each one
+            # The load-balancing loss of experts counts tokens in a first pass over all micro-batches
+            # (engine/moe_aux_loss.py).
             first = Counter({k: n * more for k, n in (first_pass[-1] - first_pass[-2]).items()})
             recorder.kernels.update(first)
             recorder.recomputed += sum(k.flops * n for k, n in (marks[0].kernels - first_pass[0] + first).items())
@@ -128,6 +135,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         # Copied here: evaluation and saving below run kernels that are no part of a step.
         kernels = Counter(recorder.kernels)
         del all_batches
+        # A search compares steps only, and skips the phases outside of them.
         if evaluated:
             dry_saving(build, recorder)
             dry_evaluation(build, recorder, recipe, shape)
@@ -137,6 +145,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         ("communication buffers", set(recorder.streams)),
         ("gathered weights", recorder.gathered),
     ):
+        # Gradients that a side stream allocated remain gradients.
         known.update(dict.fromkeys(numbers - known.keys() - grads, category))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
     # A separate place, because each of the two is affine in the number of layers.
@@ -150,6 +159,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         categories=categories,
         kernels=kernels,
         flops={k: v for k, v in flops.items() if v},
+        # MFU counts the FLOPs that the model needs, not those of recomputation.
         model_flops=sum(flops.values()) - recorder.recomputed,
         parameters=sum(parameter_counts(part)[1] for part in build.trained),
         trained=sum(p.numel() for _, p in build.parameters()),
@@ -176,8 +186,10 @@ def _enough(build: Build, micros: int) -> int:
         return 3 if build.device.kind == "cpu" else 2
     alone = len(build.trained) == 1
     enough = stages + 1 if alone else 2 * stages  # interleaved schedules run more forwards before the first backward
+    # Interleaved schedules need a multiple of the stages, so an uneven number is run in full.
     if micros <= enough or (micros % stages and not alone):
         return micros
+    # The schedule reads the number of micro-batches from the build.
     build.state.accumulation = enough
     return enough
 
@@ -187,6 +199,7 @@ def _count_remaining(recorder: Recorder, micros: int, run: int) -> None:
 
     Only kernels whose count is a multiple of the micro-batches are scaled; gradients are reduced once per step.
     """
+    # Reductions run once per step, however many micro-batches there are.
     each = recorder.kernels - recorder.sums
     more = Counter({k: n // run * (micros - run) for k, n in each.items() if n % run == 0})
     recorder.kernels.update(more)
@@ -200,6 +213,7 @@ class _DryContext:
         self.mode, self.recorder = mode, recorder
 
     def __enter__(self) -> None:
+        # The recorder is the inner mode, because the innermost mode sees each operator first.
         self.mode.__enter__()
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -230,6 +244,7 @@ class _RecordedBatches(Sequence[Batch]):
     def __getitem__(self, index: slice) -> list[Batch]: ...
 
     def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
+        # Indexing reads batches in a first pass only; training iterates.
         self._first_pass.append(Counter(self._kernels))
         return self._batches[index]
 
@@ -261,6 +276,7 @@ def _known(build: Build, recorder: Recorder) -> dict[int, str]:
         ),
     ]
     for category, t in tensors:
+        # None: the tensor was allocated outside of the recorder, or lies in host memory.
         number = recorder.number(t)
         if number is not None:
             known[number] = category
@@ -275,6 +291,7 @@ def _replay(
     rounded: Mapping[int, int],
 ) -> tuple[dict[tuple[str, str], dict[str, int]], int]:
     """Returns the categories at the peak of each (phase, place), and the step's peak of activations and temporaries."""
+    # Bytes alive by category; their sum is the allocated memory at this point of the log.
     alive: dict[str, int] = dict.fromkeys((*CATEGORIES, *BESIDE), 0)
     category: dict[int, str] = {}
     peak: dict[tuple[str, str], int] = {}
@@ -282,16 +299,20 @@ def _replay(
     passing = 0
     for (number, size, phase), place in zip(log, places, strict=True):
         if size >= 0:
+            # Decided at the allocation and kept until the free, so that each category returns to its value.
             category[number] = known.get(number) or (
                 "gradients" if number in grads else "temporary" if phase in _PASSING else "activations"
             )
+        # Rounding is a category of its own: the tensors themselves are counted by their exact sizes.
         added = rounded[number] if size > 0 else -rounded[number] if size < 0 else 0
         alive[category[number]] += size - added
         alive["rounding"] += added
         total = sum(alive.values())
+        # -1, so that an empty entry of 0 bytes also records the memory at the beginning of its phase.
         if total > peak.get((phase, place), -1):
             peak[phase, place] = total
             at_peak[phase, place] = dict(alive)
+        # The update's temporaries do not grow with the batch, and estimates scale this figure by rows.
         if phase in STEP and phase != Phase.UPDATE:
             passing = max(passing, alive["activations"] + alive["temporary"])
     return at_peak, passing
@@ -335,6 +356,7 @@ def _hook_layers(build: Build, recorder: Recorder) -> None:
     for part in build.trained:
         layers = anatomy(part).layers  # type: ignore[arg-type]
         for n, layer in enumerate(layers):
+            # The layers in between need the same memory, so one label is enough for them.
             place = str(n) if n < 2 else str(n - len(layers)) if n >= len(layers) - 2 else "between"
             layer.register_forward_pre_hook(at(place))
             layer.register_forward_hook(leave(place, n == len(layers) - 1))

@@ -32,6 +32,7 @@ def cost_of(plan: JsonObject, devices: int, price: float | None) -> dict[str, fl
     """
     if price is None:
         return None
+    # Dollars per million tokens = dollars per second / (tokens per second) * 1e6.
     hourly = price * devices
     run = plan["seconds_total"] / 3600 * hourly if plan["seconds_total"] else None
     return {"hour": hourly, "million_tokens": hourly / 3600 / plan["tokens_per_second"] * 1e6, "run": run}
@@ -143,11 +144,13 @@ def _timeline(observation: Observation) -> JsonObject:
 def _visible_phases(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
     """Returns the phases that are long enough to be visible in the plot, when there are many micro-batches."""
     ends = [*(start for start, _ in phases[1:]), count]
+    # A phase of less than 2 % of the events would be an unreadable label.
     visible = [(start, phase) for (start, phase), end in zip(phases, ends, strict=True) if end - start > count / 50]
     return [p for n, p in enumerate(visible) if n == 0 or visible[n - 1][1] != p[1]]
 
 
 def _downsample(values: Sequence[float]) -> list[tuple[int, float]]:
+    # Two points per window, its minimum and maximum, so that no peak is lost.
     stretch = max(1, len(values) // (_POINTS // 2))
     indices: set[int] = set()
     for start in range(0, len(values), stretch):
@@ -167,12 +170,14 @@ def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) ->
         name = "attention" if "attention" in kernel.operator else f"products in {kernel.dtype}"
         flops[name] += kernel.flops * count
         moved[name] += (kernel.bytes_read + kernel.bytes_written) * count
+        # An observation of this kernel alone, so that the same model gives its seconds.
         one = Observation({}, {}, type(observation.kernels)({kernel: count}), {}, 0, 0, 0, 0, groups=observation.groups)
         time[name] += seconds(one, rates)
     total = sum(time.values()) or 1.0
     points = [
         {
             "operator": name,
+            # FLOPs per byte: left of peak / bandwidth, memory bounds an operator; right of it, compute does.
             "intensity": flops[name] / max(moved[name], 1),
             "flops": flops[name] / time[name],
             "share": time[name] / total,

@@ -46,6 +46,7 @@ class _Result:
             return inputs[self.itself]
         assert self.what is not None
         shape, stride, offset, dtype, device = self.what
+        # As torch makes fake tensors: a meta tensor inside, allocated without the modes that are active.
         with torch._C._DisableTorchDispatch():
             plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if self.shares is not None:
@@ -95,18 +96,21 @@ def call(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], 
     Args:
         inputs: `tensors` of the arguments.
     """
+    # Operators without tensor arguments (factories) are left to torch, which knows the mode.
     mode = inputs[0].fake_mode if inputs and type(inputs[0]) is FakeTensor else None
     if mode is None or not _pure(func):
         return func(*args, **kwargs)
     try:
         key = (
             func,
+            # Decides the dtype of results that mix integers and Python floats.
             torch.get_default_dtype(),
             *_signature(args, mode),
             *(_signature(kwargs.items(), mode) if kwargs else ()),
         )
     except _Unknown:
         return func(*args, **kwargs)
+    # Three cases: a stored output, None (not cacheable), and `_Unknown` for a call that was not seen yet.
     cached = _made.get(key, _Unknown)
     if isinstance(cached, _Output):
         return cached.rebuild(inputs, mode)
@@ -166,11 +170,14 @@ def _result(t: object, inputs: Sequence[Tensor]) -> _Result | None:
     ):
         raise _Unknown
     for n, each in enumerate(inputs):
+        # An operator that writes its argument returns it: the object itself matters, since autograd and modules refer
+        # to it.
         if each is t:
             return _Result(n, None)
     storage = t.untyped_storage()
     what: _Layout = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
     for n, each in enumerate(inputs):
+        # A view must share the storage, because the recorder follows memory by storages.
         if each.untyped_storage()._cdata == storage._cdata:
             return _Result(None, n, what)
     with torch._C._DisableTorchDispatch():

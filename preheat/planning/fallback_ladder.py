@@ -83,12 +83,15 @@ class _Planner:
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Returns why the recipe's techniques cannot be combined, without a dry run; None if they can."""
+        # Checks take milliseconds and dry runs seconds, so impossible recipes are sorted out first.
         problems = conflicts_of(techniques_of(recipe), replace(self.request, recipe=recipe).context)
         return str(problems[0]) if problems else None
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
         """Yields a list of recipes for each setting that may change, mildest first."""
+        # Evaluation in smaller batches gives the same numbers and leaves training alone, so it is the first family.
         if self.phase is Phase.EVALUATION and (rows := recipe.evaluate.micro_batch_size or recipe.batch.size) > 1:
+            # rows / 2, rows / 4, ..., 1.
             halves = [rows // 2**n for n in range(1, rows.bit_length())]
             yield [replace(recipe, evaluate=replace(recipe.evaluate, micro_batch_size=n)) for n in halves]
         context = replace(self.request, recipe=recipe).context
@@ -152,8 +155,10 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
     """
     planner = _Planner(request, phase)
     present = planner.fallback(request.recipe)
+    # Even with more room than the plan needs, the recipe did run out of memory: it must get smaller.
     limit = min(_LESS * present.peak_gib, present.peak_gib if room is None else room)
     ladder = Ladder(present, [], [], present)
+    # Each turn tries every family on top of `base`; if none fits, the strongest setting becomes part of the base.
     base = present
     while True:
         strongest = []
@@ -168,6 +173,7 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
             ladder.fallbacks.sort(key=lambda fallback: float(fallback.plan["seconds_per_step"]))
             return ladder
         ladder.lowest = min([base, *strongest], key=lambda fallback: fallback.peak_gib)
+        # Nothing saves memory any more: the lowest is the answer to what a smaller recipe would need.
         if ladder.lowest.peak_gib >= _LESS * base.peak_gib:
             return ladder
         base = ladder.lowest
@@ -195,10 +201,12 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
             )
         return fallback
 
+    # The strongest first: if it does not fit, none of its family does, and one dry run was enough.
     if not able or (last := tried(able[-1])) is None:
         return None
     if last.peak_gib > limit:  # the milder ones of the family need more
         return last
+    # It fits: look for a milder one of the family, which costs less time.
     ladder.fallbacks.append(next((f for r in able[:-1] if (f := tried(r)) is not None and f.peak_gib <= limit), last))
     return None
 

@@ -83,12 +83,14 @@ def observe_few_layers(
     # Two points determine an affine function; the first observation is its offset, their difference its slope.
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
+        # A CPU's heap is replayed from a log, which an extrapolated observation lacks.
         result.reserved = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
     return result
 
 
 def _end_ranks(request: Request) -> list[int]:
     """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
+    # Pipeline is the outermost axis, so the first rank of the last stage follows all ranks of the other stages.
     sizes = request.context.sizes
     return (
         [0]
@@ -109,7 +111,9 @@ def _layer_counts(
 ) -> tuple[int, int] | None:
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
     techniques = list(recipe.techniques.values())
+    # A technique's period: checkpointing every second layer has 2.
     period = math.lcm(*(t.period() for t in techniques))
+    # The model's period: windows in five of six layers have 6.
     first, turn = _pattern(layer_kinds(config.get_text_config()))
     if period > 2 or turn > _LONGEST_PATTERN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
@@ -120,7 +124,9 @@ def _layer_counts(
     layers = config.get_text_config().num_hidden_layers
     # The first layers of some vision models also take features of the vision tower (DeepStack).
     fewest += vision.deep if (vision := hf.facts(config).vision) else 0
+    # Both models must contain the irregular first layers and one of the pattern.
     fewest = max(fewest, first + 1)
+    # Whole periods apart, so that the difference is the cost of whole periods.
     apart = -(-apart // period) * period
     if layers < fewest + apart:
         return None
@@ -136,6 +142,7 @@ def _pattern(kinds: Sequence[object]) -> tuple[int, int]:
     """
     for first in range(_LONGEST_PATTERN + 1):
         rest = kinds[first:]
+        # The smallest n by which the list can be shifted onto itself.
         period = next((n for n in range(1, _LONGEST_PATTERN + 1) if n < len(rest) and rest[n:] == rest[:-n]), None)
         if period is not None:
             return first, period
@@ -202,11 +209,13 @@ def _extrapolate_reserved(
     Args:
         counts: the two layer counts; None if they are too small and too close for a difference.
     """
+    # Allocated bytes: of the two small models and of the extrapolated one.
     peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
     cached = [(o.reserved or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
     ahead = max(cached)
     if counts:
         fewer, more = counts
+        # Linear from the two small models on: overhead(L) = c2 + (c2 - c1) (L - L2) / (L2 - L1).
         ahead = cached[1] + (cached[1] - cached[0]) * (layers - more) // (more - fewer)
         # Clamped, because a difference of one segment would be multiplied by all remaining layers.
         ahead = min(max(ahead, cached[1]), cached[1] * peaks[2] // peaks[1])
@@ -214,10 +223,12 @@ def _extrapolate_reserved(
 
 
 def _extrapolate_kernels(one: Counter[Kernel], two: Counter[Kernel], on: Callable[[int, int], int]) -> Counter[Kernel]:
+    # Kernels of both models: their counts grow with the layers.
     kernels = Counter({kernel: on(count, two[kernel]) for kernel, count in one.items() if kernel in two})
     # Some kernels take all layers at once (a norm over all gradients): their sizes grow, not their count.
     sums: dict[tuple[str, str, Place, bool], list[list[int]]] = defaultdict(lambda: [[0] * 4, [0] * 4])
     like: dict[tuple[str, str, Place, bool], Kernel] = {}
+    # Kernels of one model only, summed by operator: their shapes depend on the number of layers.
     for side, (mine, other) in enumerate(((one, two), (two, one))):
         for kernel in mine.keys() - other.keys():
             key, n = (kernel.operator, kernel.dtype, kernel.where, kernel.alone), mine[kernel]
@@ -226,6 +237,7 @@ def _extrapolate_kernels(one: Counter[Kernel], two: Counter[Kernel], on: Callabl
             like[key] = kernel
     for key, (first, second) in sums.items():
         count, *sizes = (max(on(a, b), 0) for a, b in zip(first, second, strict=True))
+        # Count and total size are extrapolated, and each call gets the average size.
         if count:
             flops, read, written = (size // count for size in sizes)
             kernels[replace(like[key], flops=flops, bytes_read=read, bytes_written=written)] += count

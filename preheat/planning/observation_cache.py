@@ -64,6 +64,7 @@ def observe_cached(request: Request, *, how: str = "few", rank: int = 0, logged:
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    # Memory, then disk, then a dry run.
     path = _path_of(request, how, rank)
     observation = _known.get(path.stem)
     if observation is None and not logged:
@@ -74,9 +75,11 @@ def observe_cached(request: Request, *, how: str = "few", rank: int = 0, logged:
             observation = _DRY_RUNS[how](request, rank=rank)
         finally:
             gc.unfreeze()
+        # Before it is stored, because a replay needs the log, which is not.
         if observation.log and observation.reserved is None:
             observation.reserved = hold(observation.log, observation.streams, request.device)
         values = _values(observation)
+        # The digest detects files that another process was writing or that were damaged.
         store_json(path, {"sha256": _digest(values), "observation": values})
     _known[path.stem] = observation
     return observation
@@ -99,6 +102,7 @@ def observe_for_others(task: Task) -> None:
     """Stores the observation of one worker task on disk; ignores recipes that cannot be built, as `prefetch` does."""
     with suppress(RecipeError):
         observe_cached(**task)
+    # The parent reads it from disk; a worker that kept logs would grow with every task.
     clear()
 
 
@@ -139,6 +143,7 @@ def _observe_all(calls: list[Task]) -> list[Observation]:
 
 def _key(request: Request, how: str, rank: int) -> str:
     values = {key: value for key, value in recipes.as_values(request.recipe).items() if key not in _IRRELEVANT}
+    # The name of the device is not part of the key: kind and capability decide which kernels run.
     parts = [
         _FORMAT,
         how,
@@ -158,6 +163,7 @@ def _key(request: Request, how: str, rank: int) -> str:
 @functools.cache
 def _versions() -> list[str]:
     house = Path(__file__).parents[1]
+    # Any change of the source may change what a step does, so it invalidates all observations.
     source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
     return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
 
@@ -194,6 +200,7 @@ def _rows(kernels: Counter[Kernel]) -> list[list[object]]:
 
 
 def _counted(rows: list[list[Any]]) -> Counter[Kernel]:
+    # JSON has lists only, and kernels are keys, which must be hashable.
     return Counter({Kernel(*map(_to_tuples, row[:-1])): row[-1] for row in rows})
 
 

@@ -43,6 +43,7 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
     length, kind = recipe.batch.seq_len, examples_of(recipe).kind
     tokens, labels, positions = (torch.empty(rows, length, dtype=torch.int64) for _ in range(3))
     if kind == "pairs":
+        # A row of a preference pair holds both answers as two documents of half the length.
         mask = MaskSpec(documents=((length - length // 2, length // 2),) * rows)
         return Batch(tokens, labels, positions, mask, rows, tuple(range(rows)), group=2)
     if kind == "desirable":
@@ -59,6 +60,7 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     data, token = recipe.data, vision.merge**2  # patches per token
     each = math.prod(vision.grid(data.image_pixels)) // token
+    # At least one token of text remains.
     in_row = min(round(data.images * each), recipe.batch.seq_len - 1)  # tokens
     full, rest = divmod(in_row, each)
     # A blank image if there is none.
@@ -81,6 +83,7 @@ def track_phases(build: Build, recorder: Recorder) -> None:
         inner = build.slot(slot)
 
         def tracked(*args: object, **kwargs: object) -> object:
+            # Evaluation and generation run the same slots and keep their own phase.
             if recorder.phase not in STEP:
                 return inner(*args, **kwargs)
             recorder.phase = during
@@ -89,6 +92,7 @@ def track_phases(build: Build, recorder: Recorder) -> None:
             finally:
                 recorder.phase = then
 
+        # The owner stays: it is reported in the plan, and this wrapper is no technique.
         build.claim(slot, tracked, build.owner(slot))
 
     within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
@@ -105,6 +109,7 @@ def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
         sizes: categories at the end of the build, which the dry run recorded without initializing values.
     """
     model = build.recipe.model
+    # Drawing values and reading files need different temporary memory.
     drawn = model.weights == "random" or not (model.path or model.preset)
     kwargs = {"drawn": drawn, "on_cpu": build.device.kind == "cpu"}
     filling = max(
@@ -114,6 +119,7 @@ def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
         for role, parts in build.parts.items()
         for part in parts
     )
+    # Loading precedes the optimizer, so its states do not add to this peak.
     return {**sizes, "optimizer": 0, "temporary": filling}
 
 
@@ -134,6 +140,7 @@ def dry_saving(build: Build, recorder: Recorder) -> None:
     recorder.begin(Phase.SAVING)
     needed = room(build)
     if build.device.kind == "cpu":
+        # Freed at once, which is enough to record the peak.
         torch.empty(needed, dtype=torch.uint8)
 
 
@@ -173,6 +180,7 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
         )
     model: Any = build.trained[0]
     attention = model.config._attn_implementation
+    # The build's attention function takes packed training batches; generation uses transformers' own.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         with torch.no_grad():

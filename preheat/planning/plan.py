@@ -47,6 +47,7 @@ def _segments(device: Device) -> str | None:
 
 
 def _interval(value: float, factors: tuple[float, float]) -> list[float]:
+    # Nine in ten measurements lie between these bounds.
     return [value * factor for factor in factors]
 
 
@@ -83,8 +84,10 @@ def plan(request: Request) -> JsonObject:
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    # Few layers first: seconds, whatever the depth of the model.
     observation = observe_few_layers(request)
     result = describe(request, observation)
+    # Extrapolation errs by less than this margin, so only close verdicts need all layers.
     near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
     if not observation.log and (near or needs_allocator_retries(observation, request.device)):
         result = describe(request, observe(request))
@@ -95,6 +98,7 @@ def resolve_auto(request: Request) -> Request:
     """Resolves the settings that the recipe's techniques leave to the planner (`Searchable.resolve_auto`)."""
     # Compilation first: compiled layers save fewer activations, which decides recomputation and micro-batch size.
     techniques = request.recipe.techniques
+    # In turn, so that each choice is planned with those before it.
     for name in sorted(techniques, key=lambda name: (type(techniques[name]).stage != Stage.COMPILE, name)):
         context, technique = request.context, request.recipe.techniques[name]
         if isinstance(technique, Searchable):
@@ -121,6 +125,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
     recipe, device, rates = request.recipe, request.device, request.rates
     assert rates is not None, "a plan needs the rates of its device"
+    # Memory = tensors of the dry run at the peak + overhead of the process.
     more = process_overhead(recipe, observation, device)
     added = sum(more.values())
     phases = {phase: _gib_by_category(sizes, added) for phase, sizes in observation.categories.items()}
@@ -135,6 +140,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
     else:
         seconds, of_memory, of_speed = step_seconds(observation, rates), "measured", "measured"
+    # MFU is relative to the rate of the dtype that the recipe's matmuls compute in.
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
     dtype = "bf16" if Tag.BF16_COMPUTE in tags else "tf32" if Tag.TF32_PRODUCTS in tags else "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
@@ -144,6 +150,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         )
     steps = steps_of(recipe, request.rows)
     start = sum(t.startup_seconds(device) for t in recipe.techniques.values())
+    # Without steps or hours the length of the run is unknown: None.
     total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
     return {
         "fits": peak <= available,

@@ -48,6 +48,7 @@ class Request:
     source_config: PretrainedConfig | None = None
 
     def __post_init__(self) -> None:
+        # Read here once, because a search replaces the recipe hundreds of times.
         if self.source_config is None:
             object.__setattr__(self, "source_config", configs.source(self.recipe))
 

@@ -31,6 +31,7 @@ def processes() -> int:
     if not _can_fork():
         return 1
     setting = os.environ.get("PREHEAT_PROCESSES", "")
+    # Affinity rather than the number of cores: containers and job schedulers limit it.
     return max(int(setting), 1) if setting.isdigit() else min(len(os.sched_getaffinity(0)), _MOST)
 
 
@@ -44,12 +45,14 @@ class _Worker:
     """A fork of this process and its current task."""
 
     def __init__(self, do: Callable[[Task], None]) -> None:
+        # Forked rather than spawned: a fresh process would take seconds to import torch and transformers.
         self.pipe, far = Pipe()
         self.task: Task | None = None
         parent = os.getpid()
         self.process = os.fork()
         if self.process == 0:
             _serve(far, parent, do)
+        # Otherwise the pipe would not report the end of the worker, because this process holds its other end, too.
         far.close()
 
     def take(self, task: Task) -> None:
@@ -104,6 +107,7 @@ def run_tasks(tasks: Iterable[Task], do: Callable[[Task], None]) -> None:
     """
     left = deque(tasks)
     while left or any(worker.task for worker in _helpers):
+        # With tasks left, look without waiting; without any, wait for the workers.
         left.extend(_collect(0.0 if left else None))
         for worker in _helpers:
             if worker.task is None and left:
@@ -121,6 +125,7 @@ def _collect(seconds: float | None) -> list[Task]:
             failure = worker.pipe.recv()
         except (EOFError, OSError):
             failure = "its process has ended"
+        # A worker ends with its first failure.
         if failure:
             _log.debug("an observation in another process failed and is repeated: %s", failure)
             undone += [worker.task] if worker.task else []
@@ -137,6 +142,7 @@ def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoRetur
         signal.SIGUSR1,
     ):
         signal.signal(number, signal.SIG_IGN)
+    # Signals are ignored, so a killed parent must take its workers with it.
     end_with_parent(parent)
     import torch
 
@@ -144,6 +150,7 @@ def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoRetur
     for standard in (0, 1, 2):  # failed tasks are repeated by the parent, which reports the error
         os.dup2(null, standard)
     try:
+        # One thread each: the processes already fill the cores.
         torch.set_num_threads(1)
         while True:
             do(pipe.recv())
@@ -151,4 +158,5 @@ def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoRetur
     finally:
         with suppress(OSError):  # the parent may have ended
             pipe.send(repr(sys.exception()))
+        # Without the cleanup of the forked interpreter, whose files and locks belong to the parent.
         os._exit(0)

@@ -77,6 +77,7 @@ def _waterfalls(result: JsonObject) -> str:
     rows = {row["name"]: row for row in result["rows"] if not row["failed"]}
     if "plain" not in rows or "all" not in rows:
         return ""
+    # A technique's gain is the difference between all techniques and all without it.
     left_out = [(name, rows[f"without {name}"]) for name in rows["all"]["techniques"] if f"without {name}" in rows]
     if not left_out:
         return ""
@@ -92,8 +93,10 @@ def _waterfalls(result: JsonObject) -> str:
         if key == "tokens_per_second":  # draw no difference if the verdict found none
             parts = [(name, 0.0 if judged.get(name, {}).get("within_noise") else size) for name, size in parts]
         parts = [(name, size if abs(size) >= threshold else 0.0) for name, size in parts]
+        # Gains measured one by one do not add up to the gain of all: the rest is their overlap.
         overlap = combined - plain - sum(size for _, size in parts)
         parts.append(("overlap", overlap if abs(overlap) >= threshold else 0.0))
+        # Less memory is better, more speed is better.
         better = -1 if key == "peak_gib" else 1
         bars = [svg.Span("plain", 0.0, plain, "series-6")]
         at = plain

@@ -31,6 +31,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
         [0, 1, 3]
     """
     indices, least = [], float("inf")
+    # By x, then y: a point is on the front if it is lower than all points left of it.
     for n in sorted(range(len(points)), key=lambda n: points[n]):
         if points[n][1] < least:
             indices.append(n)
@@ -124,6 +125,7 @@ def _pareto(result: JsonObject, by: str) -> str:
                 markerfacecolor=colour if filled else SENTINEL["page"],
                 clip_on=False,
             )
+            # Labels of points that nearly coincide are stacked upwards.
             near = sum(abs(x - x2) <= 0.05 * right and abs(y - y2) <= 0.1 * height for _, x2, y2 in points[:n])
             axes.annotate(
                 str(n), (x, y), xytext=(6, 5 + 11 * near), textcoords="offset points", fontsize=9, color=SENTINEL["ink"]
@@ -153,6 +155,7 @@ def _decimals(ticks: Sequence[float]) -> int:
         >>> _decimals([0.0, 0.5, 1.0]), _decimals([1.11, 1.11005, 1.1101]), _decimals([0.0, 10.0])
         (1, 5, 0)
     """
+    # The smallest number of decimals with which the step between ticks is a whole number.
     step = min((b - a for a, b in itertools.pairwise(ticks)), default=0.0)
     if step <= 0:
         return 2

@@ -75,6 +75,7 @@ def _example(example: JsonObject) -> str:
     parts = []
     for n, doc in enumerate(example["documents"]):
         what = f", class {doc['label']}" if doc["label"] is not None else ""
+        # Documents of preference pairs alternate: the chosen answer, then the rejected one.
         if example["compared"]:
             what = ", rejected" if n % 2 else ", chosen"
         title = (

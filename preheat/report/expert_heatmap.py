@@ -25,6 +25,7 @@ def columns_of(rows: Sequence[Sequence[float]], most: int = _COLUMNS) -> list[li
     """
     count = len(rows[0])
     columns = min(count, most)
+    # Cuts as even as integers allow: neighbouring columns differ by one step at most.
     cuts = [n * count // columns for n in range(columns + 1)]
     return [[sum(row[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)] for row in rows]
 
@@ -54,12 +55,14 @@ def heat(
 
         width = (x[1] - x[0]) / len(rows[0])
         red, green, blue = to_rgb(SENTINEL["series-1"])
+        # Polygons rather than an image: an image is a bitmap, whose colours CSS could not replace.
         boxes, colours = [], []
         for n, row in enumerate(rows):
             for column, value in enumerate(row):
                 left = x[0] + column * width
                 boxes.append([(left, n - 0.5), (left + width, n - 0.5), (left + width, n + 0.5), (left, n + 0.5)])
                 share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
+                # Load as opacity, so that the lowest load has the background of the page.
                 colours.append((red, green, blue, round(share, 2)))
         axes.add_collection(
             PolyCollection(boxes, facecolors=colours, edgecolors="none", linewidths=0, antialiaseds=False)
@@ -80,6 +83,7 @@ def loads(records: Sequence[tuple[int, Sequence[float]]]) -> tuple[str, str]:
     Args:
         records: (step, tokens of the busiest expert over the mean, for each layer), as in `metrics.jsonl`.
     """
+    # Transposed from one row per step to one row per layer.
     grid = columns_of([list(layer) for layer in zip(*(row for _, row in records), strict=True)])
     (first, begun), (last, ended) = records[0], records[-1]
     high = max(max(row) for row in grid)

@@ -53,8 +53,10 @@ def escape(text: object, limit: int = _INLINE) -> str:
     """Returns text cleaned and escaped for HTML and attributes; beyond `limit` characters its middle is left out."""
     text = str(text)
     if len(text) > limit:
+        # The end of a long message is often its most useful part.
         half = limit // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
+    # Cleaned of control characters first: they are invalid in HTML, even as entities.
     return html.escape(clean(text))
 
 
@@ -75,6 +77,7 @@ def nbsp_units(text: object) -> str:
 
 def number(value: object) -> float | None:
     """Returns the value as a finite float; None if it is missing, not a number, NaN, infinite or absurdly large."""
+    # bool is a subclass of int, but True is no measurement.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST < value < _LARGEST else None
@@ -110,6 +113,7 @@ def count(value: object) -> str:
     if finite is None:
         return MISSING
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
+        # 0.99995, so that 999,960 becomes 1 M rather than 1e+03 K.
         if abs(finite) >= 0.99995 * size:
             return _signed(f"{finite / (1e3 if letter == 'K' else size):.3g} {letter}")
     return _signed(f"{finite:,.0f}")
@@ -120,6 +124,7 @@ def gib(value: object) -> str:
     finite = number(value)
     if finite is None:
         return MISSING
+    # 0.9995 GiB would read 1024 MiB.
     if abs(finite) < 0.9995:
         small = abs(finite * 1024)
         digits = 0 if small >= 99.95 else 1 if small >= 9.995 else 2
@@ -167,6 +172,7 @@ def change(value: float, total: float) -> str:
         >>> change(-0.437, 12.0), change(-1.5e-05, 0.055)
         ('\u22120.4', '0')
     """
+    # Three significant digits of `total`: 12.0 has one decimal, 0.055 has four.
     digits = max(0, 2 - math.floor(math.log10(abs(total)))) if total else 0
     text = f"{value:+,.{digits}f}" if digits < 12 else f"{value:+.2g}"
     return _signed(text) if re.search("[1-9]", text) else "0"
@@ -203,6 +209,7 @@ def between(metric: object, *, signed: bool = False) -> str:
 def off_by(predicted: object, measured: object) -> float | None:
     """Returns the relative error of a prediction, predicted / measured - 1; None if either is missing."""
     guess, real = number(predicted), number(measured)
+    # `not real` covers None and 0.
     return None if guess is None or not real else guess / real - 1
 
 
@@ -223,6 +230,7 @@ def duration(seconds: object) -> str:
         return f"{finite / 86400:.3g} d"
     rounded = round(finite)
     parts = [(rounded // 86400, "d"), (rounded // 3600 % 24, "h"), (rounded // 60 % 60, "min"), (rounded % 60, "s")]
+    # The largest unit that is not 0; the next one follows it, and smaller ones are dropped.
     first = next((i for i, (n, _) in enumerate(parts) if n), len(parts) - 1)
     return " ".join(f"{n} {unit}" for n, unit in parts[first : first + 2] if n)
 
@@ -252,6 +260,7 @@ def value(data: object, depth: int = 0) -> str:
             )
         return _signed(f"{real:,.4g}" if abs(real) < 1e4 else _decimals(real, 0))
     if isinstance(data, list | tuple | dict):
+        # Values come from files: a deeply nested one must not fill the page.
         if depth > 4:
             return "…"
         shown = list(data.items() if isinstance(data, dict) else data)[:50]

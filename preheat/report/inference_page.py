@@ -50,6 +50,7 @@ added. All figures as data: inference.json.</footer>""",
 
 def _headline(result: JsonObject) -> str:
     first, ran = result["models"][0]["name"], {row["name"] for row in result["rows"]}
+    # One model: its speed; several: the fastest against the first.
     if len(ran) < 2:
         row = result["rows"][0]
         return (
@@ -74,6 +75,7 @@ def _figures(result: JsonObject) -> list[str]:
         ("decode_tokens_per_second", "Decode", "tokens/s", 1.0, "rows", "length", lengths[-1]),
         ("first_token_seconds", "Time to first token", "milliseconds", 1e3, "length", "rows", batches[-1]),
     ):
+        # One of the two sizes varies, and the other is at its largest.
         selected = [row for row in rows if row[fixed] == most]
         names = list(dict.fromkeys(row["name"] for row in selected))
         lines = []
@@ -135,6 +137,7 @@ def _shapes(rows: Sequence[JsonObject]) -> str:
 
 def _models(models: Sequence[JsonObject]) -> str:
     weights, extra = zip(
+        # A model that failed keeps its row, so that indices stay aligned with `models`.
         *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models),
         strict=True,
     )

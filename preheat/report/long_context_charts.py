@@ -36,6 +36,7 @@ def lengths(after: JsonObject, before: JsonObject) -> str:
         old = [
             part for part in _complete_parts(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)
         ]
+        # The keys of the parts say which kind of task it is.
         if "depth" in parts[0]:
             two = [("before", old), ("after", parts)] if old else [("", parts)]
             shown = "".join(
@@ -96,6 +97,8 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
                     0.96,
                     0.94,
                     facecolor=SENTINEL["series-1"],
+                    # Opacity on the page's own colour works in light and in dark mode; 0.65 at most keeps the figure
+                    # readable.
                     alpha=0.05 + 0.6 * min(max(part["value"], 0.0), 1.0),
                     linewidth=0,
                 )
@@ -103,6 +106,7 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
             shown = f"{100 * part['value']:.0f}"
             axes.annotate(shown, (x + 0.48, y + 0.47), ha="center", va="center", color=SENTINEL["ink"], fontsize=8.5)
         axes.set_xlim(0, len(across))
+        # Depth 0 is the beginning of the context and is drawn on top.
         axes.set_ylim(len(down), 0)
         axes.set_xticks([n + 0.48 for n in range(len(across))], [f"{n:,.0f}" for n in across])
         axes.set_yticks([n + 0.47 for n in range(len(down))], [f"{100 * d:.0f} %" for d in down])
@@ -118,6 +122,7 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
     lines = [(LegendEntry("before", "series-2"), old)] if old else []
     lines.append((LegendEntry("after" if old else "loss", "series-1"), parts))
     falls = parts[0]["end"]
+    # The position up to which more context helps: the loss falls from each stretch to the next.
     for current, following in itertools.pairwise(parts):
         if following["value"] >= current["value"]:
             break
@@ -183,6 +188,7 @@ def _ticks(axes: Axes, positions: Sequence[float], label: Callable[[float], str]
     shown = (
         positions
         if len(positions) < 8
+        # Every second one, counted from the last, so that the largest keeps its label.
         else [position for n, position in enumerate(positions) if (len(positions) - 1 - n) % 2 == 0]
     )
     axes.set_xticks(list(shown), [label(position) for position in shown])

@@ -111,6 +111,7 @@ def _figure(
         lines.append(
             Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], series_colour(n), "points")
         )
+        # Bandwidth is best at some large size, latency at the smallest.
         best = max(row[key] for row in rows) * scale if key == "bus_bandwidth" else rows[0][key] * scale
         parts.append(f"{name.replace('_', '-')} {best:.3g}")
     link_rate = result["expected"]["in_host" if result["hosts"] == 1 else "between_hosts"]

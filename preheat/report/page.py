@@ -55,6 +55,7 @@ _MOST_ROWS = 400  # of a table: keeps the page small
 
 def document(title: str, body: str) -> str:
     """Returns a self-contained HTML page with our style; its content security policy blocks external resources."""
+    # Inlined, so that a page can be mailed or archived as one file.
     css = resources.files("preheat.report").joinpath("page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
@@ -100,6 +101,7 @@ def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callabl
         RunError: there is no such file, it is damaged, or the page cannot be written.
     """
     figures = _read_figures(source, command, keys)
+    # The file may come from another version or have been edited: any failure to draw it means that it is damaged.
     try:
         page = draw(figures)
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
@@ -116,6 +118,7 @@ def _read_figures(source: Path, command: str, keys: Iterable[str]) -> JsonObject
         raise RunError(f"{source}: no such file; {command} writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({shorten(str(error))}); run {command} again") from None
+    # Empty values count as missing, because every page takes the first of each list.
     lacking = [key for key in keys if not mapping(figures).get(key)]
     if lacking:
         raise RunError(f"{source}: is damaged (it has no {lacking[0]}); run {command} again")
@@ -160,6 +163,7 @@ def two_columns(*contents: str) -> str:
 
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     """Returns tiles of (label, figure, explanation); an entry whose figure is not recorded has none."""
+    # A tile that says "not recorded" would only take room.
     shown = "".join(_tile(*entry) for entry in entries if entry[1] != MISSING)
     return f'<dl class="tiles">{shown}</dl>' if shown else ""
 
@@ -209,6 +213,7 @@ def table(titles: Sequence[str], rows: Iterable[str], *, text: Iterable[int] = (
     """
     rows, left = list(rows), set(text)
     if len(rows) > _MOST_ROWS:
+        # The beginning and the end are the rows that people look for.
         half = _MOST_ROWS // 2
         left_out = f'<tr><td colspan="9" class="small">{len(rows) - 2 * half:,} rows left out</td></tr>'
         rows = [*rows[:half], left_out, *rows[-half:]]

@@ -32,6 +32,7 @@ def timeline(trace: JsonObject, available: float) -> str:
     most = max((size for _, size in points), default=0.0)
     unit, scale = unit_of([most])
     caption = f"Tensors alive from allocation to allocation; at most {gib(most)}."
+    # Each phase ends at the start of the next; the shared point leaves no gap between the colours.
     ends = [*(start for start, _ in phases[1:]), points[-1][0] + 1 if points else 0]
 
     def draw(axes: Axes) -> None:
@@ -40,6 +41,7 @@ def timeline(trace: JsonObject, available: float) -> str:
             colour = SENTINEL[_SHADES.get(phase, "series-6")]
             axes.fill_between([n for n, _ in part], [size for _, size in part], color=colour, alpha=0.25, linewidth=0)
             axes.plot([n for n, _ in part], [size for _, size in part], color=colour, linewidth=1.4)
+        # A line far above the curve would flatten it.
         if available <= 2.5 * most:
             axes.axhline(available * scale, color=SENTINEL["ink"], linewidth=1.5)
         axes.set_ylim(0, None)
@@ -59,6 +61,7 @@ def roofline(figures: JsonObject) -> str:
     caption = "Under the slope memory decides, under the level the matrix units: " + ", ".join(
         f"{p['operator']} {p['flops'] / peak:.0%} of the peak" for p in points
     )
+    # FLOPs per byte at which memory and matrix units are equally fast.
     knee = peak / bandwidth
     low = min([knee / 16, *(p["intensity"] / 2 for p in points)])
     high = max([knee * 16, *(p["intensity"] * 2 for p in points)])
@@ -118,6 +121,7 @@ def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available
                 color=colour,
                 markerfacecolor=colour if p["best"] else SENTINEL["page"],
             )
+        # The device's line is drawn only if it does not squeeze the marks into a corner.
         far = max(p["peak_gib"] for p in (*tried, *shown)) * scale
         near = available * scale <= far * 2.5
         if near:

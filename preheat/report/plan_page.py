@@ -122,6 +122,7 @@ def _memory(plan: JsonObject) -> str:
 
 def _phases(plan: JsonObject) -> tuple[str, str]:
     """Returns (chart of memory by phase, table of the same figures)."""
+    # An export happens after the run and may need more than any of its phases.
     split = plan["phase_memory"] | ({"export, later": plan["export"]} if plan["export"] else {})
     drawing = svg.stacked(
         "plan-phases",
@@ -134,6 +135,7 @@ def _phases(plan: JsonObject) -> tuple[str, str]:
     unit, texts = sizes(
         [size for categories in split.values() for size in (*categories.values(), sum(categories.values()))]
     )
+    # `texts` is flat: each phase has its categories and their sum.
     across = len(plan["memory"]) + 1
     rows = (
         page.row(
@@ -171,6 +173,7 @@ def _candidates(plan: JsonObject) -> str:
     for p in guesses:
         if p["peak_gib"] < least.get(p["techniques"], {"peak_gib": float("inf")})["peak_gib"]:
             least[p["techniques"]] = p
+    # Sets of techniques that do not fit even in their smallest variant, and that no dry run looked at.
     too_large = [p for name, p in least.items() if p["peak_gib"] > available and name not in known]
     listed = [(p, _candidate_verdict(p, available)) for p in tried]
     listed += [

@@ -50,11 +50,13 @@ def collect(path: str | Path) -> JsonObject:
     recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
     events = [e for e in events if isinstance(e.get("kind"), str)]
+    # The last measurement, and the session that it belongs to: a resumed run may have several.
     at = max((n for n, e in enumerate(events) if e["kind"] == "measured"), default=-1)
     measured: JsonObject = events[at] if at >= 0 else {}
     measured_in = sum(e["kind"] in ("started", "resumed") for e in events[: at + 1])
     last = metrics[-1] if metrics else {}
     finished: JsonObject = next((e for e in reversed(events) if e["kind"] == "finished"), {})
+    # The newest evaluation, for runs that have not finished.
     evaluated = evaluations[-1] if evaluations else {}
     # If the run continued after `finished`, that event describes an earlier session: ignore it.
     went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
@@ -122,6 +124,7 @@ def collect(path: str | Path) -> JsonObject:
             f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
         ),
     }
+    # predicted / measured - 1 for every figure that has both.
     predicted, real = figures["predicted"], figures["measured"]
     figures["difference"] = {
         k: off_by(predicted.get(k), real.get(k)) for k in (*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu")
@@ -191,6 +194,7 @@ def _expert_loads(metrics: list[JsonObject]) -> list[list[object]]:
         for line in metrics
         if isinstance(loads := line.get("expert_loads"), list) and loads and all(number(v) is not None for v in loads)
     ]
+    # A line with another number of layers is damaged, and the heat map needs a rectangle.
     return [row for row in rows if len(row[1]) == len(rows[0][1])]
 
 
@@ -215,6 +219,7 @@ def _state(events: list[JsonObject], metrics: list[JsonObject], plan: JsonObject
     """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, words}."""
     session: dict[str, JsonObject] = {}
     for event in events:
+        # A new session: the end of the one before no longer describes the run.
         if event["kind"] in ("started", "resumed"):
             session = {}
         session[event["kind"]] = event
@@ -250,6 +255,7 @@ def _verdict(figures: JsonObject) -> str:
     parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
     for name, key, show in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
         guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
+        # Without both there is nothing to say.
         if guess is None and real is None:
             continue
         unit = "" if key == "peak_gib" else f" {name}"
@@ -287,6 +293,7 @@ def _sources(data: object) -> str:
 
 def _length(summary: JsonObject) -> str:
     steps = number(summary["steps"])
+    # 0 or unknown.
     if not steps:
         return ": no step is recorded yet."
     text = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
@@ -308,6 +315,7 @@ def _losses(summary: JsonObject, baseline: JsonObject | None) -> str:
     if held_out is None:
         return f"{text}."
     text += f"; the validation loss is {loss(held_out)}"
+    # A model above the bigram's loss has learned little more than pairs of tokens.
     bigram, validation = number((baseline or {}).get("bigram")), number(held_out)
     if bigram is not None and validation is not None:
         text += f", {'below' if validation < bigram else 'not below'} the {loss(bigram)} of a bigram model"

@@ -30,6 +30,7 @@ def losses(figures: JsonObject) -> str:
     lines: list[Curve] = []
     legend = []
     if finite:
+        # A window of a twentieth of the run: it follows the curve and hides the noise of single steps.
         smoothed = svg.smooth(raw, len(raw) // 40)
         lines.append(Curve("each step", steps, raw, style="raw"))
         legend.append(LegendEntry("training, each step", "series-1", "raw"))
@@ -61,6 +62,7 @@ def losses(figures: JsonObject) -> str:
     caption = " ".join(sentences)
     if not lines:
         return figure("", caption, "")
+    # Baselines last, so that their labels are drawn over the curves.
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
     drawing = svg.both_widths(
         "loss", lambda name, size: svg.curves(name, lines, caption, marks=figures["not_finite"], size=size)
@@ -73,6 +75,7 @@ def _levels(baseline: JsonObject | None) -> list[tuple[str, float]]:
     levels = []
     vocabulary = number((baseline or {}).get("vocabulary"))
     if vocabulary is not None and vocabulary > 1:
+        # Cross entropy of a uniform guess: ln(vocabulary size).
         levels.append(("uniform", math.log(vocabulary)))
     for name in ("unigram", "bigram"):
         level = number((baseline or {}).get(name))
@@ -91,6 +94,7 @@ def _steps_text(steps: Sequence[int]) -> str:
 def over_time(figures: JsonObject) -> list[str]:
     """Draws learning rate, gradient norm, tokens/s, memory and expert load over the steps, each if recorded."""
     curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
+    # Bytes after each step, and peaks in GiB: all in one unit for the axis.
     bytes_held = svg.numbers(curve["memory"])
     peaks = [number(predicted["peak_gib"]), number(measured["peak_gib"])]
     unit, scale = unit_of([*(v / 2**30 for v in bytes_held), *peaks])
@@ -140,6 +144,7 @@ def evaluations(figures: JsonObject) -> list[str]:
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for evaluation in figures["evaluations"]:
         step = number(evaluation.get("step"))
+        # The forgetting text is no task, but its loss is drawn like one.
         values = {("forgetting", "loss"): evaluation.get("forgetting_loss")}
         for task, of in mapping(evaluation.get("tasks")).items():
             values |= {(str(task), str(metric)): value for metric, value in mapping(of).items()}
@@ -148,6 +153,7 @@ def evaluations(figures: JsonObject) -> list[str]:
                 lines.setdefault(key, []).append((step, real))
     drawings = []
     for n, ((task, metric), points) in enumerate(lines.items()):
+        # A single evaluation is in the table.
         if len(points) > 1:
             x, y = [p[0] for p in points], [p[1] for p in points]
             caption = f"From {y[0]:.3g} at step {x[0]:,.0f} to {y[-1]:.3g} at step {x[-1]:,.0f}."
@@ -178,6 +184,7 @@ def _curve_figure(
         return ""
     if len(finite) == 1:
         caption = f"{show(finite[0])}, recorded once."
+    # Equal as shown: a constant curve needs no range.
     elif show(min(finite)) == show(max(finite)):
         caption = f"{show(finite[0])} at every step."
     else:
@@ -243,6 +250,7 @@ def memory(figures: JsonObject) -> str:
         )
     rows: list[tuple[str, list[tuple[str, float]]]] = []
     if peak is not None:
+        # Without categories, the peak is one bar.
         rows.append(("predicted", [(colour, size) for _, size, colour in parts] or [("series-6", peak or 0.0)]))
     if real is not None:
         rows.append(("measured", [("ink", real)]))
@@ -253,6 +261,7 @@ def memory(figures: JsonObject) -> str:
 def categories(figures: JsonObject) -> list[tuple[str, float, str]]:
     """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
     by_category = mapping(figures["memory"])
+    # The order of the colours, in every report, so that pages can be compared.
     names = [n for n in CATEGORY_COLOURS if n in by_category] + [n for n in by_category if n not in CATEGORY_COLOURS]
     sizes = [(name, number(by_category[name])) for name in names]
     return [

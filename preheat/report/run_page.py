@@ -55,9 +55,11 @@ def write(run: str | Path) -> Path:
     html = render(figures)
     data = to_json(figures, indent=1) + "\n"
     path = Path(run) / "report.html"
+    # In a run folder the report is ours; elsewhere it may only replace a page or figures that preheat wrote.
     if not (Path(run) / MARK).exists():  # not a run folder of ours, though it may hold a recipe.yaml
         require_overwritable(path, [GENERATOR])
         require_overwritable(path.with_name("report.json"), ['{\n "title": '])
+    # The figures first: a page without its data would be worse than data without its page.
     try:
         write_atomic(path.with_name("report.json"), data)
         write_atomic(path, html)
@@ -130,6 +132,7 @@ def _tiles(figures: JsonObject) -> str:
         (
             "Validation loss",
             loss(summary["validation_loss"]),
+            # exp(50) is 5e21: beyond it, the number says nothing.
             f"perplexity {value(math.exp(held_out))}" if held_out is not None and held_out < 50 else "",
         ),
         ("Tokens per second", grouped(measured["tokens_per_second"]), against("tokens_per_second", grouped)),
@@ -150,7 +153,9 @@ def _memory(figures: JsonObject) -> str:
     parts = run_charts.categories(figures)
     predicted, measured = (number(figures[k]["peak_gib"]) for k in ("predicted", "measured"))
     off = figures["difference"]["peak_gib"]
+    # 1 avoids a division by zero in a plan without any bytes.
     total = sum(size for _, size, _ in parts) or 1
+    # One call for all rows of the table, so that they have the same unit and decimals.
     unit, texts = sizes([*(size for _, size, _ in parts), predicted, measured])
     rows = [
         page.row(cell(colour_key(colour) + escape(name)), number_cell(text), number_cell(percent(size / total)))
@@ -219,6 +224,7 @@ def _phases(phases: object) -> str:
     if not peaks:
         return ""
     most = max(peaks.values())
+    # The phase that decides if the run fits.
     highest = next(name for name, size in peaks.items() if size == most)
     unit, texts = sizes(list(peaks.values()))
     rows = (
@@ -251,6 +257,7 @@ def _evaluation(figures: JsonObject) -> str:
             rows.append(page.group_row(title, 4 if compared else 2))
             for metric, measured in mapping(result.get("metrics")).items():
                 texts = [between(measured)]
+                # Three columns: before, after, and the difference with an interval of its own (paired by rows).
                 if compared:
                     texts = [between(old.get(metric)), *texts, between(apart.get(metric), signed=True)]
                 label = cell(escape(metric.replace("_", " ")))
@@ -295,10 +302,12 @@ def _samples(samples: list[JsonObject]) -> str:
     for sample in samples[:_MOST_SAMPLES]:
         prompt = _prompt(sample.get("prompt"))
         before, after = (
+            # The recorded text may begin with the prompt, which the page shows once, in colour.
             None if text is None else str(text).removeprefix(prompt)
             for text in (sample.get("before"), sample.get("text"))
         )
         expected = sample.get("expected")
+        # Nothing to compare with: prompt and text in one block.
         if before is None and expected is None:
             shown.append(f'<pre class="sample"><b>{escape(prompt, LONG)}</b>{escape(after or "", LONG)}</pre>')
             continue
@@ -342,6 +351,7 @@ def _timeline(events: list[JsonObject]) -> str:
     for group in _groups(events):
         first, last = group[0], group[-1]
         at = number(first.get("time"))
+        # Clocks may be set back between two sessions: no time rather than a negative one.
         after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
         kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
         details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
@@ -349,6 +359,7 @@ def _timeline(events: list[JsonObject]) -> str:
         event = f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}'
         rows.append(page.row(number_cell(after), cell(event, "free")))
     started = ""
+    # 2e11 s is the year 8307: datetime raises an error beyond the year 9999.
     if begin is not None and 0 <= begin < 2e11:
         started = f"Begun {datetime.datetime.fromtimestamp(begin, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC."
     return page.small(started) + page.table(("h:min:s", "event"), rows, text=(1,))
@@ -408,6 +419,7 @@ def _groups(events: list[JsonObject]) -> list[list[JsonObject]]:
     """Groups four or more consecutive checkpoint events; every other event is a group of its own."""
     groups: list[list[JsonObject]] = []
     for event in events:
+        # Long runs save hundreds of checkpoints, which would bury all other events.
         if groups and event["kind"] == "checkpoint" == groups[-1][0]["kind"]:
             groups[-1].append(event)
         else:
@@ -419,6 +431,7 @@ _ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("
 
 
 def _environment(environment: JsonObject) -> str:
+    # Plain values first, then each nested mapping under its name.
     rows = [_row(k, v) for k, v in environment.items() if not isinstance(v, dict)]
     for name, group in environment.items():
         if isinstance(group, dict) and group:

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
+# Colours that occur nowhere else, so that `_style` can recognize each in matplotlib's output.
 SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
 _POINTS = 640  # more than the pixels of a plot's width on a phone; more points would only enlarge the page
 
@@ -77,11 +78,14 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     if not most:
         return ["0" for _ in values]
     ordered = sorted(set(values))
+    # Differences of rounding are no gaps: two such ticks are one.
     gaps = [b - a for a, b in itertools.pairwise(ordered) if b - a > 1e-15 * most]
     exact = min([*gaps, most]) / 100  # ticks are round numbers, so a label this close to its value is exact
     plain = 1e-3 <= most < 1e9
     for decimals in range(16):
+        # A tick at -1e-17 is 0, and must not become "-0".
         labels = [f"{0.0 if abs(v) < exact else v:,.{decimals}{'f' if plain else 'e'}}" for v in values]
+        # The first number of decimals with which every label reads back as its tick.
         if all(abs(float(label.replace(",", "")) - v) <= exact for label, v in zip(labels, values, strict=True)):
             break
     return [_tidy(label) for label in labels]
@@ -108,6 +112,7 @@ def ticks(
     """
     from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 
+    # Defined here, because their bases come from matplotlib, which is imported only to draw.
     class Labels(Formatter):
         def format_ticks(self, values: Sequence[float]) -> list[str]:  # type: ignore[override]
             labels = [format(v) for v in values] if format is not None else []
@@ -127,6 +132,7 @@ def ticks(
                 return locations
             return [v for v in MaxNLocator(nbins=nbins, steps=_STEPS).tick_values(low, high) if v > 0]
 
+    # Base 2: powers only, because 2 and 5 times a power of two are no round numbers.
     if axis.get_scale() == "log":
         base = axis.get_transform().base  # type: ignore[attr-defined]
         axis.set_major_locator(
@@ -147,6 +153,7 @@ def smooth(values: Sequence[float], half: int) -> list[float]:
         >>> smooth([4.0, 2.0, 3.0, 1.0], 1)
         [4.0, 3.0, 2.0, 2.0]
     """
+    # Prefix sums: the mean of any window is a difference of two entries.
     sums, counts = [0.0], [0]
     for value in values:
         finite = math.isfinite(value)
@@ -164,6 +171,7 @@ def thin(x: Sequence[float], y: Sequence[float], points: int = _POINTS) -> tuple
     """Downsamples a curve to at most `points`: minimum and maximum of each stretch, so that no spike is lost."""
     if len(x) <= points:
         return list(x), list(y)
+    # Two points per stretch, and the ends of the curve.
     keep: set[int] = {0, len(x) - 1}
     stretches = points // 2 - 1
     for n in range(stretches):
@@ -198,6 +206,7 @@ def curves(
         for line in lines:
             x, y = (list(line.x), list(line.y)) if line.style in ("level", "named") else thin(line.x, line.y)
             colour = SENTINEL[line.colour]
+            # A line of one point is invisible, so few points get markers.
             lone = sum(map(math.isfinite, y)) < 3
             if line.style in ("level", "named"):
                 _level(axes, line)
@@ -214,6 +223,7 @@ def curves(
         for mark in thin(marks, marks)[0]:
             axes.plot(
                 [mark],
+                # In fractions of the axes' height: at the upper edge, whatever the values are.
                 [0.985],
                 transform=axes.get_xaxis_transform(),
                 marker="v",
@@ -299,6 +309,7 @@ def stacked(
         limit: (label, GiB): a line across the rows, or an arrow to the right if it is far beyond them.
     """
 
+    # One unit for all rows, so that they can be compared.
     unit, scale = unit_of([sum(length for _, length in pieces) for _, pieces in rows])
     rows = [(label, [(colour, length * scale) for colour, length in pieces]) for label, pieces in rows]
     limit = (limit[0], limit[1] * scale) if limit is not None else None
@@ -312,6 +323,7 @@ def stacked(
                     y, length, left=left, height=0.62, color=SENTINEL[colour], edgecolor=SENTINEL["page"], linewidth=1
                 )
                 left += length
+        # Inverted, so that the first row is on top, with room above it for the label of the limit.
         axes.set_ylim(len(rows) - 0.4, -0.85)
         axes.set_yticks(range(len(rows)), [shorten(label, 32) for label, _ in rows])
         axes.tick_params(axis="y", colors=SENTINEL["ink"])
@@ -329,6 +341,7 @@ def stacked(
                 va="top",
                 color=SENTINEL["ink"],
             )
+        # Drawn to scale, a limit this far off would shrink the bars to nothing.
         elif limit is not None:
             axes.annotate(
                 f"{limit[0]} →",
@@ -365,6 +378,7 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
         least = min(0.0, min((min(row.start, row.end) for row in rows), default=0.0))
         for y, row in enumerate(rows):
             axes.barh(y, row.end - row.start, left=row.start, height=0.62, color=SENTINEL[row.colour])
+            # Bars from zero are totals; all others are changes and get a sign.
             is_total = row.start == 0.0
             axes.annotate(
                 f"{row.end - row.start:,.3g}" if is_total else change(row.end - row.start, reach),
@@ -376,6 +390,7 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
                 fontsize=10.5,
             )
             if y + 1 < len(rows):
+                # A thin line from the end of this bar to the start of the next.
                 axes.plot([row.end, row.end], [y, y + 1], color=SENTINEL["muted"], linewidth=0.8, zorder=0.5)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(least * 1.05, reach * 1.16)
@@ -418,9 +433,12 @@ def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[A
         matplotlib.rcdefaults()  # ignores the user's matplotlibrc: equal runs give equal reports
         matplotlib.rcParams.update(
             {
+                # Text elements rather than outlines: smaller, searchable and read aloud.
                 "svg.fonttype": "none",
+                # Without a salt, ids are random and equal runs give different pages.
                 "svg.hashsalt": name,
                 "font.size": 11,
+                # Names from outside may contain dollar signs, which are no formulas.
                 "text.parse_math": False,
                 "axes.axisbelow": True,
                 "axes.spines.left": False,
@@ -437,6 +455,7 @@ def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[A
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02), facecolor="none")
         axes = figure.add_subplot(facecolor="none")
         draw(axes)
+        # A marker at the edge of the axes would be cut in half.
         for line in axes.get_lines():
             line.set_clip_on(False)
         for text in axes.findobj(Text):
@@ -448,12 +467,14 @@ def drawn(name: str, size: tuple[float, float], alt_text: str, draw: Callable[[A
 
 def _inline(name: str, drawing: bytes, alt_text: str) -> str:
     """Turns matplotlib's SVG file into an inline element: page colours; no namespaces, unused ids, fonts or styles."""
+    # 1. Drop namespaces, metadata and styles, which an inline element does not need.
     root = ElementTree.fromstring(drawing)
     names = {code: variable for variable, code in SENTINEL.items()}
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         for child in [child for child in element if child.tag.rpartition("}")[2] in ("metadata", "style")]:
             element.remove(child)
+    # 2. Keep only ids that are referenced, with the plot's name in front, because ids are unique in a page.
     used = set(re.findall(r"#([\w-]+)[)\"]", drawing.decode()))
     for element in root.iter():
         old = dict(element.attrib)
@@ -473,6 +494,7 @@ def _inline(name: str, drawing: bytes, alt_text: str) -> str:
         if element.text is not None and not element.text.strip():
             element.text = None
     box = root.get("viewBox", "")
+    # 3. No width or height: the page scales the drawing by its view box.
     root.attrib.clear()
     root.attrib |= {"viewBox": box, "role": "img", "aria-label": shorten(alt_text, 2000)}
     return ElementTree.tostring(root, encoding="unicode")

@@ -47,8 +47,10 @@ class HangWatchdog:
 
     def __init__(self, ranks: Ranks, patience: float, say: Callable[[str], None]):
         self.ranks, self.patience, self.say = ranks, patience, say
+        # Short enough that several statuses fall into the patience, however short that is.
         self.interval = min(5.0, patience / 8)
         self.main = threading.get_ident()
+        # One tuple, replaced as a whole: the thread never reads the step of one phase with the time of another.
         self._progress: tuple[int, Phase, float] = (0, Phase.STARTING, time.time())
         self._over = threading.Event()
         self._reported = False
@@ -57,6 +59,7 @@ class HangWatchdog:
             assert ranks.store is not None, "several processes have a store"
             # A connection of its own: the main thread may be waiting on the other.
             self.store: Store = ranks.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+            # A daemon thread cannot keep a process alive whose main thread hangs or has failed.
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
 
@@ -87,6 +90,7 @@ class HangWatchdog:
                     "line": self._line(),
                 }
                 self.store.set(f"stands/{self.ranks.rank}", json.dumps(status))
+                # Publishes first: the report below reads this rank's own status from the store, too.
                 if time.time() - since > self.patience and not self._reported:
                     self._reported = True
                     self._report()
@@ -96,6 +100,7 @@ class HangWatchdog:
 
     def _line(self) -> str:
         """Returns the innermost line of preheat's own source in the main thread's stack."""
+        # Works even while the main thread is blocked in a collective: its Python frames do not change meanwhile.
         frame: FrameType | None = sys._current_frames().get(self.main)
         package = Path(__file__).parents[1]
         while frame is not None:
@@ -112,7 +117,10 @@ class HangWatchdog:
             json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys
         ]
         now = time.time()
+        # Three intervals without a status: one may be late on a busy host. Clocks of hosts are assumed to agree.
         alive = [status is not None and now - status["now"] < 3 * self.interval for status in statuses]
+        # Every rank gets here after its own timeout; one report is enough. This rank has just published, so one is
+        # alive.
         if self.ranks.rank != alive.index(True):
             return
         self.say(f"no progress for {self.patience:.0f} s; state of each process:")

@@ -26,6 +26,8 @@ def with_images(recipe: Recipe, data: PreparedData, source_config: PretrainedCon
     if vision is None:
         return recipe
     assert hasattr(data.train, "most_images"), "a model that reads images does not stream its rows"
+    # The maximum, because the row with the most patches sets the peak of memory.
     count, patches = data.train.most_images()
+    # Pixels per image, averaged over the images of that row; without images, the recipe's own limit.
     each = patches * vision.patch**2 // count if count else recipe.data.image_pixels
     return replace(recipe, data=replace(recipe.data, images=float(count), image_pixels=each))

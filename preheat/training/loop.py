@@ -84,6 +84,7 @@ def train(
 
 def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
+    # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
     session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
     if isinstance(session, Finished):
         return session.summary
@@ -96,7 +97,9 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
         # A checkpoint that is being written may still become complete, and is then what --resume begins with.
         if warning := session.assembled and session.saving.close():
             watch.alarm(warning)
+        # A missing deterministic kernel and a lost peer have unreadable messages of torch: replace them by one line.
         explained = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
+        # SystemExit means that all ranks restart with a fallback: the run has not failed.
         if not isinstance(error, SystemExit):
             session.writer.event("failed", reason=str(explained) or type(explained).__name__)
         if explained is not error:
@@ -111,6 +114,7 @@ def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool,
 
 def _died_again(events: list[JsonObject], step: int) -> bool:
     """Returns True if the previous session resumed at this step and ended there without being asked to stop."""
+    # The present session has logged its own start already, so the previous session is the one before the last start.
     starts = [n for n, event in enumerate(events) if event["kind"] in ("started", "resumed")]
     if len(starts) < 2:
         return False
@@ -127,6 +131,7 @@ class _Loop:
         self.recovery = Recovery(session, watchdog)
         self.meter = ThroughputMeter(session)
         self.loss = self._last_loss()
+        # The last evaluation and its step, so that a final step that was evaluated on schedule is not evaluated twice.
         self.evaluated: tuple[int, Measured] | None = None
         self.shape: Shape | None = None
         self.signals = Signals()
@@ -149,8 +154,10 @@ class _Loop:
         notice, so that an evaluation that does not fit in memory does not end every later session.
         """
         step, ranks = self.session.progress.step, self.session.ranks
+        # Rank 0 decides from the run's files for all ranks, because they must evaluate together.
         if not ranks.lead:
             return int(ranks.fetch("judged"))
+        # A resumed step counts as evaluated, unless it is step 0 or its evaluation is missing from the run's folder.
         evaluated = step
         run = Reader(self.writer.path)
         if step == 0 or (self._is_evaluated_at(step) and step not in [e["step"] for e in run.evaluations()]):
@@ -179,20 +186,26 @@ class _Loop:
 
     def run(self) -> JsonObject:
         check()
+        # Handlers are installed outside of recovery, so that a signal during a fallback also saves and ends.
         with self.signals:
             return self.recovery.run(self._train)
 
     def _train(self) -> JsonObject:
         """Trains from the session's progress to the end of the run."""
+        # This method starts again after each fallback, so everything below follows from the session's progress.
         self.meter = ThroughputMeter(self.session)
         # After recovery the loader begins at the committed samples again, so a batch read before is dropped.
         self.ahead = None
+        # Once: a fallback in the first step starts this method again, with the hooks of step 0 done.
         if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
             self._unless_stopped(self._samples)
             reset_peak(self.build.device.kind)  # the measured peak must not include generation
         self.watch.stage("training")
+        # Closing the generator ends the loader's worker processes, also after an error.
         with closing(self.session.rows()) as stream:
+            # One turn per optimizer step: hooks that are due, checkpoints that completed, then the step itself.
             while True:
+                # First, so that a session resumed at step n makes up for an evaluation of step n that is missing.
                 self._run_due_hooks()
                 if self._finished() or self.stopped is not None:
                     break
@@ -206,7 +219,9 @@ class _Loop:
         # Before the last evaluation, so that an evaluation that fails loses no step.
         if self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
+        # An asynchronous checkpoint must be complete before the run may claim to have finished.
         self._log_checkpoints(self.session.saving.wait())
+        # Evaluation, samples and summary; every step is saved by here.
         return self._finish()
 
     def _unless_stopped(self, work: Callable[[], object]) -> bool:
@@ -218,6 +233,7 @@ class _Loop:
         if self.build.mesh.world > 1:
             work()
             return True
+        # A signal raises only inside this block: in the middle of an update, it would leave half-updated weights.
         try:
             with self.signals.raised():
                 work()
@@ -234,12 +250,15 @@ class _Loop:
 
     def _run_due_hooks(self) -> None:
         """Runs the evaluation and saves the checkpoint that are due at this step."""
+        # All conditions below are equal on all ranks, because evaluating and saving are collectives.
         step, every = self.progress.step, self.recipe.checkpoint.every
         evaluation_due = self._is_evaluated_at(step)
         save_due = every and step and step % every == 0 and not self._finished()
         if self.last_eval_step != step and (evaluation_due or (step == 0 and self.session.probes.at_start)):
+            # A stopping run leaves this evaluation to the session that resumes it.
             if self.stopped is not None:
                 return
+            # The first evaluation of a session is the risky one: later ones take the same memory.
             if not self.tried and step not in (0, self.session.saving.last_step, self.recovery.skipped_saves):
                 # Saves first, so that a run whose evaluation kills the process resumes at that evaluation.
                 self._save()
@@ -248,6 +267,7 @@ class _Loop:
             if not self._unless_stopped(self._evaluate):
                 return
         self.last_eval_step = step
+        # The evaluation above may have saved this step, and recovery may have given its checkpoint up.
         if save_due and step not in (self.session.saving.last_step, self.recovery.skipped_saves):
             self._save()
 
@@ -255,13 +275,16 @@ class _Loop:
         total = self.session.total
         if total is not None and self.progress.step >= total:
             return True
+        # With several processes the clocks differ: only `out_of_time`, which `read_step_stats` shares, may end the run.
         return self.out_of_time or (self.build.mesh.world == 1 and self._is_late())
 
     def _step(self, stream: Iterator[list[Batch]]) -> None:
+        # 1. Read the batch. `step` numbers the step in progress, from 1; `progress.step` counts committed steps.
         start, step = time.perf_counter(), self.progress.step + 1
         self.watchdog.set_phase(step, Phase.DATA)
         batch: list[Batch] = []
         try:
+            # Reading may wait for a slow stream: in a single process a signal aborts it, and the step does not begin.
             if not self._unless_stopped(lambda: batch.extend(self._read(stream))):
                 return
         except RunError as error:
@@ -271,6 +294,7 @@ class _Loop:
         if self.shape not in (None, shape):
             release_unused(self.build.device.kind)
         self.shape = shape
+        # 2. Compute the gradients of all micro-batches, then update the weights.
         lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.step, self.session.total)
         self.watchdog.set_phase(step, Phase.GRADIENTS)
         # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
@@ -285,19 +309,25 @@ class _Loop:
         # The only device synchronization of the step. If the gradients are not finite, the update changed no weights.
         self.watchdog.set_phase(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - start)
+        # 3. Read the results. Stop requests and time limits travel in the same collective, so that all ranks leave the
+        # loop at the same step: a rank that left alone would hang the others.
         total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = read_step_stats(
             self.build, loss, torch.stack([*stats, skippable]), (self.signals.received is not None, late)
         )
         self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
+        # A single process reads its clock in `_finished`.
         self.out_of_time = some_late and self.build.mesh.world > 1
+        # `weight` is the number of trained tokens (or examples) of the global batch: 0 if all its labels are masked.
         mean = total / max(weight, 1)
+        # fp16 loss scaling: an overflow of scaled gradients is expected at times, and the update changed no weights.
         if not finite and forgiven and math.isfinite(mean):
             self.writer.event("overflow", step=step)
             self.watch.notice(f"step {step}: the scaled gradients overflowed: step skipped, loss scale lowered")
         elif not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - start
-        # The step counts from here on: an error before this line repeats it on the same rows.
+        # 4. Commit. An error before this line repeats the step on the same rows, because `samples` decides which rows
+        # come next.
         p = self.progress
         p.samples += rows_consumed(shape, self.recipe.batch.seq_len)
         p.step += 1
@@ -306,6 +336,7 @@ class _Loop:
         p.elapsed += seconds
         self.loss = mean
         self.meter.speeds.append(tokens / seconds)
+        # 5. Log. The file has a line per committed step; reports and resumed sessions read it.
         line = {
             "step": p.step,
             "tokens": p.tokens,
@@ -325,6 +356,7 @@ class _Loop:
 
     def _read(self, stream: Iterator[list[Batch]]) -> list[Batch]:
         """Returns the micro-batches of the next step, prefetched if possible."""
+        # Cleared first: if the error is raised, the retry after recovery must read anew.
         ahead, self.ahead = self.ahead, None
         if isinstance(ahead, Exception):
             raise ahead
@@ -342,8 +374,10 @@ class _Loop:
         The data order does not change: like the checkpoint, it depends only on the samples trained on.
         """
         total = self.session.total
+        # A CPU has computed the gradients by here, so reading ahead would only delay the update.
         if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
             return
+        # A hang of the reader must be reported as one of the data, not of the gradients.
         self.watchdog.set_phase(self.progress.step + 1, Phase.DATA)
         try:
             self.ahead = batches = next(stream)
@@ -354,6 +388,7 @@ class _Loop:
 
     def _saved_before_the_end(self) -> str:
         """Saves the current step, if this is the only process, and describes where `--resume` would resume."""
+        # Saving is a collective, and the other ranks may not have failed: only a single process may save here.
         if self.build.mesh.world == 1 and self.progress.step > max(self.session.saving.last_step, 0):
             self._save(last=True)
         at = self.session.saving.last_step
@@ -373,6 +408,7 @@ class _Loop:
         return {name: count() for name, count in self.build.state.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
+        # Names the rows, so that the user can look at the data that the loss was computed on.
         rows = [row for b in batch for row in b.rows]
         listed = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
         step = self.progress.step + 1
@@ -397,6 +433,7 @@ class _Loop:
     def _evaluate(self) -> float:
         step = self.progress.step
         self.watchdog.set_phase(step, Phase.EVALUATION)
+        # A retry after recovery, or the final evaluation, reuses a result of the same weights.
         if self.evaluated is None or self.evaluated[0] != step:
             self.recovery.snapshot()
             result = self.session.probes.take(self.build, self.writer, step)
@@ -408,16 +445,19 @@ class _Loop:
     def _finish(self) -> JsonObject:
         plan, p = self.session.plan, self.progress
         stopped = self.stopped
+        # `stopped` is what ended the steps; a signal during the work below sets `self.stopped` as well.
         complete = stopped is None and self._unless_stopped(self._evaluate)
         validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
         # Measured before the samples: the predicted peak covers training and evaluation only.
         measured = {**self.meter.measured(), **self._drain_events()}
         if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
             self.writer.event("measured", **measured)
+        # `finished` is the last event of a complete run: launchers read it to decide against another restart.
         if complete and self._unless_stopped(self._afterwards):
             self.writer.event(
                 "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
             )
+        # A signal interrupted the evaluation, the baselines or the samples, after all steps.
         elif complete or stopped is None:
             self.writer.event("stopping", signal=self.stopped, step=p.step)
             self.watch.notice(f"{self.stopped}: ending; all steps are done and saved, the figures after them are not")

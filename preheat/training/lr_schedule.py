@@ -24,12 +24,15 @@ def lr_factor(schedule: Schedule, step: int, total: int | None) -> float:
         return 1.0
     warmup = round(schedule.warmup_ratio * total)
     if step < warmup:
+        # 1 / warmup, ..., 1: a first step at rate 0 would waste a batch.
         return (step + 1) / warmup
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "cosine":
+        # min + (1 - min) (1 + cos(pi t)) / 2, with t from 0 after warmup to 1 at the end.
         progress = (step - warmup) / max(total - warmup, 1)
         return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
     decay = max(round(schedule.decay_ratio * total), 1)
+    # wsd: constant until the last `decay` steps. The last step still has a rate above the minimum (left = 1 / decay).
     left = (total - step) / decay
     return 1.0 if left >= 1 else schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left

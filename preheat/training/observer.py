@@ -43,6 +43,7 @@ class Logged(Watch):
 
     def __init__(self) -> None:
         self._last = 0.0
+        # An application that has configured logging keeps its handlers and levels.
         if not _log.hasHandlers():
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(message)s"))
@@ -63,6 +64,7 @@ class Logged(Watch):
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
         step = metrics["step"]
+        # The first and the last step are always logged, however fast the steps are.
         if step in (1, total) or time.monotonic() - self._last > _EVERY:
             self._last = time.monotonic()
             of = f" of {total:,}" if total else ""

@@ -102,10 +102,14 @@ def subject_of(
     batch = _batch(length, batch_tokens)
     more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
     if what is not None and _is_recipe(what):
+        # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
         values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
         return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
+    # A model instead of a recipe: invent the rest of a recipe around it.
     model, positions, checkpoint = _model(what)
+    # Rows are no longer than the model's context: the explicit keys of `batch` override that.
     batch = {"seq_len": min(length or _LENGTH, positions or _LENGTH), **batch}
+    # Rounded up to a multiple of the devices, because each data-parallel rank takes equally many rows.
     batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
     values = {
         "name": _name(what or "model"),
@@ -122,6 +126,7 @@ def subject_of(
 def _user_recipe(recipe: Recipe) -> Subject:
     model = recipe.model
     known = presets.find(model.preset) if model.preset else None
+    # Only the preset's own checkpoint may be missing: the preset describes the same architecture.
     if known is None or model.path not in (known.hub, known.chat) or Path(model.path).is_dir():
         return Subject(recipe, True)
     try:
@@ -135,6 +140,8 @@ def _is_recipe(what: str) -> bool:
     file = Path(what)
     try:
         if file.exists() and not file.is_dir():
+            # A config.json is a model's, every other file a recipe's, even if it is no valid one: its errors are then
+            # shown.
             return file.name != "config.json"
     except (OSError, ValueError):
         raise RecipeError(f"{shorten(what)}: is not a file name (it is too long, or holds a NUL character)") from None
@@ -148,6 +155,7 @@ def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
     file = Path(what)
     if file.name == "config.json" and file.is_file():
         file = file.parent
+    # Folders come before sizes and presets, so that a folder called 15M is still found.
     if file.is_dir():
         if not (file / "config.json").is_file():
             raise RecipeError(
@@ -162,6 +170,7 @@ def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
 
 def _positions(config: Path) -> int | None:
     values = read_object(config, "model.path")
+    # Models that read images keep the context length of their language model one level down.
     text = values.get("text_config")
     positions = (text if isinstance(text, dict) else values).get("max_position_embeddings")
     return positions if isinstance(positions, int) else None
@@ -246,6 +255,7 @@ def rows_of(recipe: Recipe, source_config: PretrainedConfig | None = None) -> in
 
     Presets that can only be planned have no tokenizer to read the data with.
     """
+    # Counting rows means tokenizing and packing the data, so it is done only if the number of steps needs it.
     if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
     return row_count(data_of(recipe, source_config))
@@ -290,6 +300,7 @@ def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None)
     Args:
         source_config: what `configs.source` gave for this model; it is read when not given.
     """
+    # Order: the recipe's own tokenizer, then the model's; without either, one is trained on the data.
     folder = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
     if folder is None:
         return recipe.data.vocab_size
@@ -300,6 +311,7 @@ def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None)
         hf.configure(recipe, None, source_config)  # reports a missing model as such, not as a missing tokenizer
     if recipe.model.add_tokens:
         # An existing token may be added only if the embedding has no row for it: adding it would reset a trained row.
+        # Rows of the embedding before the tokens are added; `vocab_size` may exceed the tokenizer's length by padding.
         plain = replace(recipe, model=replace(recipe.model, add_tokens=()))
         rows = hf.configure(plain, None, source_config).get_text_config().vocab_size
         known = load_tokenizer(folder).get_vocab()
@@ -334,10 +346,12 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
         from preheat.engine.device import resolve_device
         from preheat.hardware.benchmark_rates import rates
 
+        # This machine: `rates` measures it once and caches the result.
         device, threads = resolve_device(recipe, per_host)
         return device, rates(device, threads), in_use(device)
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
+    # A described device has no generation, so the rates of unknown generations apply to it.
     entry = parse_accelerator(gpu) if "=" in gpu else _known(gpu)
     if entry.memory is None or entry.bandwidth is None:
         raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {entry.name}; {_STATE}")
@@ -346,6 +360,7 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
         raise RecipeError(f"--gpu: {entry.name} has no matrix rate; {_STATE}")
     device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=entry.generation == "cdna"))
     limit = recipe.hardware.memory
+    # Nothing is in use on a device that is not here.
     return replace(device, memory=parse_memory(limit)) if limit else device, roofline, 0
 
 

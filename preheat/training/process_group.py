@@ -82,6 +82,7 @@ class Ranks:
 
         if self.store is not None:
             self.store.set(f"{key}/{self.rank}", "")
+            # The store is gone if the process that holds it has passed and ended: every other rank has then been seen.
             with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
                 self.store.wait([f"{key}/{rank}" for rank in range(self.world)])
 
@@ -93,6 +94,7 @@ class Ranks:
         """
         if self.world == 1:
             return
+        # Rank 0 publishes and does not wait: a rank that differs ends by itself, and the launcher then ends all.
         if self.lead:
             self.publish("facts", facts)
             return
@@ -118,15 +120,19 @@ class Ranks:
 
         if all_here():  # all processes are on this host: keep their traffic on the loopback interface
             os.environ.update(local_group())
+        # The device is set before the group exists: NCCL communicators belong to the current device.
         device = torch.device("cuda", self._gpu()) if kind == "cuda" else None
         if device is not None:
             torch.cuda.set_device(device)
             if self.lead:
+                # Read by the launcher, to explain an abort of torch's NCCL watchdog.
                 self.publish(BACKEND, "nccl")
         dist.init_process_group(
+            # Both on a GPU: objects and checkpoints travel as CPU tensors, through gloo.
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             # With a device_id NCCL connects at once: unresponsive GPUs fail here, and subgroups are split off.
             device_id=device,
+            # A prefix of its own keeps torch's keys apart from those of this module.
             store=dist.PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world,
@@ -155,6 +161,7 @@ class Ranks:
 
     def explained(self, error: BaseException, step: int) -> BaseException:
         """Converts the error of a collective to a RunError; returns any other error unchanged."""
+        # Collectives raise plain RuntimeErrors, so the message is all that distinguishes a lost peer from a bug.
         message = str(error).splitlines()[0] if str(error) else ""
         if self.world == 1 or not isinstance(error, RuntimeError) or not _LOST.search(message):
             return error
@@ -199,6 +206,7 @@ def rendezvous(recipe: Recipe) -> Ranks:
     patience = recipe.parallel.timeout
     rank, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_PORT"))
     address = store_address()
+    # `{}` stays open in this text for the reason.
     lost = (
         f"rank {rank}: cannot meet the others at {address}:{port} within {patience:g} s ({{}}); is the first "
         "host up, and the port open?"
@@ -211,12 +219,14 @@ def rendezvous(recipe: Recipe) -> Ranks:
         if why:
             raise RunError(lost.format(why))
     try:
+        # The probe above may have used most of the patience; the store gets the rest.
         store = launched_store(max(1.0, patience - (time.monotonic() - start)))
         number = int(rank)
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
     store.set_timeout(timedelta(seconds=recipe.parallel.timeout))
     try:
+        # All keys of this start get a prefix, so that none of an earlier start is mistaken for one of these.
         prefix = _roll_call(store, number, world, patience)
     except (dist.DistNetworkError, dist.DistStoreError) as error:  # the process that holds the store ended
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None
@@ -230,6 +240,7 @@ def _unreachable(address: str, port: int, patience: float) -> str | None:
     end = time.monotonic() + patience
     while True:
         try:
+            # Polls until something listens: the first host may start later than this one.
             socket.create_connection((address, port), timeout=max(0.1, min(5.0, end - time.monotonic()))).close()
         except OSError as error:
             if time.monotonic() >= end:
@@ -245,6 +256,7 @@ def _roll_call(store: Store, rank: int, world: int, patience: float) -> str:
     Each rank publishes a unique ID. Rank 0 publishes the list of IDs and waits until all have confirmed it; the ID of a
     dead process is never confirmed, and its replacement publishes a new one, which starts another round.
     """
+    # `word` names a round; `numbers` are the IDs of the processes that rank 0 saw in it, by rank.
     mine, answered, roll = uuid.uuid4().hex, "", {"word": "", "numbers": []}
     store.set(f"hello/{rank}", mine)
     hellos = [f"hello/{n}" for n in range(world)]
@@ -252,20 +264,25 @@ def _roll_call(store: Store, rank: int, world: int, patience: float) -> str:
     while time.monotonic() < end:
         if rank == 0 and store.check(hellos):
             numbers = [store.get(key).decode() for key in hellos]
+            # Some process was replaced since the last round: a new word makes all confirm again.
             if numbers != roll["numbers"]:
                 roll = {"word": uuid.uuid4().hex, "numbers": numbers}
                 store.set("roll", json.dumps(roll))
+            # Every ID of this round was confirmed by its own process, so all of them are alive.
             if store.check([f"{roll['word']}/{n}" for n in range(1, world)]):
                 store.set(f"{roll['word']}/begin", "")
                 return str(roll["word"])
         elif rank and store.check(["roll"]):
             roll = json.loads(store.get("roll"))
+            # A list with another ID for this rank is of an earlier start: rank 0 will publish a new one.
             if roll["numbers"][rank] == mine and roll["word"] != answered:
                 answered = str(roll["word"])
                 store.set(f"{answered}/{rank}", "")
             if answered and store.check([f"{answered}/begin"]):
                 return answered
+        # Polling, because a blocking wait for one key could not react to a new round.
         time.sleep(0.02)
+    # Ranks that never arrived, or that did not confirm the last round.
     missing = [
         str(n)
         for n in range(world)

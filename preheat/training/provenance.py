@@ -26,6 +26,7 @@ def versions() -> dict[str, str]:
     import importlib.metadata as metadata
 
     package = Path(__file__).parents[1]
+    # The version is not enough: two hosts may have different working copies of the same version.
     source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()[:16]
     return {
         "preheat's source": source,

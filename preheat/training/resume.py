@@ -40,6 +40,7 @@ _NAMED = 6  # changed keys listed in an error message: an unrelated recipe diffe
 
 def fingerprints(build: Build, data: PreparedData) -> dict[str, str]:
     """Returns digests of the data, the model configuration and the initial weights."""
+    # Digests of contents rather than names, because files may move between two sessions.
     settings = build.trained[0].config.to_dict()  # type: ignore[operator,union-attr]
     settings.pop("_name_or_path", None)  # the path it was read from: the same folder has several spellings
     config = json.dumps(settings, sort_keys=True, default=str)
@@ -59,12 +60,14 @@ def compare(recipe: Recipe, before: str) -> bool:
     # Files and folders may have moved: names are compared here, contents by the checkpoint's fingerprints.
     was_recipe = published(anchored(recipes.parse(before, where="recipe.yaml of the run")))
     recipe = published(anchored(recipe))
+    # Compared apart: techniques that save memory may change, since they keep the losses up to rounding.
     milder, milder_before = (_of_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
     # The number of devices and the parallel layout do not affect the losses.
     old, new = (recipes.as_values(_of_techniques(alone(r), memory_saving=False)) for r in (was_recipe, recipe))
     changed = [
         key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)
     ]
+    # A free section frees all its keys: `data.workers` alone, but everything below `evaluate`.
     changed = sorted(key for key in changed if not any(key == free or key.startswith(free + ".") for free in _FREE))
     if changed:
         was, now = _leaves(old), _leaves(new)
@@ -89,6 +92,7 @@ def _of_techniques(recipe: Recipe, *, memory_saving: bool) -> Recipe:
 
 
 def _leaves(values: object, at: str = "") -> dict[str, object]:
+    # An empty mapping is a leaf: adding the first key to it must count as a change.
     if isinstance(values, dict) and values:
         return {
             k: v for key, value in values.items() for k, v in _leaves(value, f"{at}.{key}" if at else str(key)).items()
@@ -119,12 +123,14 @@ def resumed(
         for left in folder.glob("step-*.writing"):  # from a session that was killed while saving
             if re.fullmatch(r"step-[0-9]+\.writing", left.name):
                 shutil.rmtree(left, ignore_errors=True)
+    # All ranks must load the same checkpoint, even if shared storage shows them different files.
     of_rank_0 = checkpoint.all_gather_object(build, looked)[0]
     assert of_rank_0 is not None, "rank 0 has looked for checkpoints"
     newest, damaged = of_rank_0
     for path, problem in damaged:
         writer.event("damaged", checkpoint=path.name, problem=problem)
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
+    # Starting anew over damaged checkpoints would silently discard the work of the run.
     if newest is None:
         if damaged:
             raise RunError(
@@ -134,6 +140,7 @@ def resumed(
         watch.notice("no checkpoint was saved yet: starting from step 0")
         return fresh
     saved = checkpoint.read_progress(newest)
+    # Compared before loading: a checkpoint of another model must not get as far as its tensors.
     differs = [name for name, value in fresh.fingerprints.items() if saved.fingerprints.get(name) != value]
     if differs:
         labels = {role: f"{role}'s weights" for role in build.sources} | {
@@ -145,6 +152,7 @@ def resumed(
             f"--resume: the {', the '.join(labels[d] for d in differs)} changed since {newest.name} was saved; put "
             "back what was, or start another run with --out"
         )
+    # The number of threads decides the order of sums in CPU kernels.
     if saved.threads != threads:
         watch.notice(
             f"resumed with {threads} threads where the run had {saved.threads}: losses will agree up to rounding, "
@@ -155,6 +163,7 @@ def resumed(
             f"resumed, and losses will agree {repeats(build.device.kind, build.recipe.hardware.deterministic)}"
         )
     progress = checkpoint.load(build, newest)
+    # The recipe of this session: it may have other fallbacks than the checkpoint's.
     progress.recipe = fresh.recipe
     return progress
 
@@ -166,10 +175,12 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
         looked: result of `checkpoint.find`.
         total: steps of the whole run; None: limited by time only.
     """
+    # Finished means: the run said so, its newest checkpoint is of that step, and the recipe asks for no more steps.
     end = run.finished()
     if looked[0] is None or end is None:
         return None
     progress = checkpoint.read_progress(looked[0])
+    # With the present recipe, whose `stop` may have been extended to train longer.
     late = recipe.stop.hours is not None and progress.elapsed >= recipe.stop.hours * 3600
     if end.get("steps") != progress.step or not (late or (total is not None and progress.step >= total)):
         return None

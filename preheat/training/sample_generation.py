@@ -48,6 +48,7 @@ class Samples:
         validation: Rows | None = None,
     ):
         self.recipe, self.tokenizer, self.template = recipe, tokenizer, template
+        # Tokens that a question may have, if the answer is to fit in the context as well.
         room = positions - recipe.sample.max_new_tokens if positions else 0
         if recipe.sample.rows and positions and room < 1:
             raise RecipeError(
@@ -57,6 +58,7 @@ class Samples:
         pairs = questions(validation, recipe.sample.rows, tokenizer, room) if recipe.sample.rows else []
         self.prompts: list[Prompt] = [*recipe.sample.prompts, *(question for question, _ in pairs)]
         self.expected = [*(None for _ in recipe.sample.prompts), *(answer for _, answer in pairs)]
+        # The tokens are discarded: this only checks each prompt before training, rather than after hours of it.
         for number, prompt in enumerate(recipe.sample.prompts, 1):
             prompt_tokens(tokenizer, prompt, template, positions=positions, where=f"sample.prompts: prompt {number}")
 
@@ -100,8 +102,10 @@ def questions(
 
     pairs: list[tuple[Tokens, str]] = []
     for row in map(rows.row, range(len(rows))) if rows is not None else ():
+        # All rows of a dataset are alike here, so the first one decides.
         if row.images or row.group != 1:
             break  # images and preference pairs cannot be shown as one text
+        # Documents of a packed row lie one after the other; `row.documents` holds their sizes in tokens.
         start = 0
         for size in row.documents:
             tokens, labels = row.tokens[start : start + size], row.labels[start : start + size]
@@ -111,8 +115,11 @@ def questions(
             if not len(trained) or trained[0] == 0 or (room and trained[0] >= room):
                 continue
             # In a chat of several turns, take the first answer.
+            # A gap between trained positions is a turn of the user, whose tokens are masked.
             gaps = (trained[1:] - trained[:-1] > 1).nonzero()[0]
             last = trained[gaps[0]] if len(gaps) else trained[-1]
+            # The label at position i is the token i + 1: the question is tokens[: first + 1], the answer tokens[first +
+            # 1 : last + 2].
             ids = tuple(tokens[: trained[0] + 1].tolist())
             answer = tokenizer.decode(tokens[trained[0] + 1 : last + 2].tolist(), skip_special_tokens=True)
             pairs.append((Tokens(ids, tokenizer.decode(ids)), answer))

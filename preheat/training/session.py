@@ -128,6 +128,7 @@ class Session:
         self.watch.stage("building")
         check()
         request = self.request
+        # The build must come first: the seed below depends on the mesh, and the checkpoint loads into the build.
         new_build = build(
             request.recipe,
             vocabulary=request.vocabulary,
@@ -139,24 +140,29 @@ class Session:
         for kind in ("text_part", "dropout"):
             for change in new_build.changes.get(kind, ()):
                 self.watch.notice(change.what)
+        # The progress of a new run; a checkpoint replaces it if its fingerprints agree.
         progress = checkpoint.Progress(
             recipe=recipes.dump(self.effective), fingerprints=fingerprints(new_build, self.data), run=self.writer.id
         )
         folder = self.writer.path
         if resume:
             progress = resumed(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
+        # Assigned only after loading succeeded: recovery and the failure handler look at `assembled`.
         self.build, self.progress, self.assembled = new_build, progress, True
         self.peak_lr = peak_learning_rate(new_build)
+        # -1: step 0 has no checkpoint, although the progress says 0.
         self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
         check()
         self.writer.json(
             "changes.json", {name: [asdict(c) for c in changes] for name, changes in new_build.changes.items()}
         )
+        # Last, because the row order depends on the loaded progress, and dataset passes on the loaded weights.
         self.read()
 
     def read(self) -> None:
         """Sets the batch shapes and the row order from the current progress on, and runs the dataset passes."""
         current, total = self.build, self.total
+        # The slot takes the fraction of the run that is done, from 0 to 1; without a known end it is always 0.
         self.shape = lambda step: current.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
         if self.build.hooks.dataset_passes:
@@ -164,6 +170,7 @@ class Session:
 
             steps = range(self.progress.step, self.total or 0)
             left = sum(rows_consumed(self.shape(step), self.recipe.batch.seq_len) for step in steps)
+            # A second iterator of the same order: the passes must not consume the one that training reads.
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             # A run that only time limits may read every row.
             remaining = itertools.islice(order, left) if self.total else range(row_count(self.data) or 0)
@@ -184,13 +191,17 @@ class Session:
             workers=settings.workers,
             prefetch=settings.prefetch,
             pin=self.device.kind == "cuda",
+            # Each data-parallel rank reads its own rows of every global batch; tensor-parallel ranks read the same
+            # ones.
             share=(mesh.index(*DATA), mesh.size(*DATA)),
         )
 
     def free_build(self) -> None:
         """Frees the build and its memory; keeps the progress."""
+        # All four hold the build, directly or through closures: one that stayed would keep all its tensors alive.
         del self.build, self.saving, self.shape, self.order
         self.assembled = False
+        # Modules and hooks form reference cycles, which only the collector frees.
         gc.collect()
         release_unused(self.device.kind)
 
@@ -207,9 +218,12 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     Raises:
         RecipeError, DataError, DoesNotFit, RunError: nothing is left behind in the folder then.
     """
+    # 1. Find the other processes. The process group follows in `join`, after the slow work, so that no collective
+    # waits.
     ranks = rendezvous(recipe)
     device, threads = resolve_device(recipe, ranks.on_host)
     ready: _Ready | None = None
+    # 2. Rank 0 reads, benchmarks and plans; the others wait for its decisions and read the cached data afterwards.
     if ranks.lead:
         prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
         if isinstance(prepared, Finished):
@@ -217,6 +231,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             ranks.gather("read")  # this process may hold the store: wait until the others have read it
             return prepared
         ready = prepared
+        # The others build the recipe that rank 0 chose: a dry run on their side might resolve other settings.
         request, expected = ready.request, ready.expected
         ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": expected})
         data, probes, samples = ready.data, ready.probes, ready.samples
@@ -230,12 +245,15 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         data, probes, samples = read_data(recipe, source_config, watch)
         vocabulary = len(data.tokenizer)
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
+    # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
     ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
     import torch.distributed.checkpoint  # noqa: F401  # count its memory as that of imports, not of the build
 
     ranks.join(recipe, device.kind)
+    # 4. Open the folder. Only rank 0 writes; the others have a writer that discards everything.
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
+        # Taken just before the build, so that the run's memory is counted without that of imports, data and plan.
         imports, claimed = reset_memory_baseline(device), in_use_bytes(device.kind)
         session = Session(
             recipe=recipe,
@@ -259,9 +277,12 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
             )
         if device.notice:
             watch.notice(device.notice)
+        # Events of fallbacks that `_prepare` chose; they were held back until the folder was open.
         for event in ready.events if ready else ():
             writer.event(**event)
+        # 5. Build, and load the checkpoint.
         session.assemble(resume=resume)
+        # 6. Record what is needed to inspect and resume the run.
         if ranks.lead and not resume:
             writer.folder("tokenizer", lambda folder: _save_tokenizer(data.tokenizer, folder, watch))
         if ranks.lead:
@@ -275,6 +296,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
     except BaseException:
+        # A new run leaves no folder without a recipe behind, so that the same command can simply be repeated.
         writer.close() if resume else writer.remove_unstarted()
         raise
     return session
@@ -335,6 +357,7 @@ def _prepare(
 ) -> _Ready | Finished:
     from preheat.hardware.benchmark_rates import rates
 
+    # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
     looked: Looked | None = None
     events: list[JsonObject] = []
@@ -342,19 +365,23 @@ def _prepare(
     changed = run is not None and compare(recipe, run.recipe_text)
     if run is not None:
         looked = checkpoint.find(out / "checkpoints", run=run.id)
+        # Without epochs the number of steps is known before the data is read, so a finished run answers at once.
         if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, None))):
             return Finished(summary)
     if changed:
         watch.notice(
             "other settings of techniques that spare memory: losses will agree up to rounding, not bit for bit"
         )
+    # Weights that are missing are reported before the data is read.
     presets.require_weights(recipe)
     watch.stage("reading data")
     source_config = configs.source(recipe)
     data, probes, samples = read_data(recipe, source_config, watch)
+    # Again for epochs, whose steps depend on the number of rows.
     total = steps_of(recipe, row_count(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
         return Finished(summary)
+    # A library may swallow the exception of a signal: ask between the long stages.
     check()
     measured = rates(device, threads, progress=_Measuring(watch))
     check()
@@ -374,6 +401,7 @@ def _prepare(
     # The run stores the recipe as written: a dry run may choose other settings on the machine where it is resumed.
     resolved = request.recipe
     if run is not None and looked is not None:
+        # Fallbacks of earlier out-of-memory errors are part of the plan of a resumed run.
         built, events = apply_fallbacks(request, out, looked[0], afresh=changed)
         request = replace(request, recipe=built)
         for line in run.all_damaged():
@@ -396,6 +424,7 @@ class _Measuring:
         self.watch, self.begun = watch, False
 
     def __call__(self, what: str, done: float) -> None:
+        # Cached rates are read without a call, and then no stage is announced.
         if not self.begun:
             self.watch.stage("measuring this machine (once)")
             self.begun = True
@@ -417,6 +446,7 @@ def _order(
     all_samples = None
     if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps
         all_samples = samples(0) * total if samples(0) == samples(total) else sum(map(samples, range(total)))
+    # Orders that depend on the whole run (a curriculum, for example) need the number of all its samples.
     return current.slot(Slot.SAMPLE_ORDER)(rows, current.recipe.seed, committed, all_samples)
 
 

@@ -44,11 +44,14 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
+            # SIGUSR1 in every case, although `heeded` lists it under a launcher only: its default action would end the
+            # run.
             for number in {*heeded(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
+        # The handlers of before: the code after training may be that of a notebook or another library.
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -65,15 +68,18 @@ class Signals:
                 raise Interrupted(signal.Signals[self.received])
             yield
         finally:
+            # Also after an exception: from here on, signals are only noted and the step completes.
             self._raises = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received == name:
+            # A user who repeats the signal does not want to wait; a launcher that forwards it did not mean that.
             if not (under_agent() and time.monotonic() - self._first < _TWICE):
                 end_at_once(number)
             return
         if self.received is None:
             self.received, self._first = name, time.monotonic()
+            # Raised from the handler, i.e. between two bytecodes of the main thread.
             if self._raises:
                 raise Interrupted(number)

@@ -36,6 +36,8 @@ class ThroughputMeter:
     def mfu(self, speed: float) -> float:
         """Returns the model FLOP utilization at `speed` tokens/s, relative to the measured matmul rate."""
         plan = self.session.plan
+        # MFU = FLOPs per token * tokens/s / peak FLOP/s; recomputed FLOPs do not count (PaLM, arXiv:2204.02311,
+        # appendix B).
         return float(plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"])
 
     def measured(self) -> JsonObject:
@@ -43,6 +45,7 @@ class ThroughputMeter:
         figures: JsonObject = memory_peak(self.session.device.kind, self.session.imports).figures()
         if self.speeds:
             speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
+            # The median, because single steps wait for checkpoints, data or other processes of the machine.
             figures |= {
                 "tokens_per_second": speed,
                 "seconds_per_step": self.session.plan["tokens_per_step"] / speed,
@@ -56,6 +59,7 @@ class ThroughputMeter:
 
         Skips runs that are too short, have several batch shapes or use several processes.
         """
+        # The first step warms up: compilation, allocator and caches.
         plan, speeds = self.session.plan, self.speeds[1:]
         seconds = sum(plan["tokens_per_step"] / speed for speed in speeds)
         if (
@@ -64,5 +68,6 @@ class ThroughputMeter:
             or self.session.ranks.world > 1
         ):
             return
+        # The plan already contains the pace of earlier runs: dividing it out keeps corrections from accumulating.
         ratio = plan["tokens_per_second"] * plan["pace"] / median(speeds)
         note_run(plan["device"]["name"], torch.__version__, torch.get_num_threads(), ratio)

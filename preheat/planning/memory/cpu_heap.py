@@ -32,10 +32,12 @@ class Heap:
     @property
     def resident(self) -> int:
         """Bytes reserved from the system, in huge pages."""
+        # The heap uses huge pages of 2 MiB, each of which is resident as a whole.
         return self.small + -(-self.touched // _HUGE) * _HUGE
 
     def allocate(self, block: int, size: int) -> None:
         """Allocates a block; the recorder has already rounded its size up to 64 bytes."""
+        # Small blocks are malloc's, of which the model counts only the bytes in use.
         if size < _SMALL:
             self.small += size
             self._where[block] = (-1, size)

@@ -36,6 +36,7 @@ class _Pool:
 
     def grow(self, size: int) -> tuple[int, int]:
         start = self.end
+        # Addresses are made up: each new segment follows the last one of its pool, with a gap.
         self.segments[start] = size
         self.end += size + _GAP
         return start, size
@@ -43,6 +44,7 @@ class _Pool:
     def stretch(self, need: int, page: int) -> tuple[tuple[int, int], int]:
         """Extends the expandable segment; returns the free block at its end, and the bytes by which it grew."""
         size = self.segments.get(0, 0)
+        # A free block at the end is used for the new one, so the segment grows by the rest only.
         last = self.holes.ending(size)
         start = size if last is None else last
         if last is not None:
@@ -77,6 +79,7 @@ class Caching:
 
     def allocate(self, block: int, size: int, stream: str = "") -> bool:
         """Allocates a block; returns False if `limit` leaves no room for it."""
+        # Even an empty tensor takes a block.
         need = max(-(-size // _ROUND) * _ROUND, _ROUND)
         small = need <= _SMALL
         if self.expandable and self.limit is not None and self.allocated + need > self.limit:
@@ -93,6 +96,7 @@ class Caching:
         if room - need >= (_ROUND if small or self.expandable else _SMALL + 1):
             pool.holes.give(start + need, room - need)
             room = need
+        # `room` may exceed the size by a rest that was not split off: it counts as allocated, as in torch.
         self._where[block] = (pool, start, room)
         self.allocated += room
         return True
@@ -107,6 +111,7 @@ class Caching:
 
     def _from_driver(self, pool: _Pool, need: int, small: bool) -> tuple[int, int] | None:
         if self.expandable:
+            # Pages of an expandable segment: 2 MiB for small tensors, 20 MiB for large ones.
             piece, grown = pool.stretch(need, _SMALL_SEGMENT if small else _LARGE_SEGMENT)
             self.reserved = self.reserved + grown if self.limit is None else min(self.reserved + grown, self.limit)
             return piece
@@ -128,6 +133,7 @@ class Caching:
     def _release_segments(self) -> None:
         """Releases all segments without live blocks."""
         for pool in self._pools.values():
+            # A segment is free if one free block covers it.
             for start, size in list(pool.segments.items()):
                 if pool.holes.is_free(start, size):
                     pool.holes.remove(start)

@@ -25,6 +25,7 @@ class Holes:
 
     def give(self, start: int, size: int) -> tuple[int, int]:
         """Frees a block, coalesces it with its free neighbours, and returns the result: (start, size)."""
+        # A free block right behind, then one right before: afterwards no two free blocks are adjacent.
         if (behind := self._starts.get(start + size)) is not None:
             self.remove(start + size)
             size += behind
@@ -38,6 +39,7 @@ class Holes:
 
     def take(self, size: int) -> tuple[int, int] | None:
         """Removes and returns the smallest free block of at least `size`, unsplit: (start, size); None without one."""
+        # -1 sorts before every start, so blocks of exactly `size` are found as well.
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
             return None

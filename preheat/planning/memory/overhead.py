@@ -53,6 +53,7 @@ def process_overhead(recipe: Recipe, observation: Observation, device: Device) -
     # What the allocator holds beyond the tensors; the tensors themselves are counted by the dry run.
     cached = max(_reserved(observation, device) - _allocated(observation), 0)
     if device.kind == "cpu":
+        # Distinct kernels, because each shape is compiled once, however often it runs.
         products = sum(
             kernel.dtype == "bf16" and kernel.operator.startswith(_PRODUCTS) for kernel in observation.kernels
         )
@@ -80,6 +81,7 @@ def needs_allocator_retries(observation: Observation, device: Device) -> bool:
 
 
 def _room(device: Device) -> int:
+    # The limit of the caching allocator is the device without the memory that it does not manage.
     return device.memory - CONTEXT - _CUBLAS
 
 
@@ -106,6 +108,7 @@ def _reserved(observation: Observation, device: Device) -> int:
             if observation.log
             else None
         )
+        # Without a log there is no replay; expandable segments can always be released page by page.
         if limited.fits if limited else device.expandable:
             return limited.reserved if limited else _room(device)
     return _reserved_without_limit(observation, device)
@@ -125,9 +128,11 @@ def exporting(recipe: Recipe, observation: Observation, device: Device) -> dict[
     """
     if any(t.is_parallel() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
         return None
+    # Building the recipe again allocates the optimizer states as well, but no gradients or activations.
     sizes = dict.fromkeys(observation.categories[Phase.SAVING], 0) | {
         k: observation.categories[Phase.SAVING][k] for k in ("parameters", "optimizer")
     }
+    # 8 bytes per parameter in fp64, 4 in fp32.
     compared = observation.parameters * (8 if observation.parameters <= EXACT else 4)
     if device.kind == "cpu":
         return {**sizes, "temporary": compared + sizes["parameters"]}

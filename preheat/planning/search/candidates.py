@@ -55,6 +55,7 @@ def describe_techniques(added: Iterable[Technique], micro: int | None = None) ->
     """Describes techniques in a line: their names and the settings that differ from the defaults."""
     parts = []
     for t in added:
+        # Accumulation shows as the rows of a micro-batch at the end of the line.
         if t.micro_batch_count() > 1:
             continue
         plain = type(t)()
@@ -82,6 +83,7 @@ class Space:
 
     def __post_init__(self) -> None:
         own, device = self.request.recipe.techniques, self.request.device
+        # The dataclass is frozen, so derived fields are set through `object`.
         open_here = {name: t for name, t in own.items() if isinstance(t, Searchable) and t.left_open(device)}
         object.__setattr__(self, "left_open", open_here)
         decided = {name: t for name, t in own.items() if name not in self.left_open}
@@ -111,6 +113,7 @@ class Space:
     def allowed(self, technique: Technique) -> bool:
         if technique.name() in self.left_open:
             return True
+        # None: a search never adds this technique.
         gives_up = technique.search_numerics() if isinstance(technique, Searchable) else None
         return gives_up is not None and NUMERICS.index(gives_up) <= NUMERICS.index(self.allow)
 
@@ -131,8 +134,10 @@ class Space:
         start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
         steps = steps_of(self.recipe, self.request.rows)
+        # Seconds of the run by its steps and by its time limit: the shorter one ends it.
         ends = [steps * batch.size * batch.seq_len / speed] if steps else []
         ends += [stop.hours * 3600] if stop.hours else []
+        # Start-up (a compilation, for example) is spread over the run: it matters in short runs only.
         return speed / (1 + start / min(ends)) if ends else speed
 
     def on_one_device(self) -> list[type[Searchable]]:
@@ -150,8 +155,10 @@ class Space:
             yield ()
             return
         alone = set(self.on_one_device())
+        # Parallel techniques, and those that build on the tags of one.
         spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
         given = list(self.recipe.techniques.values())
+        # Degree 0 takes all devices that the other axes leave, so there may be one such technique only.
         is_open = any(0 in t.degrees().values() for t in given)
         rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
         extras = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
@@ -159,12 +166,14 @@ class Space:
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
             used = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
+            # Tensor parallelism across hosts is not tried: its collectives are exposed in every layer.
             if self.world % used or any(t.degrees().get(Axis.TENSOR, 1) > self.request.per_host for t in chosen):
                 continue
             if used == self.world or is_open:
                 yield chosen
             for t in () if is_open or used == self.world else rest:
                 yield (*chosen, t)
+                # Techniques that build on the tags of a parallel one, one at a time.
                 yield from ((*chosen, t, also) for also in extras if self._serves(also, (*chosen, t)))
 
     def _serves(self, t: Technique, layout: Settings) -> bool:
@@ -180,6 +189,7 @@ class Space:
         return self.left_open.get(cls.name()) or cls()
 
     def _options(self, cls: type[Searchable]) -> list[Technique]:
+        # Options are listed for a plain sharded mesh, because the layout is not known yet.
         sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
         context = Context(self.recipe, self.model, self.device, tags, sizes)

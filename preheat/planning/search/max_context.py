@@ -43,6 +43,7 @@ def longest(
     tokens, best = batch.size * batch.seq_len, None
     length = batch.seq_len
     while True:
+        # At least one row per device, even if that makes the batch larger than the recipe's.
         size = max(tokens // length, space.world)
         recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
         longer = replace(space.request, recipe=recipe)
@@ -52,6 +53,7 @@ def longest(
                 best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
             return best or result
         best = result
+        # A technique that scales the rotary embedding extends the positions with the length.
         if 2 * length > positions and not _has_positions(space.request, 2 * length):
             best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
             return best
@@ -68,6 +70,7 @@ def longest_as_stated(request: Request) -> JsonObject:
         longer sequence fits.
     """
     recipe, sizes = request.recipe, request.context.sizes
+    # The smallest batch: one sequence per micro-batch and data-parallel rank.
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
@@ -81,6 +84,7 @@ def longest_as_stated(request: Request) -> JsonObject:
             return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
         if planned["fits"]:
             longest |= {"length": length, "peak_gib": planned["peak_gib"]}
+            # A longer length failed before: the halving has found the answer.
             if longest["limit"]:
                 return longest
             length, doubled = 2 * length, doubled + 1

@@ -102,6 +102,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     assert rates is not None, "an estimate needs the rates of its device"
 
     def numbers(layers: int) -> tuple[float, ...]:
+        # `step`: an estimate needs neither evaluation nor checkpoints.
         observation = observe_cached(of_layers(request, layers), how="step")
         at = observation.categories[Phase.UPDATE]
         update = _of_update(observation, rates)
@@ -112,6 +113,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     if layer is not None:
         of_layer = [layer.states[0], layer.weights[0], layer.saved[0], layer.seconds[0], layer.update[0]]
     else:
+        # cost(L) = layer L + ends, from L = 1 and 2: layer = cost(2) - cost(1), ends = cost(1) - layer.
         of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
     ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
     return LayerCost(*zip(of_layer, ends, strict=True))
@@ -134,8 +136,10 @@ def estimate(
         tags: tags of all techniques.
     """
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
+    # Layers of this stage, and rows of this data-parallel rank.
     layers, rows = model.layers / pipeline, batch.size / math.prod(sizes[axis] for axis in DATA)
     micro = math.ceil(rows / micros)
+    # Ranks of context parallelism hold the same weights, so FSDP shards across them, too.
     sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
 
     def of_all(pair: tuple[float, float]) -> float:
@@ -148,8 +152,11 @@ def estimate(
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += weights  # unsharded gradients accumulate until the last micro-batch
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
+    # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
+    # Bytes: states + gathered weights + activations of a micro-batch.
     memory = of_all(cost.states) / sharded + gathered + micro * alive / context
+    # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
     waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
@@ -176,14 +183,19 @@ def _sent(
     def once(kind: str, size: float, axis: Axis) -> float:
         if sizes[axis] == 1:
             return 0.0
+        # Ranks along an axis are as far apart as the product of the axes inside of it.
         stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
         return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
 
+    # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     layers = model.layers / sizes[Axis.PIPELINE]
+    # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward.
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
+    # fp32 weights are gathered as bf16.
     half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
+    # Resharded weights are gathered once for forward and once for backward.
     gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
     overlapped = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
     overlapped += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(

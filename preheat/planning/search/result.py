@@ -76,6 +76,7 @@ class SearchResult:
 
 def too_large(plan: JsonObject) -> str:
     """Describes why a plan does not fit, with the two largest categories."""
+    # The two largest categories show which kind of technique could help.
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)
     return "; ".join(
@@ -111,6 +112,7 @@ def fragmentation_hint(plan: Mapping[str, Any]) -> str:
             "the allocator must release cached memory in each step, which takes time: --set "
             "hardware.segments=expandable has less to release"
         )
+    # Only if the tensors fit, and the plan fails by the cached memory alone.
     if not plan["peak_gib"] - cached <= plan["available_gib"] < plan["peak_gib"]:
         return ""
     return (

@@ -117,20 +117,25 @@ class _Search:
         self._too_large: dict[tuple[Settings, Settings], int] = {}
 
     def run(self, confirm: bool) -> SearchResult:
+        # Techniques of last resort only if nothing else fits: plans do not include their full cost in time.
         for resort in (False, True):
             kinds = technique_combinations(self.space, self._reject, resort=resort)
             candidates = self._candidates(kinds)
             if not candidates:
                 raise RecipeError(self._no_candidate_message())
+            # CPU time, so that a busy machine does not change the result; estimates above do not count.
             self.until = time.process_time() + self.seconds
             self._evaluate_best_first(candidates)
+            # Something fits: spend the remaining time on improving it and on alternatives.
             if any(s.plan["fits"] for s in self.seen):
                 self._evaluate_larger_micro_batches(candidates)
                 self._evaluate_alternatives(candidates)
                 break
+            # Nothing was found that fits: prove it with the candidate that needs the least.
             self._evaluate_smallest(candidates)
             if any(s.plan["fits"] for s in self.seen):
                 break
+        # Every candidate was refused when it was built.
         if not self.seen:
             if self.space.recipe.batch.size % self.space.world:
                 raise RecipeError(self._no_candidate_message())
@@ -144,6 +149,7 @@ class _Search:
             # The dry run was of 4 and of 5 layers.
             quick = self._seconds_per_dry_run * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
             best, confirmed = self._confirm(best, "whole" if quick else "enough")
+            # With fewer layers the verdict is sound but extrapolated, so it is not reported as confirmed.
             confirmed &= quick
         guesses = self._guesses(candidates)
         result = SearchResult(
@@ -156,9 +162,12 @@ class _Search:
 
     def _candidates(self, kinds: list[Combination]) -> list[Candidate]:
         """Returns all candidates of the most promising layouts; if there are many, a few kinds decide which."""
+        # Hundreds of layouts times hundreds of kinds are too many estimates: rank the layouts by a sample of the kinds.
         layouts = list(self._meshes())
         if len(layouts) > _LAYOUTS:
             best = [k for k in kinds if not k.better]
+            # The sample: kinds that nothing dominates, or the fastest and the smallest ones that the layout is
+            # compatible with.
             others = [
                 sorted(kinds, key=lambda k: k.cost.seconds[0]),
                 sorted(kinds, key=lambda k: k.cost.states[0] + k.cost.saved[0]),
@@ -179,12 +188,14 @@ class _Search:
             counts: Counter[tuple[str, ...]] = Counter()
             ranked = []
             for _, n in sorted((self._layout_key(of_layout), n) for n, of_layout in enumerate(tried)):
+                # Without this limit, layouts that differ in degrees only would crowd out other techniques.
                 counts[names := tuple(t.name() for t in layouts[n][0])] += 1
                 if counts[names] <= _ALIKE:
                     ranked.append(layouts[n])
             layouts = ranked[:_LAYOUTS]
         candidates = []
         for layout, sizes in layouts:
+            # A kind is dropped if a better one is also compatible with this layout.
             possible = {n: k for n, k in enumerate(kinds) if self._is_compatible(k, layout)}
             candidates += self._candidates_of(
                 layout, sizes, [k for k in possible.values() if not k.better & possible.keys()]
@@ -198,6 +209,7 @@ class _Search:
         if key not in self._conflicts:
             both = (*kind.settings, *layout)
             why = candidate_problems(self.space, self.space.having(both))
+            # A pipeline, for example, needs several micro-batches: try again with the most of them.
             cuts = self._micro_batch_options(layout) if why else [None]
             if cuts[-1] is not None:
                 why = candidate_problems(self.space, self.space.having((*both, cuts[-1])))
@@ -228,6 +240,7 @@ class _Search:
             tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
+                # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
                     guessed = estimate(kind.cost, batch, self.space.model, sizes, micros, tags, self.rates)
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
@@ -238,6 +251,7 @@ class _Search:
         own = self.space.recipe.techniques.values()
         sizes = self.space.sizes((*own, *layout))
         rows = self.space.recipe.batch.size // math.prod(sizes[axis] for axis in DATA) if sizes else 1
+        # One row cannot be cut, and the recipe's own accumulation stays as it is.
         if rows == 1 or any(t.micro_batch_count() > 1 for t in own):
             return [None]
         if rows not in self._cuts:
@@ -274,17 +288,20 @@ class _Search:
 
     def _corrected(self, c: Candidate) -> tuple[float, float]:
         """Returns bytes and tokens/s of an estimate, corrected by dry runs of the most similar candidates."""
+        # From the most to the least similar; the less similar, the weaker the correction (square root).
         if own := self._corrections.get((c.kind, c.names)):
             memory, speed = own
         elif alike := self._corrections.get(c.names):
             memory, speed = math.sqrt(alike[0]), alike[1]
         else:
+            # Errors of memory are specific to techniques; those of speed are partly the device's.
             memory, speed = 1.0, math.sqrt(self._corrections.get(None, (1.0, 1.0))[1])
         return c.guess.bytes * memory, self.space.over_run(c.guess.tokens_per_second * speed, c.added)
 
     def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
         """Sort key as `_rank`, from the estimate."""
         _, speed = self._corrected(c)
+        # Speed in steps of 1 %: within one, larger micro-batches and fewer techniques come first.
         slow = -round(math.log(speed) / math.log(_GAIN))
         first: tuple[float, ...] = ()
         if self.aim == "largest-batch":
@@ -318,11 +335,13 @@ class _Search:
     def _evaluate_best_first(self, candidates: list[Candidate]) -> None:
         left = candidates
         while left and (time.process_time() < self.until or len(self.seen) < _MIN_DRY_RUNS):
+            # Again in every turn, because each dry run corrects the estimates of the others.
             left = self._viable(left)
             if not left:
                 return
             c = min(left, key=self._estimated_rank)
             fitting = [s for s in self.seen if s.plan["fits"]]
+            # Candidates come best first, so none of the rest can improve on the best either.
             if fitting and self._cannot_improve(c, min(fitting, key=self._rank)):
                 return
             left = [other for other in left if other is not c]
@@ -342,6 +361,7 @@ class _Search:
                 for c in candidates
                 if c.added not in looked
                 and best.micro <= c.micro < self._too_large.get((c.kind, c.layout), math.inf)
+                # Only the best's own layout, in which estimates err by `_TOLERANCE` at most.
                 and set(c.layout) <= set(best.added)
                 and self._corrected(c)[0] <= self.room * _TOLERANCE
                 and not self._cannot_improve(c, best, 1 / _TOLERANCE)
@@ -364,6 +384,7 @@ class _Search:
 
     def _evaluate_smallest(self, candidates: list[Candidate]) -> None:
         """Dry-runs the candidate with the least estimated memory, to be sure that nothing fits."""
+        # Several, because some are refused when they are built.
         for c in sorted(candidates, key=lambda c: c.guess.bytes)[:12]:
             s = self._evaluate(c)
             if s is not None:
@@ -374,12 +395,14 @@ class _Search:
         for c in sorted(self._viable(candidates), key=self._estimated_rank):
             if time.process_time() > self.until or len({s.names for s in self.seen if s.plan["fits"]}) > _ALTERNATIVES:
                 return
+            # One dry run for each set of techniques.
             if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
                 self._evaluate(c)
 
     def _guesses(self, candidates: list[Candidate]) -> list[EstimatedPlan]:
         """Returns the estimates of the candidates, fastest first; at most as many as a plot can show."""
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
+        # A sample at equal ranks keeps the shape of the whole cloud.
         shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
             EstimatedPlan(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
@@ -404,10 +427,12 @@ class _Search:
         evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(evaluated)
         self._seconds_per_dry_run = time.perf_counter() - began
+        # Observed over estimated, for this candidate and, weaker, for similar ones.
         scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
         self._corrections[c.kind, c.names] = self._corrections[c.names] = self._corrections[None] = scale
         if not plan["fits"]:
             key = (c.kind, c.layout)
+            # Memory grows with the micro-batch: larger ones of the same candidate need no dry run.
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
             self._reject(describe_techniques(c.added, c.micro), too_large(plan))
         return evaluated
@@ -423,6 +448,7 @@ class _Search:
 
         Continues with the next best if it does not fit.
         """
+        # Extrapolated from few layers, a plan just below the limit may turn out to be above it.
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
@@ -439,6 +465,7 @@ class _Search:
 
     def _alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
         """Returns the best dry-run candidate of each other set of techniques that fits."""
+        # Sorted by rank, so the first of each group is its best.
         groups: dict[frozenset[str], EvaluatedPlan] = {}
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             if s.names != best.names:

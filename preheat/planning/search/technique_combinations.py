@@ -61,13 +61,18 @@ class _Combiner:
     resort: bool
 
     def run(self) -> list[Combination]:
+        # The recipe without any addition: the base of everything below.
         self._prepare([()])
         plain = self._observe(())
         choices = self._choices(plain)
         kinds = []
+        # All combinations of the useful options. Their costs are composed from separate dry runs: one for each would
+        # take too long.
         for chosen in itertools.product(*choices):
             kind = tuple(c.setting for c in chosen if c.setting is not None)
+            # Options that are fine alone may exclude each other.
             if not self._problems(kind):
+                # Each option changes the cost relative to the base that it was observed on.
                 cost = plain
                 for c in chosen:
                     cost = cost if c.setting is None else cost.with_change(c.cost, c.base)
@@ -88,25 +93,30 @@ class _Combiner:
             """Keeps the useful options of a technique and adds the best one to the base."""
             nonlocal base, under
             without = Option(None, under, under)
+            # Together with the options of an earlier turn: a technique may get here twice.
             worthwhile = self._pareto([*choices.get(cls, [without]), *tried])
             # Keep the option to do without: a technique that excludes this one may be better.
             choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
             # Optimizers exclude each other and are slow to observe, so they do not become part of the base.
             light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.claimed()]
             best = min(light or worthwhile, key=lambda c: self._cost(c.cost, c.setting) / self._cost(c.base))
+            # Only an option that was observed on this base extends it.
             if best.setting is not None and best.base is under:
                 base, under = (*base, best.setting), best.cost
 
         searched = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
         for cls in sorted(searched, key=self._priority):
+            # The new technique first, then those refused before: it may provide the tag that they need.
             refused = {cls: self._options(cls, base), **refused}
             for each in [each for each in refused if each not in choices]:
+                # All dry runs of this turn at once, so that the worker processes have something to do.
                 self._prepare([(*base, t) for t in refused[each]])
                 tried = [choice for t in refused[each] if (choice := self._try(t, base, under))]
                 settings = [choice.setting for choice in tried]
                 refused[each] = [t for t in refused[each] if t not in settings]
                 if tried:
                     take(each, tried)
+        # Settings that the final base excludes may still be better without a part of it.
         for cls, left in refused.items():
             if tried := [choice for t in left if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
                 take(cls, tried)
@@ -161,6 +171,7 @@ class _Combiner:
         place = self._compatible_base(t, base, choices)
         try:
             if place is not None:
+                # The cost without `t` on the same techniques, so that the difference is that of `t` alone.
                 rest = self._servable(place)  # some techniques may need `t`
                 return Option(t, self._observe((*place, t)), self._observe(rest))
         except RecipeError as error:  # found by the build only
@@ -176,6 +187,7 @@ class _Combiner:
         ]
         places = []
         for first in (Settings(), *((other,) for other in others)):
+            # Greedy: adds the techniques of the base one by one, as long as all are compatible.
             place = first
             if not self._problems((*place, t)):
                 for other in base:
@@ -210,6 +222,7 @@ class _Combiner:
     def _seconds(self, cost: LayerCost, added: Settings = ()) -> float:
         """Returns the seconds of one sequence, with its part of the update and of the startup time of `added`."""
         batch = self.space.recipe.batch
+        # The update runs once per batch: a row pays for its fraction of it.
         row = self._of_model(cost.seconds) + self._of_model(cost.update) / batch.size * self.space.world
         tokens = batch.seq_len * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
@@ -219,6 +232,7 @@ class _Combiner:
 
     def _pareto(self, choices: list[Option]) -> list[Option]:
         """Returns the options on the Pareto front of memory and time; of nearly equal ones the first."""
+        # Relative to each option's own base, because options of different turns were observed on different bases.
         sizes = [
             (
                 self._bytes(c.cost) / self._bytes(c.base),
@@ -228,6 +242,7 @@ class _Combiner:
         ]
         worthwhile = []
         for n, (memory, time) in enumerate(sizes):
+            # 0.2 % worse is no worse, and 1 % better is better: differences below are noise of the estimate.
             better = (
                 m <= memory * 1.002 and s <= time * 1.002 and (m < memory * 0.99 or s < time * 0.99) for m, s in sizes
             )

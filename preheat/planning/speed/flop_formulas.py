@@ -21,6 +21,7 @@ Formula: TypeAlias = Callable[..., int]
 def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size) -> int:
     """Returns the FLOPs of one forward pass without masking, as torch's formulas count: 4 rows heads n m head_dim."""
     rows, heads, n, width = q
+    # 2 n m d for Q K^T and 2 n m d for P V; q, k, v: (rows, heads, tokens, head_dim).
     return int(2 * rows * heads * n * k[2] * (width + v[3]))
 
 
@@ -28,6 +29,7 @@ def flops_of(formula: Formula | None, args: Sequence[object], out: object) -> in
     if formula is None:
         return 0
     args = tuple(a for a in args if not isinstance(a, torch.dtype))  # the dtype of the result, which no formula takes
+    # Formulas read shapes only, so equal shapes share a cache entry.
     shapes = tuple(a.shape if isinstance(a, Tensor) else a for a in args)
     try:
         return _counted(formula, shapes, out.shape if isinstance(out, Tensor) else None)
@@ -48,6 +50,7 @@ def formula_of(operator: OpOverload) -> Formula | None:
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # torch has no formula for the CPU kernel
         return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        # Five products in backward (scores again, dV, dP, dQ, dK) for two in forward.
         return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
     # Torch registers no in-place matmuls.
     packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)

@@ -198,6 +198,7 @@ class Roofline:
         return bytes / (self.device.bandwidth * _BANDWIDTH)
 
     def _product(self, kernel: Kernel) -> float:
+        # max(FLOPs / rate, bytes / bandwidth): the two overlap within a kernel.
         full = _last_wave(kernel, self.device.units)
         return max(
             kernel.flops / (self._rate(kernel.dtype) * full),
@@ -208,6 +209,7 @@ class Roofline:
         forward, backward = _ATTENTION.get(self.device.generation, (0.45, 0.38))
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
+        # The fractions above count causal work only, i.e. half of the score matrix.
         done = kernel.flops / 2 if kernel.causal else kernel.flops
         return done / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
 
@@ -217,15 +219,20 @@ class Roofline:
         devices, stride = kernel.group
         if devices == 1:
             return 0.0
+        # The full buffer is an all-gather's result or a reduce-scatter's argument; an all-reduce is both in turn (2.0).
         side, times = _COLLECTIVES.get(kernel.operator.rpartition("::")[2].removesuffix(".default"), ("in", 1.0))
         size = (
             max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written
         )
+        # In a ring each device sends all of the buffer but its own part: (n - 1) / n of it.
         share = times * (devices - 1) / devices
+        # Ranks of a group that are `stride` apart: per_host / stride of them share a host.
         within = min(devices, max(self.per_host // stride, 1))  # devices of the group on one host
+        # `link_each`: the catalogue states the rate of a connection between two devices, not that of all together.
         link = (self.device.link or _NETWORK) * (within - 1 if self.device.link_each else 1) * _LINK
         if within == devices:
             return _LATENCY + size * share / link
+        # The catalogue's rate is per device: the group's devices on a host use their network cards together.
         network = (self.device.network or _NETWORK) * _LINK * within
         return _LATENCY_NETWORK * math.log2(max(devices / within, 2)) + size * share / min(network, link)
 
@@ -239,8 +246,10 @@ class Roofline:
             if kernel.group is not None:
                 seconds = self.collective(kernel) * count
                 axes = observation.groups[kernel.group]
+                # The layer needs the tokens before it can continue.
                 if "all_to_all" in kernel.operator or "alltoall" in kernel.operator:
                     waiting += seconds  # expert parallelism, also along data-parallel axes
+                # FSDP prefetches the next layer's weights and reduces gradients while the previous layer computes.
                 elif {*DATA, Axis.PIPELINE} & set(axes):
                     overlapped += seconds
                 else:
@@ -255,9 +264,12 @@ class Roofline:
                 fused = fused_share(kernel, observation)
                 moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
+        # The device waits only for the part by which the host is slower: launches are queued.
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)
+        # Overlapped communication is hidden up to the time of the computation.
         waiting += max(overlapped - computing, 0.0)
         working = computing + host + waiting
+        # The bubble of a pipeline is a fraction of the time in which the stage works.
         idle, link = working * observation.idle, self._link(observation, computing)
         return Seconds(products, attention, moved, waiting, min(overlapped, computing), host, idle, link)
 
@@ -292,6 +304,7 @@ def link_seconds(observation: Observation, computing: float, *, to_host: float, 
             continue
         times[kernel.where, kernel.alone] += seconds * count
     update = max(times["out", True], times["back", True], times["host", True])
+    # One third of a step is forward, during which activations leave; two thirds are backward, which brings them back.
     exposed = max(times["out", False] - computing / 3, 0.0) + max(times["back", False] - computing * 2 / 3, 0.0)
     return update + exposed + times["host", False]
 
@@ -301,8 +314,10 @@ def _last_wave(kernel: Kernel, units: int | None) -> float:
     if units is None:
         return 1.0
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
+    # a: (..., rows, inner), b: (..., inner, columns).
     a, b = kernel.shapes[at : at + 2]
     rows, columns, batch = a[-2] if len(a) > 1 else 1, b[-1], math.prod(a[:-2])
     tiles = -(-rows // _TILE) * -(-columns // _TILE) * batch
+    # Utilization = useful tiles / (waves * SMs). The last wave and the tiles at the edges are filled only in part.
     work = rows * columns * batch / _TILE**2
     return max(work / (-(-tiles // units) * units), 1e-3) if tiles > units else max(work / units, 1e-3)

@@ -98,12 +98,15 @@ def _dtype(kernel: Kernel, rates: Rates) -> str:
 def _product(kernel: Kernel, rates: Rates) -> float:
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     (a, b), (first, second) = kernel.shapes[at : at + 2], kernel.transposed[at : at + 2]
+    # a: (n, k), b: (k, m).
     n, k, m = math.prod(a[:-1]), a[-1], b[-1]
+    # Which operand is transposed in memory says which of the three products of a linear layer this is.
     layout: Layout = "forward" if second else "grad_weight" if first else "grad_input"
     if layout == "grad_weight":  # g.T [m, n] @ x [n, k]
         n, k, m = a[-1], b[-1], a[-2]
     elif layout == "grad_input":  # g [n, m] @ w [m, k]
         k, m = m, k
+    # A dtype that was not measured takes the fp32 rate.
     known = {row.dtype for row in rates.matrix}
     return kernel.flops / rates.matrix_rate(kernel.dtype if kernel.dtype in known else "fp32", layout, n, k, m)
 
@@ -125,18 +128,25 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
     if kernel.flops and "attention" in name:
         direction = "backward" if "backward" in name else "forward"
-        return kernel.flops / rates.attention_rate(_dtype(kernel, rates), direction, kernel.shapes[0][-2])  # type: ignore[arg-type]
+        return kernel.flops / rates.attention_rate(
+            _dtype(kernel, rates),
+            direction,  # type: ignore[arg-type]
+            kernel.shapes[0][-2],
+        )
     if kernel.flops:
         return _product(kernel, rates)
     if name == "_fused_adamw_":  # reads weights, gradients and two moments: 16 bytes per parameter
         return rates.adamw["fp32"] * kernel.bytes_read / 16
     if moved == 0:
         return 0.0
+    # Our fused CPU operators work on blocks that stay in cache, so memory bandwidth does not bound them.
     if name in BY_PIECES and rates.near is not None:
         return BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
     dtype = _dtype(kernel, rates)
     if name in _SPARSE:
+        # Practically free: the operands' bytes say nothing about the few elements touched.
         return kernel.bytes_read / 1e12
+    # Operators without a measurement count as a copy of their bytes.
     mover = _MOVERS.get(name, "copy")
     if name == "_to_copy":
         mover = (
@@ -146,6 +156,7 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
             if kernel.bytes_written > kernel.bytes_read
             else "copy"
         )
+        # Only casts between fp32 and bf16 are measured.
         if mover == "to_fp32" and dtype != "bf16":
             mover = "copy"
     elif name in ("mul", "sum"):
@@ -161,6 +172,7 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
 def _broadcast(kernel: Kernel) -> str:
     shapes = kernel.shapes
     if kernel.operator == "sum":  # over the last dimension, or over the rows (gradient of a norm's weight)
+        # About one element per row is written: a reduction over the last dimension, which costs as much as a mean.
         return (
             "mean"
             if kernel.bytes_written * 4 > kernel.bytes_read // max(shapes[0][-1], 1)
@@ -169,6 +181,7 @@ def _broadcast(kernel: Kernel) -> str:
             else "sum_rows"
         )
     if len(shapes) > 1 and shapes[0] != shapes[1] and shapes[1]:
+        # A broadcast factor of shape (..., 1) scales rows, one of shape (n,) scales columns.
         small = min(shapes[:2], key=math.prod)
         return "mul_column" if small and small[-1] == 1 else "mul_row"
     return "mul"
@@ -186,6 +199,7 @@ def step_seconds(observation: Observation, rates: Rates) -> float:
     """Returns the seconds of one optimizer step."""
     if rates.of_gpu:
         return rates.pace * _gpu_seconds(observation, rates)
+    # Minus one, because `kernel_seconds` includes a launch already.
     host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
     return rates.pace * sum(
         (kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items()
@@ -198,6 +212,7 @@ def _gpu_seconds(observation: Observation, rates: Rates) -> float:
     device = sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
     share = _GPU_SHARE_COMPILED if observation.compiled else _GPU_SHARE
     host = sum(count for _, count in kernels) * rates.launch * share * observation.slowed
+    # Launches are queued ahead of the device, so the slower of the two sets the pace.
     working = max(device, host) * (1 + observation.idle)
     if rates.to_host is None or rates.to_device is None:
         return working

@@ -90,6 +90,7 @@ class Job:
 
         At most 40 of the 63 characters allowed, because clusters append suffixes.
         """
+        # Labels name objects and hosts in clusters, so everything else becomes a hyphen.
         plain = re.sub(r"[^a-z0-9]+", "-", self.recipe.name.lower()).strip("-")
         return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
 
@@ -106,6 +107,7 @@ class Job:
         Raises:
             RecipeError: one line with the option, its value and the fix.
         """
+        # An option that differs from its default was set by the user: ignoring it silently would start another job.
         for field in fields(self):
             if field.name in _SOME and field.name not in takes and getattr(self, field.name) != field.default:
                 raise RecipeError(
@@ -144,6 +146,7 @@ class Job:
                 f"parallel.devices: {devices}, but {started} is {self.world}; a mesh that does not multiply: "
                 "change one of them"
             )
+        # The recipe's degrees must multiply to the processes of all hosts; the error names those that do not.
         try:
             sizes = self.mesh()
         except ValueError as error:
@@ -164,6 +167,7 @@ class Job:
                 )
             if (self.seconds or 0) <= self.save_within:
                 return f"--time: {self.time} is over before --save-within {self.save_within} s; allow more time"
+        # The texts below end up in shell scripts and manifests, so only harmless characters are accepted.
         for item in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[^\n]*", item):
                 return f"--env {item}: write it as KEY=VALUE, such as --env NCCL_DEBUG=WARN"
@@ -193,6 +197,7 @@ class Job:
         # address of the surviving agent's store, and both wait forever.
         if self.nodes > 1:
             waits["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # The user's variables last, so that they win over the defaults.
         return waits | {k: v for k, v in chosen.items() if v} | dict(item.split("=", 1) for item in self.env)
 
     def described(self) -> JsonObject:

@@ -8,6 +8,7 @@ __all__ = ["manifest"]
 
 
 class _Dumper(yaml.SafeDumper):
+    # Anchors and aliases are valid YAML, but unreadable in a manifest that people edit.
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -27,4 +28,5 @@ def manifest(value: object) -> str:
       a
       b
     """
+    # The order of keys is that of the source, and a wide line keeps commands in one line.
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)

@@ -42,18 +42,22 @@ def objects(job: Job) -> list[JsonObject]:
             "--storage: name the PersistentVolumeClaim that keeps the run's folder; a pod's own disk is deleted with it"
         )
     folder = job.folder("/runs")
+    # The claim is mounted at the folder's parent, which must not be the root of the container.
     if not folder.is_absolute() or len(folder.parts) < 3:
         raise RecipeError(f"--out: {folder} must be a folder in the mounted one, such as /runs/{job.recipe.name}")
     port = job.port or _PORT
     if job.kind == "TrainJob":
         if job.port is not None:
             raise RecipeError("--port: Kubeflow Trainer chooses it for a TrainJob; leave it out")
+        # Kubeflow Trainer sets torchrun's PET_* variables in each pod of a TrainJob.
         script = _script(job, '"$PET_NODE_RANK" = 0', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
         runs = _train_job(job)
     else:
+        # The training operator gives each pod its own name as host name, and a service of that name.
         first = f"{job.label}-worker-0"
         script = _script(job, f'"$(hostname)" = {first}', f"{first}:{port}")
         runs = [_pytorch_job(job, port)]
+    # The recipe travels in a ConfigMap, so that the image needs no rebuild for another recipe.
     files = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -75,6 +79,7 @@ def _pytorch_job(job: Job, port: int) -> JsonObject:
         "spec": {
             "nprocPerNode": str(job.processes),
             "elasticPolicy": elastic | {"maxRestarts": job.restarts},
+            # Pods remain after the job, so that their logs can still be read.
             "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": job.restarts} | _limit(job),
             "pytorchReplicaSpecs": {"Worker": worker},
         },
@@ -144,18 +149,21 @@ def _pod(job: Job, container: str, port: int | None = None) -> JsonObject:
     if job.cpus_per_node:
         resources["cpu"] = str(job.cpus_per_node)
     if job.memory:
+        # 64G becomes 64Gi: the suffixes of Kubernetes without i are powers of ten.
         resources["memory"] = f"{job.memory}i"
     mounts = {"runs": str(job.folder("/runs").parent), "files": "/preheat", "memory": "/dev/shm"}
     spec: JsonObject = {
         "name": container,
         "image": job.image,
         "command": ["bash", "/preheat/run.sh"],
+        # Requests equal to limits: with CPU and memory given, the pod is of class Guaranteed, which is evicted last.
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
     }
     if port:
         spec["ports"] = [{"name": "pytorchjob-port", "containerPort": port}]
     return {
+        # torchrun waits `save_within` for its processes, so the pod needs a margin on top.
         "terminationGracePeriodSeconds": job.save_within + 30,
         "containers": [spec],
         "volumes": [

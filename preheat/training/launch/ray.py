@@ -30,6 +30,7 @@ def write(job: Job) -> str:
             "--out: name the run's folder by its absolute path, on storage that all hosts see; workers have folders "
             "of their own"
         )
+    # Ray schedules by the resources that a worker asks for, so there must be a number of CPUs.
     cores = job.cpus_per_node or job.processes
     needs = {"CPU": cores} | ({"GPU": job.gpus_per_node} if job.gpus_per_node else {})
     values = {
@@ -54,6 +55,7 @@ def write(job: Job) -> str:
 
 
 def _literal(value: object) -> str:
+    # The recipe as a readable block; texts with quotes or backslashes fall back to `repr`, which is always valid.
     if isinstance(value, str) and "\n" in value and '"""' not in value and "\\" not in value:
         return f'"""\\\n{value}"""'
     return repr(value)

@@ -57,6 +57,7 @@ def write(job: Job) -> str:
 
 def _gigabytes(memory: str) -> int:
     number, unit = int(memory[:-1]), memory[-1]
+    # Rounded up to whole GB, SkyPilot's unit.
     return number * 1024 if unit == "T" else number if unit == "G" else -(-number // 1024)
 
 

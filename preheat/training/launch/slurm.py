@@ -27,6 +27,7 @@ def write(job: Job) -> str:
         "exec " + command[0],
         *command[1:],
     ]
+    # By job ID, because several jobs may share a host; the range is below Linux's ephemeral ports (from 32768).
     port = str(job.port) if job.port else "$((20000 + SLURM_JOB_ID % 10000))"
     return "\n".join([
         "#!/bin/bash",
@@ -42,6 +43,7 @@ def write(job: Job) -> str:
         "",
         'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f"port={port}",
+        # The restart count makes a requeued job another rendezvous than the one that failed.
         'id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         "export run recipe host port id",
         "newest() {",
@@ -82,12 +84,14 @@ def _directives(job: Job) -> list[str]:
     settings = {
         "job-name": job.label,
         "nodes": job.nodes,
+        # One task per host: torchrun starts the processes of its host itself.
         "ntasks-per-node": 1,
         "gpus-per-node": gpus if job.gpus_per_node else None,
         "cpus-per-task": job.cpus_per_node,
         "mem": job.memory,
         "time": job.time,
         "signal": f"B:USR1@{job.save_within}",
+        # A requeued job must not overwrite the log of the start before.
         "open-mode": "append",
         "output": "%x-%j.log",
         "partition": job.partition,

@@ -37,6 +37,7 @@ exit 75"""
 
 def exports(job: Job) -> list[str]:
     """Returns the lines that set the environment of a host's processes, after the user's setup lines."""
+    # Cores per process, at least one; evaluated on the host if the number of cores is not given.
     cores = str(job.cpus_per_node) if job.cpus_per_node else "$(nproc)"
     threads = [
         f"cores={cores}",
@@ -54,6 +55,7 @@ def exports(job: Job) -> list[str]:
 
 def recipe_lines(text: str, variable: str) -> list[str]:
     """Returns the lines that write the recipe to the file named by a shell variable."""
+    # Quoted delimiter: the shell expands nothing in the recipe.
     return [f"cat > \"${variable}\" <<'{HERE}'", *text.rstrip("\n").split("\n"), HERE]
 
 

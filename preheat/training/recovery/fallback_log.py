@@ -59,6 +59,7 @@ class Failure:
 
 def write_oom_record(run: Path, failure: Failure) -> None:
     """Writes a failure to the run's folder, for the processes of the next start."""
+    # Atomic, because this process is out of memory and may be killed while it writes.
     write_atomic(_record_file(run, failure.rank), to_json(asdict(failure)))
 
 
@@ -77,6 +78,7 @@ def _read(file: Path) -> Failure | None:
         value = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return None
+    # A record of another version of preheat, with other keys or phases, counts as damaged.
     if not is_failure(value) or (phase := Phase.of(value["phase"])) is None:
         return None
     return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"phase": phase})
@@ -114,8 +116,10 @@ def apply_fallbacks(
     Raises:
         RunError: processes ran out of memory, and no fallback suffices.
     """
+    # A fallback applies from its step on; without a checkpoint the run starts again from step 0.
     recipe, step = request.recipe, int(newest.name.removeprefix("step-")) if newest else 0
     if afresh:
+        # The records are of the old settings; an empty `set` ends their fallbacks in the log.
         for file in oom_records(run):
             file.unlink()
         return recipe, [
@@ -129,8 +133,10 @@ def apply_fallbacks(
     if not failures:
         return built, []
     # All ranks get the same recipe, so the fallback must fit the rank with the least room.
+    # Failures of unknown room sort last.
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
     ladder, rung = choose_fallback(replace(request, recipe=built), tightest)
+    # The failed processes wrote records instead of events, because only rank 0 writes the log.
     events = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
     return rung.recipe, [*events, recorded(recipe, rung, ladder, tightest, step)]
 
@@ -151,6 +157,7 @@ def recorded(recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure:
         "step": step,
         "cause": failure.phase,
         "changed": list(fallback.set),
+        # All differences from the recipe as written, so that the last event alone restores the state.
         "set": list(settings(recipe, fallback.recipe)),
         **more,
     }
@@ -169,12 +176,14 @@ def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, 
     # An evaluation that fails needs less memory in evaluation; the peak of training is no measure for it.
     phase = Phase.EVALUATION if failure.phase is Phase.EVALUATION else None
     # First without the memory that the plan counts apart from tensors: some of it may be in use by now.
+    # The second room is larger: it is tried only if nothing fits the first.
     rooms = [None] if failure.room is None else [failure.room / GIB, (failure.room + failure.overhead) / GIB]
     for room in rooms:
         ladder = find_fallbacks(request, room=room, phase=phase)
         if ladder.fallbacks:
             return ladder, ladder.fallbacks[0]
     lowest, present = ladder.lowest, ladder.present
+    # The failure proves that the present peak is too much, so a smaller recipe must be below it, too.
     limit = min(present.peak_gib, room or present.peak_gib, present.plan["available_gib"])
     least = (
         f"The smallest fallback needs {lowest.peak_gib:.2f} GiB ({lowest.description})"

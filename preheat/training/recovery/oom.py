@@ -49,16 +49,19 @@ class StepSnapshot:
         self.build, self.rank = build, build.mesh.rank
         self.generators = checkpoint.torch_generators(build, self.rank)
         self.python, self.numpy = random.getstate(), numpy.random.get_state()
+        # Buffers only: running statistics, for example. Weights do not change before the update, so they need no copy.
         self.buffers = [(buffer, buffer.clone()) for part in build.trained for buffer in part.buffers()]
 
     def restore(self) -> None:
         """Restores RNG state and buffers, and frees the gradients."""
+        # Gradients of the failed attempt would be added to those of the retry.
         self.build.optimizer.zero_grad(set_to_none=True)
         checkpoint.restore_torch_generators(self.generators, self.rank)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         with torch.no_grad():
             for buffer, copy in self.buffers:
+                # Copied into the same tensors, because modules and hooks refer to them.
                 buffer.copy_(copy)
 
 
@@ -79,6 +82,7 @@ class Recovery:
 
     def snapshot(self) -> None:
         """Snapshots RNG state and buffers before work that may be rolled back (single process only)."""
+        # Several processes restart from the last checkpoint, so they need no snapshot.
         if self.session.build.mesh.world == 1:
             self.guard = StepSnapshot(self.session.build)
 
@@ -96,11 +100,15 @@ class Recovery:
         on_cpu = self.session.device.kind == "cpu"
         while True:
             try:
+                # On a CPU the kernel would kill the process; under the limit, the allocation fails and can be handled.
                 with memory_limit(self.session.ranks.on_host) if on_cpu else nullcontext():
+                    # Inside the `try`: a fallback that itself runs out of memory takes another turn.
                     if failure is not None:
                         self._apply_fallback(failure)
                     return work()
+            # Out of memory is a RuntimeError in torch, a MemoryError in Python and an OSError in system calls.
             except (MemoryError, RuntimeError, OSError) as error:
+                # Numbers only: the exception holds the frames of the failed attempt, and with them its tensors.
                 failure = self._describe(error)
                 # Also for other errors: another rank's out-of-memory error may be why this rank failed.
                 self._restart_all_ranks(failure)
@@ -112,12 +120,14 @@ class Recovery:
         if not is_oom(error):
             return None
         session, kind = self.session, self.session.device.kind
+        # `claimed` was allocated before the build, and is no memory of the run.
         requested, in_use = requested_bytes(str(error)), in_use_bytes(kind) - session.claimed
         overhead = sum(
             size
             for what, size in session.plan["overhead"].items()
             if what in ("process", "kernels", "context", "workspaces")
         )
+        # A request may exceed the device: the room is at most the device without the imports.
         most = session.device.memory - session.imports
         room = None if requested is None else min(in_use + requested, most)
         return Failure(
@@ -137,24 +147,30 @@ class Recovery:
         session = self.session
         if session.ranks.world == 1:
             return
+        # For the next start, in which rank 0 chooses the fallback: only rank 0 writes events.
         if failure is not None:
             write_oom_record(session.writer.path, failure)
             where = f"rank {failure.rank}: out of memory in step {failure.step + 1} ({failure.phase})"
             session.watch.alarm(f"{where}; restarting all ranks from the last checkpoint with less memory")
+        # A record of another rank is a reason to end, too: its collectives with this rank will never complete.
         if oom_records(session.writer.path):
             raise SystemExit(1)
 
     def _apply_fallback(self, failure: Failure) -> None:
         session = self.session
+        # Logged first, so that the report finds the failure even if choosing a fallback fails.
         session.writer.event("out_of_memory", **asdict(failure))
         if failure.phase is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
                 raise RunError(f"out of memory, and too little is left to choose a fallback ({failure.message})")
+            # The original failure is the one to solve; freeing the build makes room for planning.
             failure = self._failure
             self._save_and_free_build(failure)
+        # Before anything else allocates: the failed attempt still holds its tensors.
         self._roll_back()
         if failure.phase in (Phase.SAVING, Phase.LAST_SAVING) and self._retry_save(failure):
             return
+        # Kept while planning runs, which may run out of memory itself.
         self._failure = failure
         self.watchdog.set_phase(failure.step, Phase.FALLBACK)
         try:
@@ -164,14 +180,18 @@ class Recovery:
                 self._save_and_free_build(failure)  # saves a checkpoint
             raise
         step = session.progress.step if self._in_place(rung.recipe, failure) else self._rebuild_from_checkpoint(failure)
+        # From here on the fallback is the recipe of the run.
         session.request, self._failure = replace(session.request, recipe=rung.recipe), None
+        # With `step`: a run resumed from an earlier checkpoint must not apply this fallback to its steps.
         session.writer.event(**recorded(session.resolved, rung, ladder, failure, step))
         session.watch.notice(
             f"out of memory in step {failure.step + 1} ({failure.phase}): continuing with {rung.description}"
         )
+        # Synchronous checkpoints need no dry run, so they have no plan.
         if ladder is not None:
             session.plan = dict(rung.plan)
             session.writer.json("plan.json", session.plan)
+        # The fallback changes the model: build again and load the checkpoint that was saved for it.
         if not session.assembled:
             self.watchdog.set_phase(step, Phase.BUILDING)
             session.assemble(resume=True)
@@ -192,6 +212,7 @@ class Recovery:
 
     def _weights_intact(self, failure: Failure) -> bool:
         """Returns True if the weights are still those of the last committed step."""
+        # Techniques that step in the backward pass change weights while gradients are computed.
         in_backward = failure.phase is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
         return failure.phase not in _UPDATED and not in_backward
 
@@ -205,6 +226,7 @@ class Recovery:
             return False
         for t in changed:
             session.build.changes[t.name()] = [t.apply(session.build, part) for part in session.build.trained]
+        # Everything that was derived from the old recipe: the checkpoint's recipe, the writer, shapes and row order.
         session.build.recipe, session.progress.recipe = recipe, recipes.dump(recipe)
         session.saving = Saving(session.build, session.saving.folder, last_step=session.saving.last_step)
         session.read()
@@ -215,6 +237,7 @@ class Recovery:
         session = self.session
         if session.assembled:
             self._save_and_free_build(failure)
+        # Looked up again: a checkpoint was perhaps saved just above, or damaged since the start.
         session.scan = checkpoint.find(session.writer.path / "checkpoints", run=session.writer.id)
         newest = session.scan[0]
         return int(newest.name.removeprefix("step-")) if newest else 0
@@ -222,6 +245,7 @@ class Recovery:
     def _save_and_free_build(self, failure: Failure) -> None:
         """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
+        # Otherwise the steps since the last checkpoint are trained again.
         if self._weights_intact(failure) and session.progress.step > max(session.saving.last_step, 0):
             for session.saving.file_per_tensor in (
                 False,
@@ -242,8 +266,10 @@ class Recovery:
     def _retry_save(self, failure: Failure) -> bool:
         """Retries a failed checkpoint once, tensor by tensor, then skips it; returns False if a fallback may help."""
         session = self.session
+        # Asynchronous saving copies the whole state: the fallback is to save synchronously.
         if is_async(session.effective, session.device) and failure.phase is Phase.SAVING:
             return False
+        # First failure at this step: files of single tensors need the least memory.
         if self._unsaved != failure.step:
             self._unsaved = failure.step
             session.saving.file_per_tensor = True
@@ -254,6 +280,7 @@ class Recovery:
             else "there is no earlier one"
         )
         message = f"step {failure.step} cannot be saved: out of memory ({failure.message}); {before}"
+        # Training may continue without a checkpoint; the last one is the result of the run.
         if failure.phase is Phase.LAST_SAVING:
             raise RunError(message)
         session.watch.alarm(message)
@@ -264,6 +291,7 @@ class Recovery:
 
 def _bytes_by_category(build: Build, in_use: int) -> dict[str, int]:
     """Splits the bytes in use into parameters, gradients, optimizer states and the rest."""
+    # `local`: of a sharded tensor, only this rank's shard takes memory here.
     parameters = [p for part in build.trained for p in part.parameters()]
     states = [v for state in build.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
     sizes = {

@@ -52,6 +52,7 @@ def diagnose(run: str | Path) -> JsonObject:
 
     reader = Reader(run)
     plan, events = reader.plan, reader.events()
+    # Without an event the plan may explain the failure: a run that was forced although it does not fit.
     failures = [event for event in events if event["kind"] == "out_of_memory"]
     if not failures and "plan.json" in reader.damaged:
         raise RunError(
@@ -62,6 +63,7 @@ def diagnose(run: str | Path) -> JsonObject:
             f"{run}: no out-of-memory event recorded; if the system killed it, lower hardware.memory and plan it again"
         )
     failure = failures[-1] if failures else None
+    # Only the fallbacks that were active when it failed, not those that the failure led to.
     before = events[: events.index(failure)] if failure else events
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
     recipe = effective(recipe, before, failure["step"] if failure else 0)
@@ -74,10 +76,12 @@ def diagnose(run: str | Path) -> JsonObject:
         world=reader.environment.get("processes"),
     )
     phase = Phase.EVALUATION if failure and Phase.of(failure["phase"]) is Phase.EVALUATION else None
+    # The room plus the overhead that the plan counts apart from tensors, which is what a plan's peak includes.
     known = failure and failure["room"] and failure["room"] + failure["overhead"]
     room = known / GIB if known else plan.get("available_gib")
     if room is None:
         raise RunError(f"{run}: neither its events nor plan.json record how much memory there was; train it again")
+    # The same search as during recovery, so that the report offers what a run would choose.
     ladder = find_fallbacks(request, room=room, phase=phase)
     now = ladder.present
     ways = [
@@ -89,6 +93,7 @@ def diagnose(run: str | Path) -> JsonObject:
         }
         for rung in ladder.fallbacks[:WAYS]
     ]
+    # A shorter length changes the training itself, so it is offered only if nothing else helps.
     fits = None if ways else halve_length(ladder.lowest.recipe, request, room=room, phase=phase)
     return {
         "failure": failure,
@@ -110,6 +115,7 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
     from preheat.hardware.benchmark_rates import rates
 
     kind = environment.get("device")
+    # A run folder copied from a GPU machine: plan for its GPU by the catalogue, with the memory that was recorded.
     if kind == "cuda" and not torch.cuda.is_available():
         machine = environment.get("machine") or {}
         if not {"device", "memory_gib"} <= machine.keys():
@@ -120,6 +126,7 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
         expandable = grows(segments, amd=roofline.device.generation == "cdna")
         return replace(roofline.as_device, memory=memory, expandable=expandable), roofline
     device, threads = resolve_device(recipe)
+    # A dry run for another kind of device would choose other kernels and say nothing about this run.
     if kind not in (None, device.kind):
         raise RunError(
             f"this run used {shorten(kind)}, and the recipe uses {device.kind} here; set hardware.device: "
@@ -138,6 +145,7 @@ def allocator_settings(failure: JsonObject) -> dict[str, str] | None:
         >>> allocator_settings({"requested": 1 << 30, "allocator": counters})["set"]
         'hardware.segments=expandable'
     """
+    # Fragmentation: the allocator held at least as much free memory as was requested.
     counters, requested = failure["allocator"], failure["requested"]
     if not counters or requested is None or (idle := counters["reserved"] - counters["allocated"]) < requested:
         return None
