@@ -105,6 +105,7 @@ def bench(
             f"bench: {what[1]}: techniques are compared in one recipe; for models side by side add --inference"
         )
     (recipe,) = what
+    # Exactly one of the two.
     if ablate == bool(techniques):
         raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
     loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
@@ -166,7 +167,7 @@ def _table(rows: list[JsonObject], wide: bool) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row["failed"]:
-            continue  # printed below the table as a full sentence
+            continue  # printed below the table as a full sentence  # no measurement to show
         cosine = row["gradient_cosine"]
         table.add_row(
             row["name"],

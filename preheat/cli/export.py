@@ -73,6 +73,7 @@ def export(
     from preheat.cli.views.console import console, emit
     from preheat.compress.export import registry
 
+    # transformers shows a bar for each file that it loads.
     disable_progress_bar()
     target = out or registry.default_output(run, to, dtype)
     result = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)

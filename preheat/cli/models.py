@@ -46,6 +46,7 @@ def models(context: typer.Context, json: Json = False) -> None:
         return
     rows = [("preset", "parameters", "active", "on the hub", "gated")]
     for name, p in PRESETS.items():
+        # None: the hub's page does not say.
         gated = "not known" if p.licence.gate is None else "yes" if p.licence.gate else "no"
         rows.append((name, f"{p.parameters:,}", f"{p.active:,}" if p.active else "", p.hub, gated))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -15,6 +15,7 @@ app = typer.Typer(help="The techniques: list and show.", invoke_without_command=
 def _document(cls: type) -> str:
     import sys
 
+    # The documentation of a technique is that of its module.
     return sys.modules[cls.__module__].__doc__ or ""
 
 
@@ -71,6 +72,7 @@ def show(name: str) -> None:
     docs = field_docs(cls)
     say("settings:" if dataclasses.fields(cls) else "no settings")
     for f in dataclasses.fields(cls):
+        # A mutable default has a factory instead of a value.
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         say(f"  {f.name}: {default!r}  # {docs.get(f.name, '')}")
     say(f"\nin a recipe:\n  techniques:\n    {name}: {{}}")

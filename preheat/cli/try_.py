@@ -92,6 +92,7 @@ def try_(
     )
     screen = console()
     with nullcontext() if json else screen.status("starting") as status:
+        # Under --json nothing is printed besides the result.
         result = trial(wish, status.update if status is not None else lambda line: None)
     if json:
         emit(result)
