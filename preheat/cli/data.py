@@ -37,6 +37,7 @@ def data(
     from preheat.errors import DataError
     from preheat.training.plan_request import data_of
 
+    # Data that training would refuse is shown all the same: this command is for finding out why.
     prepared = data_of(chosen, refuse=False)
     shown = preview(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
     page = report.write_data(shown, html) if html else None

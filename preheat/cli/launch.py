@@ -90,6 +90,7 @@ def launch(
         namespace=namespace,
         kind=kind,
     )
+    # Checks the job first; nothing is written for one that cannot run.
     text = written(job, scheduler)
     if output is not None:
         write_generated(output, text, "# written by preheat launch")

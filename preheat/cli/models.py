@@ -29,6 +29,7 @@ def models(context: typer.Context, json: Json = False) -> None:
 
     Example: `preheat models`, `preheat models show qwen2.5-0.5b`
     """
+    # The callback also runs ahead of `show`.
     if context.invoked_subcommand is not None:
         return
     from preheat.cli.views.console import emit

@@ -25,6 +25,7 @@ def techniques(context: typer.Context, json: Json = False) -> None:
 
     Example: `preheat techniques`, `preheat techniques show lora`
     """
+    # The callback also runs ahead of `show`.
     if context.invoked_subcommand is not None:
         return
     from preheat.cli.views.console import console, emit
@@ -44,6 +45,7 @@ def techniques(context: typer.Context, json: Json = False) -> None:
     from rich.table import Table
 
     screen = console()
+    # A narrow terminal needs its width for the descriptions.
     wide = screen.width >= 100
     table = Table("technique", *(["stage"] if wide else []), "numerics", "what", box=None, pad_edge=False)
     for name, cls in known.items():
