@@ -222,11 +222,13 @@ class Compile(Searchable):
         from preheat.hardware.cpp_build import uncompiled
 
         if self.when == "never" and self != type(self)(when="never"):
+            # Ignored settings would suggest that they act.
             return ["when: never compiles nothing, so its other settings change nothing; leave them out"]
         if not self.acts():
             return []
         device = context.device
         missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
+        # Only this machine can be searched for a compiler.
         return context.model.mixer_problems() + ([missing] if missing else [])
 
     def acts(self) -> bool:

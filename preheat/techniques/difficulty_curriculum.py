@@ -118,6 +118,7 @@ def losses_of(
     from preheat.hardware.link_rates import cache_folder
     from preheat.models.weights import WeightSource
 
+    # Labels of classes are no tokens that a language model predicts.
     if rows.tokens.examples.kind == "classes":
         raise DataError(
             f"{_MODEL}: ranks by the loss of the next token, which classified documents do not have; use by: rarity"
@@ -136,6 +137,7 @@ def losses_of(
         np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
+    # Scored once: a resumed run, and others on the same data, read the file.
     cached, _ = entry(cache or cache_folder(), f"losses-{key}", build)
     return np.load(cached / "losses.npy")
 
@@ -179,6 +181,7 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
                 batch.tokens.to(device),
                 batch.positions.to(device),
                 batch.mask,
+                # Only blockwise attention caps scores, as Gemma 2 needs.
                 best_attention if facts.score_softcap is None else blocked_attention,
             )
             # One row of logits at a time to save memory

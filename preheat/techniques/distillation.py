@@ -107,6 +107,7 @@ class Distillation(Technique):
             "techniques.distillation.teacher={teacher}",
             "data.tokenizer={teacher}",
         ),
+        # Half of log 96, the cross entropy of a new model; two new models hardly diverge.
         first_loss={None: 0.5 * math.log(96)},
     )
     unsupported_for_images: ClassVar[str] = "reads rows without their images so far; leave it out"
@@ -296,6 +297,7 @@ class Distillation(Technique):
     def _row_loss(self, head: TeacherHead | CommonHead | None, *, partly: bool = False) -> Distilled:
         from preheat.ops.losses.distillation import Distilled
 
+        # `written` and `partly` announce a last aligned tensor, by which positions differ in their weights.
         settings: JsonObject = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
@@ -310,6 +312,7 @@ class Distillation(Technique):
             recipe.data.tokenizer or configs.tokenizer_folder(recipe) or self.teacher,
             add_tokens=recipe.model.add_tokens,
         )
+        # Tokens that end an answer, by the tokenizer and the folder's generation settings.
         stop = generate.stop_tokens(tokenizer, build.weights.folder)
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
 
@@ -320,6 +323,7 @@ class Distillation(Technique):
 
         recipe = build.recipe
         own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # not None: `check` requires it
+        # Added tokens are the student's alone: the teacher has never seen them.
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
         mine, theirs = (tokenizer_alignment.TokenizerView(t, token_bytes(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)

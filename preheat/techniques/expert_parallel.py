@@ -95,6 +95,7 @@ class ExpertParallel(Searchable):
             return [f"cannot split the experts of {model.family}, which transformers computes; use fsdp"]
         if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
             return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
+        # 0: all data-parallel devices.
         devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
         if devices < 2 or degree < 2:
             return [

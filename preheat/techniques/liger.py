@@ -49,6 +49,7 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from preheat.models.kernel_swap import use_kernels
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
+    # Chosen in each call: one model is planned and then trained.
     def or_plain(kernel: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
         # Triton kernels cannot run on the fake tensors of a dry run.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
@@ -112,6 +113,7 @@ class Liger(Searchable):
                 "Liger's kernels need a CUDA device; leave it out on a CPU (use chunked_loss and efficient_attention "
                 "there)"
             ]
+        # Looked up, not imported: importing Liger imports torch and Triton.
         import importlib.util
 
         problems = []

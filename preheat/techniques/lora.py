@@ -138,6 +138,7 @@ def _config(
 
     from preheat.models.moe import adapted
 
+    # With experts, all-linear means attention: their matrices are no linear layers.
     targets, ranks, tied = adapted(model, targets), {}, False
     if embedding_rank:
         embedding, head = _end_names(model)
@@ -262,6 +263,7 @@ class Lora(Technique):
                 problems.append(
                     f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0"
                 )
+            # peft's folders and dropout know nothing of the experts' pairs.
             if self.dropout or self.start:
                 problems.append(
                     f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"

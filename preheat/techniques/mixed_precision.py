@@ -268,6 +268,7 @@ class MixedPrecision(Searchable):
 
     def provided(self) -> frozenset[Tag]:
         own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.claimed() else ())
+        # Tags describe what these settings do, so that conflicts concern them alone.
         own |= frozenset({Tag.TF32_PRODUCTS} if self.tf32 else ())
         if self.mode.startswith("fp16"):
             return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}

@@ -83,6 +83,7 @@ def configure(
     if method not in METHODS:
         why = _REFUSED.get(method) or f"no such method; {nearest(method, list(METHODS))}"
         raise ValueError(f"method: {method}: {why}; there are {', '.join(METHODS)}")
+    # peft's own registry, so that a method needs no import here.
     cls = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value.lower() == method)
     from peft import PeftConfig
 
@@ -161,6 +162,7 @@ class PeftAdapter(Technique):
 
     method: str = "oft"
     """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
+    # Plain values: peft's configuration class checks them.
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     target_modules: str | tuple[str, ...] = "all-linear"

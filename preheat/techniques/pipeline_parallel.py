@@ -129,6 +129,7 @@ class _Runner:
 
         # With sequence parallelism each device sends its shard of the hidden states to its counterpart in the next
         # stage.
+        # (rows, length / cut, width) is sent.
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
@@ -320,6 +321,7 @@ class PipelineParallel(Searchable):
         costs[-1] += after
         # How far the busiest stage exceeds the mean: in a full pipeline, all others wait for it.
         share = max(costs) * count / sum(costs) - 1
+        # Stages differ in layers: the last also computes the head and the loss.
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(

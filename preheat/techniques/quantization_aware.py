@@ -138,6 +138,7 @@ class QuantizationAware(Technique):
             four, eight = round_weights(part, self)
         except ValueError as error:
             raise RecipeError(f"techniques.quantization_aware.{error}") from None
+        # Without a layer in four bits, the recipe would train as if without this technique.
         if not four:
             raise RecipeError(
                 f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"

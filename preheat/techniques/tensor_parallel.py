@@ -152,6 +152,7 @@ class TensorParallel(Searchable):
                 "each must divide by the degree; set it to false"
             )
         others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.claimed()]
+        # Both compute the logits, and there is one such slot.
         if self.loss_parallel and others:
             problems.append(
                 "loss_parallel: makes logits some rows at a time by itself; "
@@ -195,6 +196,7 @@ class TensorParallel(Searchable):
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
+            # The loss multiplies by the head's shard itself, so an adapter on the head would be ignored.
             hf.require_plain_head(part, self.name())
             build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
         # The hook covers all parameters; the technique applies once for each part.
