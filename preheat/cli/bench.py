@@ -167,7 +167,7 @@ def _table(rows: list[JsonObject], wide: bool) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row["failed"]:
-            continue  # printed below the table as a full sentence  # no measurement to show
+            continue  # printed below the table as a full sentence
         cosine = row["gradient_cosine"]
         table.add_row(
             row["name"],

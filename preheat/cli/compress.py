@@ -218,10 +218,9 @@ def _list_methods() -> None:
     from preheat.compress.registry import methods
     from preheat.errors import RecipeError
 
+    # The first line of a method's docstring says what it does.
     lines = [
-        # The first line of a method's docstring says what it does.
-        f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}"
-        for name, cls in methods().items()
+        f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()
     ]
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 

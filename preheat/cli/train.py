@@ -222,14 +222,9 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     from preheat.training.recovery.fallback_log import oom_records
 
     with _naming_resume_command(folder, typed):
+        # A failure that has left a record of exhausted memory restarts with the next fallback, whatever --restarts is.
         ended = start(
-            # A failure that has left a record of exhausted memory restarts with the next fallback, whatever --restarts
-            # is.
-            command,
-            processes=nproc,
-            restarts=restarts,
-            again=lambda: bool(oom_records(folder)),
-            say=Alarms().alarm,
+            command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm
         )
         if ended.signal is not None and not (json and ended.result):
             raise Interrupted(ended.signal)

@@ -272,8 +272,9 @@ class DynamicBatch(Searchable):
                 return
             # The device with the highest peak decides, because all ranks must run the same number of micro-batches.
             peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
+            # The floor too: `decide` must come to the same size everywhere.
             state.floor = build.mesh.most(state.floor, build.torch_device)
-            why = state.decide(peak)  # alike on all devices before `decide`
+            why = state.decide(peak)
             if why:
                 # Cached blocks of the former size fit the new one badly.
                 release_unused(kind)

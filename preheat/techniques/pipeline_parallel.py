@@ -84,12 +84,9 @@ def split_into_stages(
     from preheat.models import pipeline_split
 
     course = pipeline_split.observe(model.config, length)
+    # With recomputation a layer costs four forward passes, the head and loss still three.
     cuts = pipeline_split.balance(
-        # With recomputation a layer costs four forward passes, the head and loss still three.
-        course.each,
-        count,
-        before=course.before,
-        after=course.after * (0.75 if recompute else 1),
+        course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1)
     )
     return [pipeline_split.cut(model, course, cuts, number) for number in range(count)]
 

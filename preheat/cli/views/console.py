@@ -120,11 +120,9 @@ def picture(plan: Mapping[str, Any], name: str) -> Group:
         peak, has if has < 2.5 * peak else 0.0, 1e-9
     )  # scale to the device's memory unless it is far more than the peak
     for category, gib in plan["memory"].items():
+        # A category too small for a block still gets a mark.
         bars.add_row(
-            # A category too small for a block still gets a mark.
-            f"  {category}",
-            Text(memory(gib), justify="right"),
-            Text("█" * round(gib * scale) or "▏", style="cyan"),
+            f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan")
         )
     total = Text(
         (
