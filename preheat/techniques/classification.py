@@ -63,7 +63,7 @@ def classify(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
     if model.config.tie_word_embeddings:
         raise ValueError("the head is tied to the embedding; set tie_word_embeddings to False")
     name = give_classes(model, classes)
-    # The caller's random numbers stay as they were; the head is drawn on the CPU.
+    # The head is drawn on the CPU, whose generator is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         draw_head(model.get_submodule(name), model.config.initializer_range)

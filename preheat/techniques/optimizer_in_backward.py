@@ -80,7 +80,7 @@ class OptimizerInBackward(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
-        # Its hooks run after the pass, on gradients that are gone by then.
+        # These hooks run after the pass, on gradients that are gone by then.
         if build.hooks.finish_gradients:
             raise RecipeError(
                 "techniques.optimizer_in_backward: another technique reads the gradients after the backward pass, "
