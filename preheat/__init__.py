@@ -15,6 +15,7 @@ from preheat._version import __version__ as __version__
 
 __all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
 
+# For type checkers and editors, which do not follow `__getattr__`.
 if TYPE_CHECKING:
     from preheat.recipe import load as load_recipe
     from preheat.techniques.activation_checkpointing import checkpoint_layers
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from preheat.training.loop import train
     from preheat.training.plan_request import plan_here as plan
 
+# Public name -> (module, attribute).
 _HOME = {
     "add_lora": ("preheat.techniques.lora", "add_lora"),
     "checkpoint_layers": ("preheat.techniques.activation_checkpointing", "checkpoint_layers"),
@@ -31,6 +33,7 @@ _HOME = {
 }
 
 
+# Names that are not imported yet appear in completions too.
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 

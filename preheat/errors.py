@@ -62,6 +62,7 @@ def nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.55) if len(word) <= 100 else []
     if matches:
         return f"did you mean '{matches[0]}'?"
+    # No close name: list all of them if they are few, otherwise the first twelve.
     names = sorted(known)
     more = f" and {len(names) - 12} more" if len(names) > 40 else ""
     return "known: " + ", ".join(names[:12] if more else names) + more if names else "there are none here"

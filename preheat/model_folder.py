@@ -50,7 +50,9 @@ FAULTS = (
 )
 """Exceptions that libraries raise for inconsistent or incomplete settings, which they validate only in part."""
 
+# Files in which torch stores tensors as pickles, which can run any code when they are opened.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# Shards that torch's distributed checkpoint writes: each may hold only parts of its tensors.
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -62,12 +64,15 @@ def fault(error: BaseException, limit: int = 240) -> str:
         ("KeyError: 'factor'", 'no such thing')
     """
     while isinstance(error, ValueError) and error.__cause__ is not None:
+        # The validator's own text names its rule; the original error names the setting.
         error = error.__cause__  # a validator that wraps the original error
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
+    # A heading that ends with a colon: the fault itself is in the next line.
     if len(lines) > 1 and first.rstrip().endswith(":"):
         first = f"{first} {lines[1].strip()}"
     message = shorten(first, limit)
+    # A KeyError's message is the key alone, which says nothing without the type.
     return message if message and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
 
 
@@ -91,9 +96,11 @@ def beginning(tokenizer: Any) -> list[int]:
         >>> beginning(AutoTokenizer.from_pretrained("hf-internal-testing/llama-tokenizer"))  # doctest: +SKIP
         [1]
     """
+    # The first token of a text with and without special tokens: if both are the same, no rule adds it.
     firsts = []
     for own in (True, False):
         # by the Rust library: transformers' encode would turn the tokenizer's truncation and padding off
+        # `attention_mask` is 0 at padding, which a tokenizer's own settings may add on the left.
         encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
         firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
     return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
@@ -154,6 +161,7 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     Raises:
         RecipeError: there are no weights, or the index names a missing file; the message begins with `knob`.
     """
+    # Sorted, so that messages name the same files on every machine.
     present = sorted(p.name for p in folder.glob("*.safetensors"))
     if any(_SHARD.fullmatch(name) for name in present):
         raise RecipeError(
@@ -185,6 +193,7 @@ def _inside(folder: Path, name: Any, what: str) -> Path:
     """Returns the path of a file that the folder's settings name; it must lie inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise RecipeError(f"{what} names {quoted(name)}, which is not a file name")
+    # abspath rather than resolve: the hub's cache holds links, whose targets are outside of the folder.
     file, root = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
     if root not in file.parents:
         raise RecipeError(f"{what} names {quoted(name)}, which is outside the folder and is not read")
@@ -195,6 +204,7 @@ def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
     places = read_object(index, knob).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise RecipeError(f"{knob}: {index} has no weight_map that maps tensors to files; restore the model's own")
+    # Each shard once, though it holds many tensors.
     files = sorted({_inside(folder, name, f"{knob}: {index}") for name in places.values()})
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -257,6 +267,8 @@ def finite(value: Tensor, name: str, file: Path, knob: str) -> Tensor:
         values = value if value.element_size() > 1 else value.float()  # torch has no reductions for 8-bit floats
         low, high = torch.aminmax(values)  # propagates NaN, in a fortieth of the time of isfinite().all()
         if not bool(
+            # The difference is finite only if both ends are. In 8 or 16 bits it could overflow by itself, hence fp32;
+            # if it still does, the exact check decides.
             torch.isfinite(high - low if values.element_size() > 2 else high.float() - low.float())
         ) and not bool(values.isfinite().all()):
             count = int((~values.isfinite()).sum())

@@ -21,6 +21,7 @@ OPTION = "--trust-remote-code"
 VARIABLE = "PREHEAT_TRUST_REMOTE_CODE"
 """Environment variable that passes the consent of a command to its child processes."""
 
+# Consent belongs to the context of its caller: another thread does not inherit it.
 _consent: ContextVar[bool] = ContextVar("consent", default=False)
 
 
@@ -32,6 +33,7 @@ def allowed() -> bool:
 @contextlib.contextmanager
 def consent() -> Iterator[None]:
     """Restores the consent of this process and of its environment when the block ends, whatever was set within it."""
+    # `set` returns the token by which the former value is restored.
     before, mark = os.environ.get(VARIABLE), _consent.set(False)
     try:
         yield
@@ -52,6 +54,7 @@ def trusting(given: bool) -> Iterator[None]:
         ...     allowed()
         True
     """
+    # Consent that was given outside of this block stays.
     mark = _consent.set(given or _consent.get())
     try:
         yield
@@ -68,6 +71,7 @@ def names_of_code(settings: Mapping[str, Any]) -> list[str]:
         ['configuration_x.XConfig', 'tokenizer_x.X']
     """
     places = settings.get("auto_map")
+    # A damaged file may hold any value here.
     if not isinstance(places, Mapping):
         return []
     names = [name for value in places.values() for name in (value if isinstance(value, list | tuple) else [value])]

@@ -149,6 +149,7 @@ MEMORY_KEYS = {
 
 def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:
     """Returns a plan's predictions of `MEMORY_KEYS`; plans for a CPU have `peak_gib` alone."""
+    # The lines of the plan's overhead: only a plan for a GPU has a context among them.
     lines: Mapping[str, float] = plan.get("overhead") or {}
     figures: dict[str, float | None] = {"peak_gib": plan.get("peak_gib")}
     if "context" not in lines:
@@ -180,6 +181,7 @@ def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], A
         >>> to_json({"loss": float("inf"), "name": "ä"})
         '{"loss": null, "name": "ä"}'
     """
+    # `strict` has removed what JSON cannot express; allow_nan=False turns a gap in it into an error.
     text = json.dumps(strict(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
     try:
         text.encode()
@@ -219,6 +221,7 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(text, object_pairs_hook=_object if once else None)
+    # A BadJson is a ValueError too: without this clause, the last one would replace its message.
     except BadJson:
         raise
     except UnicodeDecodeError:
@@ -229,6 +232,7 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
     except ValueError:  # Python's limit on the digits of an integer
         raise BadJson("holds a number of thousands of digits, which no reader accepts; write it as text") from None
+    # A cheap upper bound first: brackets within strings count too, so only a high count calls for the exact check.
     if text.count("[") + text.count("{") > DEEPEST and _deep(value):
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
     return value
@@ -236,6 +240,7 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
+    # Fewer fields than pairs: a name occurs twice, and the dict has its last value.
     if len(fields) < len(pairs):
         names = Counter(name for name, _ in pairs)
         duplicate = next(name for name, count in names.items() if count > 1)
@@ -245,6 +250,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _deep(value: Any) -> bool:
     """Checks, without recursion, if a value is nested deeper than `DEEPEST`."""
+    # One level after the other: a recursive check would fail on the very values that it looks for.
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -255,6 +261,7 @@ def _deep(value: Any) -> bool:
         ]
         if not level:
             return False
+        # Empty containers end here; only the others have a further level.
         level = [inner for inner in level if inner]
     return bool(level)
 
@@ -282,13 +289,17 @@ def _bounded(value: Any) -> Any:
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a temporary file, syncs it and renames it, so that readers never see half of the text."""
+    # The name and this suffix must fit into the 255 bytes of a file name.
     temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
     try:
+        # x: another process that draws the same name gets an error, not this file.
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # On disk before the rename: after a power failure, the new name must not lead to an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
+    # Also after Ctrl-C, which is no Exception.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -308,9 +319,11 @@ def require_overwritable(path: str | Path, marks: Sequence[str]) -> None:
         if not path.exists() or not path.is_file():  # writing reports a folder; a device loses nothing
             return
         with path.open("rb") as file:
+            # The marks are in the first lines; a foreign file may be binary.
             head = file.read(4096).decode("utf-8", "replace")
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); name another file") from None
+    # A tag counts only in the head of a page: the body may quote any text.
     start, top = re.sub(r"\A#![^\n]*\n", "", head), head.partition("<body")[0]
     if head and not any(mark in top if mark.startswith("<") else start.startswith(mark) for mark in marks):
         raise RunError(f"{path}: exists, and preheat did not write it; name another file")
@@ -328,9 +341,11 @@ def write_generated(path: str | Path, text: str, mark: str) -> Path:
     """
     path = Path(path)
     require_overwritable(path, [mark])
+    # A `#!` line works only as the first line of a file, so the mark goes below it.
     shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
         header = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
+        # Another hash than that of the text below it: somebody has edited the file.
         if header and header[2] and header[2] != _digest(old[header.end() :]):
             raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
     return write_user_file(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
@@ -373,6 +388,7 @@ def _mark_of(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         mark = parse_json(_bytes(file))
+        # A damaged mark protects nothing: its keys decide which files may be overwritten or removed.
         if not _has(kind=_text, id=_text, files=_list(_text))(mark):
             raise ValueError("its keys are not kind, id and files")
     except ValueError as error:
@@ -392,10 +408,12 @@ def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
     """
     folder = Path(folder)
     mark = _mark_of(folder)
+    # Without a mark, nothing in the folder is known to be preheat's.
     if mark is None and folder.is_dir() and (names := sorted(os.listdir(folder))):
         raise RunError(
             f"{folder}: holds files that preheat did not write ({_some(names)}); name an empty or new folder with --out"
         )
+    # A marked folder may list more files than this call will write.
     if mark is not None and (mark["kind"] != kind or not set(files) <= set(mark["files"])):
         raise RunError(f"{folder}: holds a {shorten(mark['kind'])} of preheat; name an empty or new folder with --out")
     try:
@@ -422,10 +440,12 @@ def _text(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
+    # In Python, True is an int.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _count(value: Any) -> bool:
+    # Integers up to 2**53 survive readers whose numbers are all floats, as in a browser.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
@@ -468,6 +488,7 @@ def _parts(value: Any) -> bool:
     """Checks the parts of a result: equal, known keys that locate each part, and a value each."""
     if not _list(_both(_map(_real), _has(value=_real)))(value):
         return False
+    # The keys that locate a part: a range of positions, or a length with a depth or a share.
     places = [{key for key in part if key not in ("low", "high", "value")} for part in value]
     known = ({"length", "depth"}, {"start", "end"}, {"length", "share"})
     complete = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
@@ -479,6 +500,7 @@ _RESULT = _both(
     _may_have(rows=_real, tokens=_real, truncated=_real, parts=_parts),
 )
 _RESULTS = _may_have(texts=_map(_RESULT), tasks=_map(_RESULT))
+# A lambda, since `_table` is defined below.
 _KEPT_METRIC = _has(kind=_text, higher=lambda v: isinstance(v, bool), rows=lambda v: _table(v))
 
 
@@ -586,6 +608,7 @@ def _bytes(file: Path) -> bytes:
         ValueError: the path is not a file, cannot be read, or is larger than `_MOST`.
     """
     try:
+        # A named pipe would block the read.
         if not file.is_file():
             raise ValueError("it is not a file")
         if file.stat().st_size > _MOST:
@@ -609,6 +632,7 @@ class Reader:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.damaged: dict[str, str] = {}
+        # The recipe is written last at the start of a run: a folder without it holds no run.
         if not (self.path / "recipe.yaml").is_file():
             raise RunError(f"{self.path}: is not a run (it has no recipe.yaml)")
 
@@ -647,6 +671,7 @@ class Reader:
             self.damaged[name] = f"left out: it holds {quoted(content)} instead of keys"
             return {}
         checks = _FILES[name]
+        # The check of the key itself, or the one for all keys of the file.
         invalid = [
             key
             for key in content
@@ -658,6 +683,7 @@ class Reader:
 
     def all_damaged(self) -> list[str]:
         """Reads every file of the run and returns the damage, one line per file."""
+        # Each access reads its file and records the damage.
         _ = self.plan, self.environment, self.changes, self.evaluation, self.before, self.metrics(), self.events()
         return self.damage_notes
 
@@ -668,6 +694,7 @@ class Reader:
         Raises:
             RunError: the file cannot be read.
         """
+        # Not through `_json`: without its recipe a run cannot be read at all, so damage is an error.
         file = self.path / "recipe.yaml"
         try:
             return _bytes(file).decode("utf-8")
@@ -691,6 +718,7 @@ class Reader:
         except PreheatError as error:
             self.damaged["recipe.yaml"] = f"left out: {shorten(str(error), 200)}"
             return {}, text
+        # Runs keep the names that settings had when they were written.
         return current_names(values) if isinstance(values, dict) else {}, text
 
     @property
@@ -738,13 +766,16 @@ class Reader:
         try:
             with file.open("rb") as stream:
                 number = 0
+                # A damaged file may have no line feed at all: read a bounded amount.
                 while line := stream.readline(_LINE):
                     number += 1
                     if len(line) == _LINE and not line.endswith(b"\n"):
+                        # Skips to the end of the overlong line.
                         while (more := stream.readline(_LINE)) and not more.endswith(b"\n"):
                             pass
                         invalid.append(f"line {number} (longer than {_LINE >> 20} MiB)")
                         continue
+                    # The last line of a running run may be half written; it is no damage.
                     if not line.endswith(b"\n") or line.isspace():
                         continue
                     try:
@@ -763,11 +794,14 @@ class Reader:
             self.damaged[name] = f"left out {shorten(invalid[0], 160)}{others}"
 
     def _rows(self, steps: bool) -> list[dict[str, Any]]:
+        # A step and an evaluation have lines of their own; only those of steps have a loss. A later line of a step
+        # wins.
         by_step = {line["step"]: line for line in self._lines("metrics.jsonl", _METRIC) if ("loss" in line) is steps}
         return [by_step[step] for step in sorted(by_step)]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns one dict per step; for a step repeated after a crash, the last. Non-finite losses are NaN."""
+        # `strict` has written them as None; a plot must show that the loss was not finite.
         not_finite = {"loss": math.nan, "gradient_norm": math.nan}
         return [
             line | {k: v for k, v in not_finite.items() if k in line and line[k] is None} for line in self._rows(True)
@@ -782,6 +816,7 @@ class Reader:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         def is_valid(event: Any) -> bool:
+            # A kind without a check of its own, e.g. of a later version, needs the common keys only.
             return _EVENT(event) and _EVENTS.get(event["kind"], _may_have())(event)
 
         return [e for e in self._lines("events.jsonl", is_valid) if kind is None or e["kind"] == kind]
@@ -798,7 +833,9 @@ class Reader:
             if event["kind"] in ("started", "resumed"):
                 fresh = True
             elif event["kind"] == "sample":
+                # Prompts may be chat messages, which are no keys of a dict.
                 key = json.dumps(event.get("prompt"))
+                # Step 0: the text before training.
                 if event.get("step") == 0:
                     by_prompt[key] = _sample(event) | {"before": event.get("text")}
                     continue
@@ -807,6 +844,7 @@ class Reader:
                 fresh = False
                 by_prompt.setdefault(key, _sample(event))["text"] = event.get("text")
         written = [v for v in by_prompt.values() if v["text"] is not None]
+        # Before the first samples of training, those of step 0 are all there is.
         return written or list(by_prompt.values())
 
     def measured(self) -> dict[str, Any]:
@@ -816,6 +854,7 @@ class Reader:
 
     def finished(self) -> dict[str, Any] | None:
         """Returns the event that ended the run, or None if it has not ended or was resumed since."""
+        # A run that was resumed after its end is running again.
         last = [e for e in self.events() if e["kind"] in ("started", "resumed", "finished")][-1:]
         return last[0] if last and last[0]["kind"] == "finished" else None
 
@@ -839,6 +878,7 @@ def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], 
     folders = [folder / name for name in ("checkpoints", "tokenizer") if (folder / name).is_dir()]
     for name in mark["files"] if mark else ():
         place = folder / name
+        # Whoever gave the folder away may have edited the mark: only files inside tokenizer/ are removed on its word.
         if place.is_relative_to(folder / "tokenizer") and ".." not in place.parts and place.is_file():
             files.append(place)
             folders += [above for above in place.parents if above.is_relative_to(folder / "tokenizer")]
@@ -847,6 +887,7 @@ def _written(folder: Path, mark: Mapping[str, Any] | None) -> tuple[list[Path], 
         folders.append(unfinished)
         for place in unfinished.rglob("*"):
             (folders if place.is_dir() and not place.is_symlink() else files).append(place)
+    # The deepest folders first: rmdir needs them empty.
     return [*filter(is_own, files)], sorted(filter(is_own, set(folders)), key=lambda path: -len(path.parts))
 
 
@@ -860,11 +901,13 @@ def _strangers(folder: Path) -> list[str]:
     mark = _mark_of(folder)
     if mark is None:  # the process may have ended between its first two files
         begun = [n for n in names if (n == "lock" or _PARTIAL.fullmatch(n)) and (folder / n).is_file()]
+        # preheat's lock is always empty: one with content is foreign.
         return [
             n
             for n in names
             if n not in begun or (folder / n).is_symlink() or (n == "lock" and (folder / n).stat().st_size)
         ]
+    # A result of another command: all of it is foreign to a run.
     if mark["kind"] != "run":
         return names
     files, folders = _written(folder, mark)
@@ -879,6 +922,7 @@ def check_folder(path: Path, *, resume: bool) -> None:
         RunError: the folder holds a run or foreign files, or no run to resume, or is not writable.
     """
     try:
+        # The nearest folder that exists: this is the one that must be writable.
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not existing.is_dir():
             raise _unwritable(path, "Not a directory")
@@ -888,8 +932,9 @@ def check_folder(path: Path, *, resume: bool) -> None:
         if resume:
             if not has_recipe:
                 raise RunError(f"{path}: holds no run to resume; run it without --resume first")
-            _ = Reader(path).id
+            _ = Reader(path).id  # raises if the mark is missing or damaged
             return
+        # A recipe.yaml without a mark is somebody's own file, which the next check reports.
         if has_recipe and _mark_of(path) is not None:
             raise RunError(
                 f"{path}: holds a run already; add --resume to continue it, or name another folder with --out"
@@ -923,7 +968,9 @@ class Writer:
 
     def __init__(self, path: str | Path, *, resume: bool = False):
         self.path = Path(path)
+        # Before anything is created, so that a refused start leaves no folder behind.
         check_folder(self.path, resume=resume)
+        # Only a folder of this writer's own is removed with a run that never started.
         self._own_folder = not self.path.exists()
         self._files: dict[str, TextIO] = {}
         try:
@@ -932,6 +979,7 @@ class Writer:
             try:
                 check_folder(self.path, resume=resume)  # again under the lock: another process may have started a run
                 if not resume:
+                    # Leftovers of a start that was interrupted before its recipe.yaml.
                     self._remove()
                     self._mark = {"kind": "run", "id": uuid.uuid4().hex, "files": list[str]()}
                     self.json(MARK, self._mark)
@@ -950,6 +998,7 @@ class Writer:
             lock = file.open("a")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The lock must be on the file that has this name now.
                 if file.exists() and os.path.samestat(os.fstat(lock.fileno()), file.stat()):
                     return lock
             except BlockingIOError:
@@ -976,6 +1025,7 @@ class Writer:
     def remove_unstarted(self) -> None:
         """Removes a run that never started training, and its folder if this writer created it."""
         self._close_files()
+        # With a recipe.yaml the run has started, and its files stay.
         if (self.path / "recipe.yaml").exists() or not (self.path / MARK).exists():
             self._lock.close()
             return
@@ -1002,6 +1052,7 @@ class Writer:
             temporary.mkdir()
             write(temporary)
             files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+            # The mark first: if the process ends before the rename, the next start recognizes these files.
             self._mark["files"] = [f"{name}/{file}" for file in files]
             self.json(MARK, self._mark)
             temporary.rename(self.path / name)
@@ -1013,11 +1064,13 @@ class Writer:
             file = self._files.get(name)
             if file is None:
                 path = self.path / name
+                # Checked once per file, when it is opened.
                 cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
                 file = self._files[name] = path.open("a", encoding="utf-8")
                 if cut:  # a killed writer left half a line: end it
                     file.write("\n")
             file.write(to_json(value) + "\n")
+            # Each line is visible to readers at once, and survives the end of this process.
             file.flush()
         except OSError as error:
             raise RunError(
@@ -1044,6 +1097,7 @@ class Silent(Writer):
     """Writes nothing; for the ranks whose run is recorded by rank 0."""
 
     def __init__(self, path: str | Path):
+        # Without the constructor of `Writer`: no lock, no folder.
         self.path, self.id = Path(path), ""
 
     def text(self, name: str, text: str) -> None:

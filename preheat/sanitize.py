@@ -22,6 +22,7 @@ def clean(text: Any) -> str:
 
     def visible(match: re.Match[str]) -> str:
         code = ord(match.group())
+        # U+2400 to U+241F picture the ASCII control characters, U+2421 DEL.
         return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
     return _CONTROLS.sub(visible, str(text).replace("\r\n", "\n"))
@@ -58,6 +59,7 @@ def shorten(text: str, limit: int = 80) -> str:
     if len(text) > 4 * limit:
         text = text[: 2 * limit] + "…" + text[-2 * limit :]
     text = " ".join(clean(text).split())
+    # Half of what remains for both ends.
     half = (limit - 1) // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
 
@@ -70,6 +72,7 @@ def quoted(value: Any, limit: int = 80) -> str:
         ("'aaaaaa…aaaaaa'", '3')
     """
     if isinstance(value, str):
+        # Cut before repr, which would copy all of a large text.
         short = value if len(value) <= 4 * limit else value[: 2 * limit] + "…" + value[-2 * limit :]
         return shorten(repr(short), limit)
     try:

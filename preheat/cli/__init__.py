@@ -53,6 +53,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="markdown",
+    # A bug keeps Python's plain traceback, which can be copied into a report.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -152,7 +153,10 @@ def main(arguments: list[str] | None = None) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     command = typer.main.get_command(app)
     try:
+        # In this order: signals become exceptions first, so that consent and warnings are restored when one arrives.
         with raising(), remote_code.consent(), warnings_shown():
+            # Not standalone: click would print errors and exit by itself. `obj` keeps the command for the hint to
+            # resume.
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)
     except Interrupted as signal:
         _report_signal(signal, json_wanted="--json" in arguments)
@@ -169,6 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Abort:
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has exited, as `head` does
+        # Python flushes stdout once more at exit, which would fail again: let it write to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

@@ -105,6 +105,7 @@ def bench(
             f"bench: {what[1]}: techniques are compared in one recipe; for models side by side add --inference"
         )
     (recipe,) = what
+    # Exactly one of the two.
     if ablate == bool(techniques):
         raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
     loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])

@@ -89,17 +89,20 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     from preheat.cli.options.generation import sampling
     from preheat.errors import RecipeError
 
+    # Folders of one name are named by their paths.
     short = [Path(model).name for model in models]
     names = [name if short.count(name) == 1 else model for name, model in zip(short, models, strict=True)]
     contenders = []
     for name, model in zip(names, models, strict=True):
         for variant in ("", *variants):
             own = [item.strip() for item in variant.split(",") if item.strip()]
+            # dtype and engine concern the contender; all other keys are settings of sampling.
             rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in ("dtype", "engine"))
             settings = sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])
             for key, known in (("dtype", ("fp32", "bf16", "fp16")), ("engine", ("preheat", "transformers"))):
                 if (value := rest.get(key, known[0])) not in known:
                     raise RecipeError(f"--variant {key}={value}: must be one of {', '.join(known)}")
+            # Sampled texts would differ between contenders anyway.
             if settings.temperature:
                 raise RecipeError("--set sample.temperature: texts are compared, so decoding is greedy; leave it out")
             if rest.get("engine") == "transformers" and settings != sampling():

@@ -73,6 +73,7 @@ def _table(rates: Rates) -> Table:
     table.add_column("rate", justify="right")
     for dtype, rate in rates.peak_matrix_rate.items():
         table.add_row(f"matrix product, {dtype}", f"{gflops(rate)} GFLOP/s")
+    # Measured at several lengths, on which the rate of attention depends.
     for row in rates.attention:
         table.add_row(f"attention, {row.dtype}, {row.direction}, length {row.length}", f"{gflops(row.flops)} GFLOP/s")
     table.add_row("memory, read and write", f"{rates.bandwidth / 1e9:,.1f} GB/s")
@@ -87,6 +88,7 @@ def _table(rates: Rates) -> Table:
     for dtype, seconds in rates.adamw.items():
         table.add_row(f"AdamW, {dtype} parameters", f"{1 / seconds / 1e6:,.0f} M parameters/s")
     table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")
+    # Of each collective the fastest size: small messages measure latency.
     best: dict[str, LinkRate] = {}
     for link in rates.links:
         key = (

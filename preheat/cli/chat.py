@@ -71,6 +71,7 @@ def chat(
     layout, source = generation.choose_template(opened, model, template, True)
     assert layout is not None
     generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
+    # The conversation keeps its cache: each answer reads only the new tokens.
     talk = Conversation(opened, layout, settings, system=system, seed=seed)
     live = sys.stdin.isatty()
     if live:
@@ -97,16 +98,19 @@ def _next_line(live: bool) -> str | None:
 
     if not live:
         try:
+            # An empty string is the end of the input; an empty line still has its line feed.
             return sys.stdin.readline() or None
         except UnicodeDecodeError as error:
             raise DataError(f"standard input: byte {error.start} is not text in UTF-8; convert it") from None
     try:
         return input("> ")
+    # Ctrl-C at the prompt ends the chat, Ctrl-C within an answer only that answer.
     except (EOFError, KeyboardInterrupt):
         say()
         return None
 
 
+# Commands begin with a slash and never reach the model.
 def _command(talk: Conversation, line: str) -> None:
     from preheat.errors import RecipeError, nearest
 
@@ -135,6 +139,7 @@ def _save(talk: Conversation, file: Path) -> None:
     if not talk.turns:
         raise RecipeError(f"/save {file}: the conversation is empty")
     try:
+        # One row per conversation, appended, so that a file can collect training data.
         with file.open("a", encoding="utf-8") as out:
             out.write(to_json({"messages": talk.messages}) + "\n")
     except OSError as error:

@@ -102,6 +102,7 @@ def compress(
     5`; `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe
     edge`; an image classifier: `preheat compress my-mobilenet --recipe edge-vision --data images`
     """
+    # Its bars, one for each file that it loads, would appear between the lines of ours.
     from transformers.utils.logging import disable_progress_bar
 
     from preheat.compress.atomic_folder import home_of
@@ -117,6 +118,7 @@ def compress(
             f"MODEL: {model} is an image classifier: it needs a chain of steps and a folder of images by class; "
             "preheat compress MODEL --recipe edge-vision --data IMAGES"
         )
+    # A checkpoint's output goes into its run, with the step in its name.
     home, step = (Path(model), "") if classifies_images else home_of(model)
     if recipe is not None:
         from preheat.compress.chain import load_chain
@@ -139,8 +141,9 @@ def compress(
         return
     named = read_variants(method or [], bits, settings or [])
     if not named and not settings:
+        # A run that was trained towards few bits is compressed as it was trained.
         named = trained_for(model)
-    if not named:
+    if not named:  # does not return: the list is its error message
         _list_methods()
     notes: list[str] = []
     if within is not None and len(named) == 1:
@@ -159,6 +162,7 @@ def compress(
             rows=rows or 128,
             length=length,
             measured=measured or 64,
+            # None: not given. 0 is a value: no rise at all.
             within=0.02 if within is None else within,
             notes=notes,
             page=write_compress,
@@ -187,6 +191,7 @@ def _show(result: JsonObject, target: Path, *, json: bool) -> None:
         emit(result)
         return
     screen = console()
+    # Results of image classifiers have no choice among variants.
     images = "chosen" not in result
     screen.print(_image_table(result) if images else _table(result))
     for variant in result["variants"]:
@@ -213,6 +218,7 @@ def _list_methods() -> None:
     from preheat.compress.registry import methods
     from preheat.errors import RecipeError
 
+    # The first line of a method's docstring says what it does.
     lines = [
         f"  {name}: {(sys.modules[cls.__module__].__doc__ or '').splitlines()[0]}" for name, cls in methods().items()
     ]
@@ -230,6 +236,7 @@ def _table(result: JsonObject) -> Table:
         ("bf16", first, first, None),
         *((v["name"], v["after"], v["before"], v["perplexity_rise"]) for v in result["variants"]),
     ]:
+        # Relative to the measurement of bf16 that belongs to this variant.
         faster = figures["decode_tokens_per_second"] / before["decode_tokens_per_second"]
         table.add_row(
             name,

@@ -37,6 +37,7 @@ def data(
     from preheat.errors import DataError
     from preheat.training.plan_request import data_of
 
+    # Data that training would refuse is shown all the same: this command is for finding out why.
     prepared = data_of(chosen, refuse=False)
     shown = preview(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
     page = report.write_data(shown, html) if html else None
@@ -46,6 +47,7 @@ def data(
         _print(console(), shown)
         if page:
             console().print(f"page: {page}", soft_wrap=True)
+    # After printing: the rows that are shown help to find the cause.
     require_examples(chosen, prepared)
     if prepared.blocked:
         raise DataError("\n".join(prepared.blocked))
@@ -58,10 +60,12 @@ def _print(screen: Any, shown: JsonObject) -> None:
 
     from preheat.sanitize import clean
 
+    # Without colours, trained text is set in quotation marks.
     colours = screen.is_terminal and not screen.no_color
     for example in shown["examples"]:
         for n, document in enumerate(example["documents"]):
             what = f", class {document['label']}" if document["label"] is not None else ""
+            # Pairs alternate: chosen, rejected.
             if example["compared"]:
                 what = ", rejected" if n % 2 else ", chosen"
             title = (
@@ -107,6 +111,7 @@ def _print(screen: Any, shown: JsonObject) -> None:
     full = f"{packing['efficiency']:.1%} of their positions hold text, {packing['trained']:,} labels"
     table.add_row("packing", f"{packing['how']}: {packing['rows']:,} sequences of {packing['length']:,} tokens; {full}")
     screen.print(table)
+    # The longest bar has 36 characters.
     most = max((bar["count"] for bar in lengths["bars"]), default=0)
     bars = Table.grid(padding=(0, 2))
     for bar in lengths["bars"]:

@@ -29,6 +29,7 @@ def demo(
     from preheat.cli.views.console import console
     from preheat.run_dir import Reader
 
+    # Before the user's settings, which win.
     first = _precision_settings()
     if first and not json:
         console().print(
@@ -41,6 +42,7 @@ def demo(
         resume=False,
         force=False,
         json=json,
+        # `preheat train`, which resumes the demo, does not choose the precision by itself.
         again=["train", "demo", *(part for item in settings for part in ("--set", item))],
     )
     if json:

@@ -60,6 +60,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
     if failure:
         requested = f" when {memory(failure['requested'] / 2**30)} more were asked for" if failure["requested"] else ""
         head = f"out of memory in step {failure['step'] + 1}, {failure['phase']}, on rank {failure['rank']}{requested}"
+        # By category, the largest first.
         filled = Table("memory in use", "", box=None, pad_edge=False, title=None)
         for name, gib in sorted(diagnosis["in_use"].items(), key=lambda item: -item[1]):
             filled.add_row(f"{name} (activations and temporary tensors)" if name == "other" else name, memory(gib))
@@ -72,10 +73,12 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
             f"{memory(diagnosis['room_gib'])} available"
         )
     )
+    # Recoveries that the run has tried already.
     for rung in diagnosis["fallbacks"]:
         parts.append(
             Text(f"resumed from step {rung['step']} with {', '.join(rung['changed']) or 'the recipe as written'}")
         )
+    # Fixes that fit by the plan, with their cost in time.
     if diagnosis["options"]:
         table = Table("fixes, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)
         for way in diagnosis["options"]:
@@ -86,6 +89,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
                 rate(way["seconds_per_step"]) if way["seconds_per_step"] >= 0.1 else f"{way['seconds_per_step']:.2g}",
                 f"{way['slower']:+.0%}",
             )
+        # The first fix as a command to copy.
         parts += [
             table,
             Text(

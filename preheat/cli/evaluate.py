@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
+# Names of a run's own texts; a file of the same name takes precedence.
 SPLITS = ("validation", "train")
 Results = dict[str, dict[str, "Result"]]  # {"texts": {name: result}, "tasks": {name: result}}
 
@@ -101,19 +102,23 @@ def evaluate(
         raise RecipeError(f"RUN|MODEL: name one, or two to compare; {problem}")
     if forgetting is not None and len(model) == 1 and not before:
         raise RecipeError("--forgetting: shows a difference: add --before, or name two models")
+    # Before any model is loaded: an unknown task is reported at once.
     chosen = find_tasks(tasks or [])
     if any(isinstance(task, str) for task in chosen):
         require_harness()
+    # Emptied here, since each task appends its rows.
     if samples is not None:
         _create_samples_file(samples)
     for path in model:
         require_model(path)
     recipe = _recipe_of(model)
     texts = data if data is not None else (["validation"] if recipe is not None else [])
+    # Each text once, in the order of the command line; the text for forgetting is measured like the others.
     texts = [*dict.fromkeys(texts), *([forgetting] if forgetting is not None and forgetting not in texts else [])]
     if not texts and not chosen:
         raise RecipeError("--data: is needed with a model folder: name the text to evaluate on, or --tasks")
 
+    # (path, measure it before its first step)
     wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
     options: JsonObject = {
         "texts": texts,
@@ -125,6 +130,7 @@ def evaluate(
         "base": base,
     }
     results = [
+        # Answers of the last model only: those after training.
         _evaluate_model(path, at_start, samples=samples if n == len(wanted) - 1 else None, **options)
         for n, (path, at_start) in enumerate(wanted)
     ]
@@ -148,6 +154,7 @@ def _create_samples_file(samples: Path) -> None:
 
     require_overwritable(samples, ['{"task": '])
     try:
+        # The keys that every line of a samples file has.
         first = samples.open(encoding="utf-8", errors="replace").readline(1 << 20) if samples.is_file() else ""
         if first and not all(f'"{key}": ' in first for key in ("where", "context", "choices", "gold")):
             raise RecipeError(f"--samples {samples}: exists, and preheat did not write it; name another file")
@@ -188,8 +195,10 @@ def _evaluate_model(
     from preheat.evaluation.tasks import LengthTask, Task
     from preheat.inference.load import load_model
 
+    # A full model has no base; in a comparison, the other one may be an adapter that needs it.
     takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
     opened = load_model(path, base=base if takes_base else None, at_start=at_start)
+    # One recipe for all models, so that both read the same rows.
     settings = recipe or opened.recipe
     cut = length or settings.batch.seq_len
     tokenizer = opened.tokenizer_folder
@@ -204,12 +213,15 @@ def _evaluate_model(
         sizes = bytes_of_tokens(opened.tokenizer)
         for name in texts:
             split_rows = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
+            # On its own data, a run is measured by its own objective.
             own = name in SPLITS and recipe is not None and not Path(name).exists()
             results["texts"][name] = measure_text(
                 opened.build, split_rows, micro=micro, limit=rows, sizes=sizes, objective=own
             )
             say("texts", len(results["texts"]), len(texts))
+        # Contexts of tasks are longer than many training rows.
         reach = length or max(settings.batch.seq_len, min(positions, 2048))
+        # positions 0: no limit
         limits: JsonObject = {"length": min(reach, positions or reach), "classes": opened.classes}
         scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:
@@ -254,6 +266,7 @@ def _summarize(model: str, results: Results) -> JsonObject:
     from preheat.evaluation.results import described
 
     parts = {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
+    # At the top level for scripts: most evaluations have one text.
     first: JsonObject = next(iter(parts["texts"].values()), {})
     values = {key: value["value"] for key, value in first.get("metrics", {}).items()}
     top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
@@ -277,6 +290,7 @@ def _table(summary: JsonObject) -> Table:
                     off = summary["difference"][part].get(name, {}).get("metrics", {}).get(metric)
                     cells = [_value(old), *cells, _value(off, signed=True)]
                 table.add_row(shown, metric, *cells)
+                # A name appears in the first row of its metrics only.
                 shown = ""
     return table
 

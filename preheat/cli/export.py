@@ -73,7 +73,9 @@ def export(
     from preheat.cli.views.console import console, emit
     from preheat.compress.export import registry
 
+    # transformers shows a bar for each file that it loads.
     disable_progress_bar()
+    # By format and precision, so that exports do not overwrite each other.
     target = out or registry.default_output(run, to, dtype)
     result = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
     if json:
@@ -90,6 +92,7 @@ def export(
         f"same most likely token at {result['top1_agreement']:.1%}" + _perplexity(result),
         soft_wrap=True,
     )
+    # A second check, if llama.cpp itself is installed.
     if other := result.get("llama_cpp"):
         console().print(
             f"run by llama.cpp ({other['version']}): logarithms of probabilities differ by at most "

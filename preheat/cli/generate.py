@@ -79,7 +79,9 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
+    # No prompt: the model writes from the beginning of a text.
     prompts = prompts or [""]
+    # Messages need a template; plain texts follow the run.
     use_chat = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = generation.Watched(), []
     for model in models:
@@ -87,6 +89,7 @@ def generate(
         layout, source = generation.choose_template(opened, model, template, use_chat)
         if not json:
             generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")
+        # Several models are printed side by side at the end, so nothing is streamed.
         hear = None if json or len(models) > 1 else _Screen(prompts, layout is not None).hear
         watched.kind = opened.build.device.kind
         with watched:
@@ -109,6 +112,7 @@ def generate(
         del opened  # frees its memory before the next model is loaded
     if json:
         every = [text for group in texts for text in group]
+        # One text: its fields are at the top level, for scripts.
         emit({**(every[0] if len(every) == 1 else {}), "texts": every, **watched.figures()})
         return
     if len(models) > 1:
@@ -125,9 +129,11 @@ class _Screen:
         self.parts: dict[int, list[str | None]] = {}
 
     def hear(self, row: int, part: str | None) -> None:
+        # None marks the end of a row.
         self.parts.setdefault(row, []).append(part)
         if self.row < 0:
             self._next()
+        # The end of one row may release the buffered parts of the next.
         while parts := self.parts.pop(self.row, []):
             for text in parts:
                 if text is not None:

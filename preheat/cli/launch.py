@@ -16,6 +16,7 @@ from preheat.training.launch.job import Kind
 
 __all__ = ["launch"]
 
+# The options are the fields of a job: one text documents both.
 _HELP = field_docs(Job)
 
 
@@ -89,11 +90,13 @@ def launch(
         namespace=namespace,
         kind=kind,
     )
+    # Checks the job first; nothing is written for one that cannot run.
     text = written(job, scheduler)
     if output is not None:
         write_generated(output, text, "# written by preheat launch")
     summary = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}
     if json:
+        # Without a file there is nothing to submit.
         emit(
             summary | ({} if output else {"job": text}) | {"submit": submit(scheduler, str(output)) if output else None}
         )

@@ -29,6 +29,7 @@ def models(context: typer.Context, json: Json = False) -> None:
 
     Example: `preheat models`, `preheat models show qwen2.5-0.5b`
     """
+    # The callback also runs ahead of `show`.
     if context.invoked_subcommand is not None:
         return
     from preheat.cli.views.console import emit
@@ -46,6 +47,7 @@ def models(context: typer.Context, json: Json = False) -> None:
         return
     rows = [("preset", "parameters", "active", "on the hub", "gated")]
     for name, p in PRESETS.items():
+        # None: the hub's page does not say.
         gated = "not known" if p.licence.gate is None else "yes" if p.licence.gate else "no"
         rows.append((name, f"{p.parameters:,}", f"{p.active:,}" if p.active else "", p.hub, gated))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -71,6 +71,7 @@ def nettest(
             "--nproc: one process has no other to send to; use --nproc 2 or more, or start it with torchrun on "
             "each host"
         )
+    # Before minutes of measuring, not after them.
     if html is not None and not (html.parent.is_dir() and os.access(html.parent, os.W_OK)):
         raise RecipeError(f"--html {html}: cannot be written; name a file in a folder that exists")
     # Silences torch's C++ stack trace for a failed rendezvous; preheat prints the cause in one line.
@@ -114,6 +115,7 @@ def _backend(nproc: int | None) -> str:
 
     import torch
 
+    # Under torchrun, the processes of this host.
     wanted = nproc or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
@@ -139,6 +141,7 @@ def _renderables(result: JsonObject) -> list[RenderableType]:
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     shown = ""
     for row in result["rows"]:
+        # The name of a collective appears in the first of its rows only.
         name = "" if row["collective"] == shown else row["collective"].replace("_", "-")
         if name and shown:
             table.add_section()
@@ -167,6 +170,7 @@ def _renderables(result: JsonObject) -> list[RenderableType]:
                 f"{pair['bandwidth'] / 1e9:.3g}",
             )
         parts.append(pairs)
+    # An upper end beyond twice the median points to other work on the machine.
     busy = sum(row["high"] > 2 * row["seconds"] for row in result["rows"])
     if busy:
         parts.append(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["finish", "plan", "recipe_text", "plan_as_written"]
 
+# More devices mean more layouts to try.
 _SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
 _MANY = 60.0  # seconds for the search on more devices
 
@@ -117,12 +118,14 @@ def plan(
 
     if what is None and not set:
         raise RecipeError("preheat plan: name a model or a recipe, such as: preheat plan Qwen/Qwen3-8B --gpu RTX-4090")
+    # --count is per host if --nodes is given.
     devices = (count or 1) * nodes
     per_host = count if nodes > 1 and count else min(devices, 8)
 
     def subject(method: str) -> Subject:
         return subject_of(what, set or [], method=method, length=length, batch_tokens=batch_tokens, devices=devices)
 
+    # Set before torch is imported, which the next import does.
     gc.set_threshold(50_000)  # garbage collection would take a tenth of torch's import time
     from preheat.training.plan_request import request_of, subject_of
 
@@ -131,6 +134,7 @@ def plan(
         raise RecipeError(
             f"--method: {method}: a recipe's techniques define how it trains; leave --method out, or name a model"
         )
+    # A recipe may state its devices itself: the options must not contradict it.
     if first.from_user and nodes == 1 and (stated := first.recipe.parallel.devices or 1) > 1:
         if count == 1:
             raise RecipeError(
@@ -144,14 +148,17 @@ def plan(
     if inference:
         _served(first.recipe, gpu, devices, json)
         return
+    # A recipe is planned as it is unless a search is asked for.
     if first.from_user and aim is None and allow is None:
         request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
         result, page = plan_as_written(request, devices, price)
     else:
         request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
+        # Other methods to suggest if full training does not fit: only if the user left the method open.
         others = (
             {name: subject(name).recipe for name in ("lora", "qlora")} if method is None and not first.from_user else {}
         )
+        # A recipe's numerics are the user's own choice; for a model given by name, bf16 is the usual one.
         limit = allow or ("exact" if first.from_user else "rounding")
         result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=price, quiet=json)
     finish(result, page, first, out=out, html=html, json=json)
@@ -177,6 +184,7 @@ def finish(
     if html is not None:
         from preheat.report.plan_page import write_plan
 
+        # The figures are computed only if a page is written.
         write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, subject)}, html)
     if subject.absent:
         result = {**result, "absent": subject.absent}
@@ -200,6 +208,7 @@ def finish(
         for path, label in ((out, "recipe"), (html, "page")):
             if path is not None:
                 screen.print(f"{label}: {path}", soft_wrap=True)
+    # Last, after all output: a script reads the plan and the code.
     if not result["fits"]:
         raise typer.Exit(3)
 
@@ -241,6 +250,7 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     def page() -> JsonObject:
         return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
+    # Settings that were `auto` in the recipe, with the values that the dry run chose.
     more["settled"] = {
         f"{name}.{key}": value
         for name, t in recipe.techniques.items()
@@ -267,6 +277,7 @@ def _searched(
     from preheat.planning.worker_pool import worker_pool
 
     devices = request.devices
+    # By the first entry that covers the devices.
     seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
 
     def tell(message: str) -> None:
@@ -279,6 +290,7 @@ def _searched(
             return longest(space, seconds=seconds, confirm=confirm, tell=tell)
         return search(space, aim=aim, seconds=seconds, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
+    # Dry runs of candidates run in other processes while this one plans.
     with worker_pool(observe_for_others):
         result = search_for(request)
         if not quiet:
@@ -286,6 +298,7 @@ def _searched(
         explained = explain(result, devices=devices, price=price)
         if not explained["fits"]:
             for name, other in others.items():
+                # Half the time each, unconfirmed: these are suggestions, not the plan.
                 instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
                 would = explain(instead, devices=devices, price=price)
                 if would["fits"]:
@@ -311,6 +324,7 @@ def recipe_text(result: JsonObject, subject: Subject) -> str:
     from preheat.recipe.commented_yaml import brief
 
     values = dict(result["recipe"])
+    # A model that was given by name trains from its published weights.
     if subject.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": subject.checkpoint}
     return brief(values)
@@ -326,6 +340,7 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
 
     config, total, ends = parameters_of(recipe)
     device, rates, _ = hardware(gpu, recipe, devices)
+    # Measured rates of this machine, or the sustained ones of a device in the catalogue.
     if isinstance(rates, Rates):
         bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured on this machine
     else:
@@ -343,6 +358,7 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
             length=length,
             devices=devices,
             bandwidth=bandwidth,
+            # The format of serving is half precision, if the device's rate for it is known.
             matrix_rate=peaks.get("bf16") or max(peaks.values()),
             kept=cache_format,
         )

@@ -19,6 +19,7 @@ app = typer.Typer(
 
 def _summary(path: Path) -> str:
     """Returns the first line of a recipe file, which is a comment that describes it."""
+    # Each built-in recipe begins with such a comment.
     return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
@@ -38,6 +39,7 @@ def recipes(context: typer.Context, json: Json = False) -> None:
 
     Example: `preheat recipes`, `preheat recipes show demo`
     """
+    # The callback also runs ahead of `show` and `schema`.
     if context.invoked_subcommand is not None:
         return
     from preheat.cli.views.console import console, emit
@@ -82,12 +84,14 @@ def init(
     from preheat.errors import RecipeError
 
     source, target = _find(name), out or Path(f"{name}.yaml")
+    # Never over a file that the user may have edited.
     if target.exists():
         raise RecipeError(f"{target}: already exists; name another file with --out")
     try:
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{target}: cannot be written ({error.strerror})") from None
+    # Chains are recipes of `preheat compress`, which nothing trains.
     chain = source.parent.name == "chains"
     then = f"preheat compress RUN --recipe {target}" if chain else f"preheat plan {target}, then preheat train {target}"
     say(f"wrote {target}; next: {then}")

@@ -15,6 +15,7 @@ app = typer.Typer(help="The techniques: list and show.", invoke_without_command=
 def _document(cls: type) -> str:
     import sys
 
+    # The documentation of a technique is that of its module.
     return sys.modules[cls.__module__].__doc__ or ""
 
 
@@ -24,6 +25,7 @@ def techniques(context: typer.Context, json: Json = False) -> None:
 
     Example: `preheat techniques`, `preheat techniques show lora`
     """
+    # The callback also runs ahead of `show`.
     if context.invoked_subcommand is not None:
         return
     from preheat.cli.views.console import console, emit
@@ -43,6 +45,7 @@ def techniques(context: typer.Context, json: Json = False) -> None:
     from rich.table import Table
 
     screen = console()
+    # A narrow terminal needs its width for the descriptions.
     wide = screen.width >= 100
     table = Table("technique", *(["stage"] if wide else []), "numerics", "what", box=None, pad_edge=False)
     for name, cls in known.items():
@@ -71,6 +74,7 @@ def show(name: str) -> None:
     docs = field_docs(cls)
     say("settings:" if dataclasses.fields(cls) else "no settings")
     for f in dataclasses.fields(cls):
+        # A mutable default has a factory instead of a value.
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         say(f"  {f.name}: {default!r}  # {docs.get(f.name, '')}")
     say(f"\nin a recipe:\n  techniques:\n    {name}: {{}}")

@@ -59,6 +59,7 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
     if lead:
         page = reports.write(result["run"])
         result["report"] = str(page)
+        # Under the launcher, the parent process prints the command.
         if code and LAUNCHED not in os.environ:
             result["resume"] = resuming(again, folder)
         if json:
@@ -79,6 +80,7 @@ def _exit_code(stopped: str | None) -> int:
     """
     import signal
 
+    # 128 + number of the signal, as shells report it.
     known = {number.name: int(number) for number in signal.Signals}
     return 128 + known[stopped] if stopped in known and (LAUNCHED in os.environ or not under_agent()) else 0
 
@@ -88,6 +90,7 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
     left, rest = [], iter(arguments)
     for part in rest:
         if part == "--out":
+            # The value of --out, which is the next argument.
             next(rest, None)
         elif part not in ("--resume", "--auto-resume") and not part.startswith("--out="):
             left.append(part)
@@ -98,6 +101,7 @@ def _finished(result: JsonObject, recipe: Recipe) -> Text:
     from rich.text import Text
 
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
+    # A run without any limit of its own ended at its number of steps.
     if recipe.stop.max_steps or not limits:
         limits["max_steps"] = result["steps"]
     later = " ".join(
@@ -115,6 +119,7 @@ def _naming_resume_command(folder: Path, arguments: Sequence[str]) -> Iterator[N
     try:
         yield
     except Interrupted as signal:
+        # recipe.yaml marks a run that has begun: without it there is nothing to resume.
         begun = (folder / "recipe.yaml").exists()
         raise Interrupted(signal.number, resuming(arguments, folder) if begun else None) from None
 
@@ -141,6 +146,7 @@ def _summary(result: JsonObject) -> Group:
             off = f"{expected / measured - 1:+.0%}" if measured and expected is not None else "-"
             table.add_row(label, show(expected), show(measured), off)
     end = f"stopped by {result['stopped']} at" if result["stopped"] else "done:"
+    # A stopped run ends without its last evaluation.
     figures = {"loss": result["loss"], "validation loss": None if result["stopped"] else result["validation_loss"]}
     loss = "".join(
         f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
@@ -158,6 +164,7 @@ def _not_a_model(what: str) -> None:
     from preheat.errors import RecipeError
     from preheat.models import presets
 
+    # A built-in recipe takes precedence over a model of the same name.
     if what in recipes.built_in():
         return
     try:
@@ -178,6 +185,7 @@ def _dry_run(
 
     # Reports recipe errors before torch is imported, which takes seconds.
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
+    # These import torch.
     from preheat.cli.plan import finish, plan_as_written
     from preheat.cli.views.console import Alarms, console
     from preheat.errors import RecipeError
@@ -188,9 +196,11 @@ def _dry_run(
 
     if not subject.from_user:
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
+    # The folder first: reading the data may take minutes.
     check_folder(out or Path("runs") / subject.recipe.name, resume=resume)
     if gpu is not None:
         hardware(gpu, subject.recipe, 1)  # reports an unknown GPU before the data is read
+    # A model that is absent is planned by its preset: there is nothing to read.
     if subject.absent is None:
         require_weights(subject.recipe)
         data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms())
@@ -198,6 +208,7 @@ def _dry_run(
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
             console().print(f"data: {data.source}, {rows} of {subject.recipe.batch.seq_len:,} tokens")
     devices = subject.recipe.parallel.devices or 1
+    # None: this process alone, on this machine.
     world = None if gpu is None else devices
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
     result, page = plan_as_written(request, devices, None)
@@ -211,6 +222,7 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     from preheat.training.recovery.fallback_log import oom_records
 
     with _naming_resume_command(folder, typed):
+        # A failure that has left a record of exhausted memory restarts with the next fallback, whatever --restarts is.
         ended = start(
             command, processes=nproc, restarts=restarts, again=lambda: bool(oom_records(folder)), say=Alarms().alarm
         )
@@ -296,9 +308,12 @@ def train(
     # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
+    # Under torchrun (RANK is set) the processes exist already.
     if nproc > 1 and "RANK" not in os.environ:
+        # The same command for each process, without the options of the launcher.
         command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]
         command += ["--out", str(out)] if out else []
+        # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
         _launch(command, folder, nproc=nproc, restarts=restarts, json=json, typed=context.obj)

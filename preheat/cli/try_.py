@@ -78,6 +78,7 @@ def try_(
     from preheat.cli.views.console import console, emit, rate
     from preheat.sanitize import memory
 
+    # Both spellings are accepted, as for the options.
     names = technique.replace("-", "_")
     wish = TrialOptions(
         names,
@@ -92,6 +93,7 @@ def try_(
     )
     screen = console()
     with nullcontext() if json else screen.status("starting") as status:
+        # Under --json nothing is printed besides the result.
         result = trial(wish, status.update if status is not None else lambda line: None)
     if json:
         emit(result)
@@ -139,6 +141,7 @@ def _table(result: JsonObject) -> Table:
         table.add_column(title, justify="left" if title == "contender" else "right", no_wrap=True)
     for row in result["rows"]:
         on_gpu = result["gpu"].get(row["name"])
+        # A contender that would need too much by its prediction is not run.
         cells = ["not run", "-", "-", "-", "-", "-"]
         if "tokens_per_second" in row:
             cells = [

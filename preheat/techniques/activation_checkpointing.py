@@ -80,6 +80,7 @@ def checkpoint_layers(
         planner = CheckpointPolicyCache(
             lambda trace: keep_matmuls(trace, products) if keep == "products" else knapsack(trace, float(keep))
         )
+    # The last of each `every` layers: with 4, layers 4, 8, ...
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
         kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # equal layers reuse one policy
@@ -98,6 +99,7 @@ class Checkpointed:
 
     def __init__(self, forward: Callable[..., object], kind: Hashable, planner: CheckpointPolicyCache | None):
         self.forward, self.kind, self.planner = forward, kind, planner
+        # None: to be chosen at the first call; {}: torch's checkpoint keeps only the inputs.
         self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
     def prepare(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -120,8 +122,10 @@ class Checkpointed:
             raise ValueError(
                 "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
             )
+        # While tracing, `CompiledLayers` has called `prepare` already.
         if self.checkpoint_kwargs is None or not torch.compiler.is_compiling():
             self.prepare(args, kwargs)
+        # torch's reentrant form takes no keyword arguments, which transformers passes to its layers.
         return checkpoint(self.forward, *args, use_reentrant=False, **(self.checkpoint_kwargs or {}), **kwargs)
 
 
@@ -168,8 +172,10 @@ class ActivationCheckpointing(Searchable):
         if not self.left_open(context.device):
             return fixed
         fitting: list[tuple[float, ActivationCheckpointing]] = []
+        # From no recomputation to most; each candidate is planned with this recipe's other techniques.
         for mode in ("none", "selective", "full"):
             candidate = replace(fixed, mode=mode, budget=None, products=1, every=1)
+            # The recipe's tags contain those of the current settings: replace them by the candidate's.
             tags = (context.tags - self.provides) | candidate.provided()
             if conflicts_of(
                 {**context.recipe.techniques, self.name(): candidate}.values(), replace(context, tags=tags)
@@ -180,7 +186,7 @@ class ActivationCheckpointing(Searchable):
                 fitting.append((prediction["seconds_per_step"], candidate))
             if mode == "none" and fitting:
                 break  # nothing is computed twice
-        return min(fitting, key=lambda pair: pair[0])[1] if fitting else fixed
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else fixed  # nothing fits: the recipe's own mode
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -218,6 +224,7 @@ class ActivationCheckpointing(Searchable):
         return Change(f"{count} of {len(layers)} layers recomputed in backward, {policy}", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
+        # From the least recomputation to the most.
         yield from (ActivationCheckpointing(mode="selective", products=n) for n in (1, 2))
         yield from (ActivationCheckpointing(mode="budget", budget=share) for share in (0.75, 0.5, 0.25))
         yield from (ActivationCheckpointing(every=n) for n in (4, 2, 1) if n <= context.model.layers)
@@ -226,6 +233,7 @@ class ActivationCheckpointing(Searchable):
         if self.mode == "none":
             return [ActivationCheckpointing(mode="selective"), *replace(self, mode="selective").fallbacks(context)]
         if self.mode != "full":
+            # Every second matmul is the milder step, if every one is kept so far.
             half = self.mode == "selective" and self.products == 1
             return [
                 *([ActivationCheckpointing(mode="selective", products=2)] if half else []),
@@ -234,6 +242,7 @@ class ActivationCheckpointing(Searchable):
         return [ActivationCheckpointing(every=n) for n in (4, 2, 1) if n < self.every]
 
     def period(self) -> int:
+        # Only each n-th layer differs, so memory repeats with this period over the depth.
         return self.every
 
     def host_overhead(self) -> float:

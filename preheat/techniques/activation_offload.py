@@ -55,6 +55,7 @@ def offload_activations(
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffload(Searchable):
+    # By its name after activation_checkpointing: the inputs that it keeps are offloaded too.
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
@@ -76,6 +77,7 @@ class ActivationOffload(Searchable):
                 "needs a CUDA device: on a CPU activations are in the "
                 "host's memory already; use activation_checkpointing"
             )
+        # The last layers' activations are needed at once, so at least one layer stays.
         if self.stay >= context.model.layers:
             problems.append(
                 f"stay: {self.stay} of {context.model.layers} layers offloads none; use at most "

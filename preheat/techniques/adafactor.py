@@ -49,6 +49,7 @@ class Adafactor(Technique):
     """Root mean square to which an update is clipped."""
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        # It has neither momentum nor AdamW's eps: `betas` and `eps` of the recipe are unused.
         def make(groups: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
             return adafactor_optimizer(groups, lr=lr, decay=self.decay, clip=self.clip_threshold)
 

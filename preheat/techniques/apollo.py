@@ -73,17 +73,21 @@ class Apollo(Technique):
         options: JsonObject = {
             "rank": self.rank,
             "every": self.every,
+            # The single scale of APOLLO-Mini is too small, which its authors correct by sqrt(128).
             "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
             "seed": build.recipe.seed,
+            # Projections are drawn from seed and step, so that none is stored and a resumed run draws the same.
             "number": lambda: build.state.step,
         }
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            # Read when the optimizer is created: pipeline stages have replaced the parts by then.
             others = [weight for trained in build.trained for weight in ends(trained)]
             return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
         build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
+        # AdamW updates all others: embedding, head, norms and biases.
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"
         return Change(f"{count} matrices by APOLLO with moments of {rows}, the rest by AdamW", count)

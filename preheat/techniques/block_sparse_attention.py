@@ -58,6 +58,7 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
     for name, number in (("local", local), ("global_tokens", global_tokens)):
         if number < 1:
             raise ValueError(f"{name}: {number} must be at least 1")
+    # A wrapper of the kernel, not a mask: kernels with windows skip the blocks outside of it.
     return limit_layers(
         model, functools.partial(within_window, window=local, global_tokens=global_tokens), attend=attend_any
     )
@@ -81,6 +82,7 @@ class BlockSparseAttention(Technique):
 
     def check(self, context: Context) -> list[str]:
         local, length = self._local(context), context.recipe.batch.seq_len
+        # Together they would cover every row: the model would be the one without the technique.
         if local + self.global_tokens >= length:
             return [
                 f"local: {local} and {self.global_tokens} global of {length} "

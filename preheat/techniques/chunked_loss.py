@@ -33,6 +33,7 @@ the head's gradient."""
 def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
     from preheat.ops.losses.cross_entropy import chunked_logits, liger_logits, torch_logits
 
+    # Liger chooses its chunks from the shapes.
     if name == "liger":
         return liger_logits
     return (
@@ -109,11 +110,13 @@ class ChunkedLoss(Searchable):
         if self.kernel == "torch":
             import torch
 
+            # Chunks are requested through these options, which torch has from 2.13 on.
             if "LinearCrossEntropyOptions" not in vars(torch.nn):
                 problems.append(
                     f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13"
                 )
         if self.kernel in ("torch", "liger"):
+            # These kernels fuse plain cross entropy: another row loss would be ignored.
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]
             if adds:
                 problems.append(
@@ -129,6 +132,8 @@ class ChunkedLoss(Searchable):
         from preheat.models.hf import require_plain_head
 
         chosen = "ours" if self.kernel == "auto" else self.kernel
+        # The kernel multiplies by the head's weight itself, so an adapter on the head would be lost; ours knows a tied
+        # one.
         require_plain_head(part, self.name(), tied=chosen == "ours")
         rows = self._rows(build.device.kind)
         build.claim(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
@@ -136,6 +141,7 @@ class ChunkedLoss(Searchable):
         return Change(f"head and loss {many} at a time, gradients computed in the forward pass", 1, kernel=chosen)
 
     def options(self, context: Context) -> Iterable[Technique]:
+        # Large chunks first: they are faster, small ones save more memory.
         most = (4096, 2048) if context.device.kind == "cuda" else ()
         return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (*most, 1024, 512, 256, 128)]
 

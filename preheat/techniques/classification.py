@@ -63,6 +63,7 @@ def classify(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
     if model.config.tie_word_embeddings:
         raise ValueError("the head is tied to the embedding; set tie_word_embeddings to False")
     name = give_classes(model, classes)
+    # The head is drawn on the CPU, whose generator is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         draw_head(model.get_submodule(name), model.config.initializer_range)
@@ -79,8 +80,10 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
     """
     import torch
 
+    # One cell per (truth, prediction), and a last one for ignored truths, which is cut off.
     cell = torch.where(truth < 0, classes * classes, truth * classes + predicted)
     counts = torch.zeros(classes * classes + 1, device=truth.device)
+    # Not bincount, which reads its size back from the device.
     counts.index_add_(0, cell, torch.ones_like(cell, dtype=counts.dtype))
     return counts[:-1].view(classes, classes)
 
@@ -93,8 +96,11 @@ def accuracy_and_f1(table: Tensor) -> dict[str, float]:
         >>> accuracy_and_f1(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
         {'accuracy': 0.75, 'macro_f1': 0.42857142857142855}
     """
+    # Per class: predicted correctly, true, predicted.
     right, occur, named = (t.double() for t in (table.diagonal(), table.sum(1), table.sum(0)))
+    # Classes that neither occur nor are predicted would be 0 / 0.
     present = occur + named > 0
+    # F1 = 2 tp / (true + predicted).
     f1 = 2 * right[present] / (occur + named)[present]
     return {"accuracy": float(right.sum() / occur.sum().clamp(min=1)), "macro_f1": float(f1.mean())}
 
@@ -115,6 +121,7 @@ class Classification(Technique):
         return ExampleKind("classes", self.classes)
 
     def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
+        # A head with a row per class cannot share the embedding's matrix.
         config.tie_word_embeddings = False
         config.num_labels = self.classes
 
@@ -133,6 +140,7 @@ class Classification(Technique):
 
         name = give_classes(part, self.classes)
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
+        # A pattern for the weights that no folder has: they are drawn.
         build.weights.fresh(rf"^{name}\.weight$", [name], draw)
         build.claim(Slot.OBJECTIVE, self._objective(part), self.name())
         build.loss.scores = _scores
@@ -148,8 +156,10 @@ class Classification(Technique):
         from preheat.models.hf import head
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
-            states = hidden(batch)
+            states = hidden(batch)  # [rows, length, width]
+            # Labels are ignored everywhere but at each document's last token.
             total = over_logits(states, batch.labels)
+            # The metric needs only those positions: [documents, classes] logits.
             with torch.no_grad():
                 last = _last_positions(batch)
                 logits = head(part)(states.detach().flatten(0, 1)[last])
@@ -164,6 +174,7 @@ def _last_positions(batch: Batch) -> torch.Tensor:
     from preheat.hardware.transfers import to_device
 
     rows, length = batch.tokens.shape
+    # Without documents, each row is one.
     sizes = [size for row in batch.mask.documents or ((length,),) * rows for size in row]
     return to_device(sizes, batch.tokens.device).cumsum(0) - 1
 

@@ -87,6 +87,7 @@ class CompiledLayers:
             from preheat.models.kernel_swap import computed_by
 
             within = computed_by(self.planned)
+            # A dry run: the replacement forwards save what the compiler's fused operators would.
             if detect_fake_mode(args) is not None:  # stays active, so that recomputation in backward uses it too
                 if self._planning is None:
                     self._planning = within
@@ -94,6 +95,7 @@ class CompiledLayers:
                 return forward(*args, **kwargs)
             with within:
                 return forward(*args, **kwargs)
+        # Each graph belongs to one shape, and a growing cache has another with each token.
         if kwargs.get("past_key_values") is not None:
             return forward(*args, **kwargs)
         from torch._dynamo.exc import Unsupported
@@ -101,6 +103,7 @@ class CompiledLayers:
 
         if prepare := getattr(forward, "prepare", None):  # checkpointed layers choose what to keep,
             prepare(args, kwargs)  # which cannot be traced
+        # torch counts graphs per process; the difference is what this call compiled.
         before = counters["stats"]["unique_graphs"]
         try:
             with self._recompile_limit(), warnings.catch_warnings():
@@ -120,6 +123,7 @@ class CompiledLayers:
         """Replaces torch's recompile limit, which counts layers and silently falls back to eager, by our own."""
         import torch
 
+        # No further graph: known shapes keep theirs, new ones run eagerly.
         if self.graphs >= self.limit:
             return torch.compiler.set_stance("eager_on_recompile")
         return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
@@ -132,6 +136,7 @@ class CompiledLayers:
         kernel, mask = kwargs.get("preheat_attention"), kwargs.get("preheat_mask")
         if kernel is None or mask is None:
             return kwargs
+        # Documents are data that the trace would freeze: each batch with other boundaries would compile anew.
         packed = mask.documents is not None and any(len(row) > 1 for row in mask.documents)
         function = kernel.func if isinstance(kernel, functools.partial) else kernel
         # Torch's own operators are traced as they are.
@@ -139,11 +144,13 @@ class CompiledLayers:
             reference_attention,
             sdpa_attention,
         ):
+            # Rows of one document need no boundaries: without them, all such batches have the same arguments.
             return kwargs | {"preheat_mask": replace(mask, documents=None)}
+        # One operator object for all layers and calls: another object would be another graph.
         if self._attention is None:
             self._attention = OpaqueAttention(kernel)
         self._attention.kernel = kernel
-        rows, length = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+        rows, length = (args[0] if args else kwargs["hidden_states"]).shape[:2]  # hidden states: [rows, length, width]
         return kwargs | {"preheat_attention": self._attention, "preheat_mask": OpaqueMask.of(mask, rows, length)}
 
 
@@ -179,6 +186,7 @@ def compile_layers(
         0
     """
     compiled = CompiledLayers(backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph, limit=limit)
+    # Same code, different `forward`: the layers share one graph through the code object of `CompiledLayers`.
     for layer in layers:
         layer.forward = functools.partial(compiled.run, layer.forward)  # type: ignore[method-assign]
     return compiled
@@ -214,11 +222,13 @@ class Compile(Searchable):
         from preheat.hardware.cpp_build import uncompiled
 
         if self.when == "never" and self != type(self)(when="never"):
+            # Ignored settings would suggest that they act.
             return ["when: never compiles nothing, so its other settings change nothing; leave them out"]
         if not self.acts():
             return []
         device = context.device
         missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
+        # Only this machine can be searched for a compiler.
         return context.model.mixer_problems() + ([missing] if missing else [])
 
     def acts(self) -> bool:
@@ -240,13 +250,16 @@ class Compile(Searchable):
         if self.when != "auto":
             return self
         never = replace(self, when="never")
+        # The search's own settings, so that auto and a search choose between the same candidates.
         always = next(iter(self.options(context)), None) if self.left_open(context.device) else None
         if always is None:
             return never
         techniques = {**context.recipe.techniques, self.name(): always}
+        # A technique that excludes compiled layers wins: auto never turns a valid recipe into an invalid one.
         if conflicts_of(techniques.values(), replace(context, tags=context.tags | always.provided())):
             return never
         without, compiled = plan(never), plan(always)
+        # Fitting comes before speed: fusing may be what makes the run fit.
         if compiled["fits"] != without["fits"]:
             return always if compiled["fits"] else never
         return always if _finishes_sooner(compiled, without) else never
@@ -255,6 +268,7 @@ class Compile(Searchable):
         # Routing decides at run time which rows an expert reads, which a graph cannot hold; and each batch shape needs
         # a graph of its own.
         shapes = any(Slot.BATCH_SHAPE in t.claimed() for t in context.recipe.techniques.values())
+        # Families without a test of their graph may break it; elsewhere a break is an error that the user wants to see.
         return (
             []
             if context.model.experts or context.model.special_mixers or shapes
@@ -275,10 +289,13 @@ class Compile(Searchable):
         compiled = compile_layers(
             layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit
         )
+        # A dry run cannot compile: it computes these modules by fused operators, which save the same activations.
         if part.config.model_type in KERNEL_FAMILIES:
             overrides = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
+            # Only inside the layers: the final norm is not compiled.
             within = {id(m) for layer in layers for m in layer.modules()}
             compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
+        # The first graph is expected; every further one is a recompilation.
         build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
         reported: list[int] = []
 
@@ -301,6 +318,7 @@ def _finishes_sooner(one: JsonObject, other: JsonObject) -> bool:
     Compares only steps if the length of the run is unknown.
     """
 
+    # total seconds / total tokens, of which only the rate and the training time are known.
     def per_token(plan: JsonObject) -> float:
         total = plan["seconds_total"]
         if total is None:

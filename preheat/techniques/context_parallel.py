@@ -139,9 +139,11 @@ class ContextParallel(Searchable):
 
     def _heads(self, at: Context | Build) -> tuple[int, int]:
         """Returns the query heads and key-value heads that take part in one exchange."""
+        # Tensor parallelism has split the heads before: an exchange is among its remaining ones.
         apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
         if Tag.ATTENTION_PATTERN in at.tags and Tag.SLIDING_WINDOW not in at.tags:
             apart *= 2  # shifted groups process the two halves of the heads separately
+        # Fewer key-value heads than devices are repeated, so at least one takes part.
         return at.model.heads // apart, max(1, at.model.kv_heads // apart)
 
     def _chosen(self, build: Build) -> tuple[Literal["ulysses", "ring"], str]:
@@ -155,6 +157,7 @@ class ContextParallel(Searchable):
         heads, shared = self._heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be split across {self.degree} devices"
+        # Per device, rounded up.
         positions = -(-build.recipe.batch.seq_len // self.degree)
         layer: dict[str, Any] = {
             "places": positions,
@@ -162,10 +165,12 @@ class ContextParallel(Searchable):
             "head_dim": build.model.head_dim,
             "degree": self.degree,
         }
+        # Elements that a device sends in one layer: the element size would multiply both.
         ulysses, ring = ulysses_bytes(heads=heads, size=1, **layer), ring_bytes(size=1, **layer)
         if positions < _RING_POSITIONS:
             return "ulysses", f"{positions:,} positions on a device are too few to overlap a ring's communication"
         try:
+            # A ring combines partial results of blocks; only some kernels return these.
             fused = tiles_for_kernel(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
         except ValueError:
             fused = False
@@ -177,6 +182,7 @@ class ContextParallel(Searchable):
         kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:
+            # For its error: an unsupported kernel should be reported now, not in the first step.
             exchanged(kernel, group, kind=kind)
         except ValueError as error:
             fix = (
@@ -185,12 +191,15 @@ class ContextParallel(Searchable):
             )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
         build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
+        # A zigzag gives each device an early and a late chunk, whose causal masks balance.
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
+        # At SPLIT, after SHIFT: the last label of a shard is the first token of the next one.
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
         summary = f"each row split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:
         world, length = math.prod(context.sizes.values()), context.recipe.batch.seq_len
+        # Only degrees that leave each device enough positions.
         degrees = [n for n in (2, 4, 8, 16) if world % n == 0 and length >= n * _MIN_POSITIONS] or [self.degree]
         return [replace(self, degree=n) for n in degrees]

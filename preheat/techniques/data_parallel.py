@@ -52,6 +52,7 @@ class DataParallel(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
 
     def degrees(self) -> Mapping[Axis, int]:
+        # 0: all devices that other axes leave.
         return {Axis.REPLICATE: 0}
 
     def search_numerics(self) -> Literal["exact"]:
@@ -66,8 +67,11 @@ class DataParallel(Searchable):
         from preheat.models.hf import anatomy
         from preheat.ops.distributed.fully_shard import forward_through
 
+        # Devices of one context group have gradients of different positions: these are summed too.
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         buckets = replicate_all(part, anatomy(part).blocks, build.mesh.sub(*across))
+        # torch reduces gradients around a registered forward method, so every pass must go through it.
         build.claim(Slot.UNSHARD_SCOPE, forward_through(part), self.name())
+        # Called with `is_last`: only the last micro-batch reduces its gradients.
         build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         return Change(f"gradients in {buckets} buckets, summed over {build.mesh.size(*across)} devices", buckets)

@@ -52,6 +52,7 @@ def competence(progress: float, *, start: float, until: float, curve: Literal["r
     """
     if progress >= until:
         return 1.0
+    # c(t) = (t / T (1 - c0^p) + c0^p)^(1 / p): Platanios et al. 2019, section 3.
     power = 2 if curve == "root" else 1
     return float((progress / until * (1 - start**power) + start**power) ** (1 / power))
 
@@ -82,11 +83,13 @@ def order_by_difficulty(
 
     from preheat.data.difficulty import growing_order
 
+    # Stable: rows of equal score keep their order, so that a resumed run ranks them alike.
     ranked = np.argsort(scores, kind="stable")
 
     def pool(n: int) -> int:
         return int(np.ceil(competence(n / total, start=start, until=until, curve=curve) * len(ranked)))
 
+    # The order is drawn anew from its beginning and skipped to the committed sample, so it needs no state.
     return itertools.islice(growing_order(ranked, pool, seed), committed, None)
 
 
@@ -115,6 +118,7 @@ def losses_of(
     from preheat.hardware.link_rates import cache_folder
     from preheat.models.weights import WeightSource
 
+    # Labels of classes are no tokens that a language model predicts.
     if rows.tokens.examples.kind == "classes":
         raise DataError(
             f"{_MODEL}: ranks by the loss of the next token, which classified documents do not have; use by: rarity"
@@ -122,6 +126,7 @@ def losses_of(
     if not (folder / "config.json").is_file():
         raise RecipeError(f"{_MODEL}: {folder} has no config.json; name the folder of a Hugging Face model")
     source = WeightSource(folder, knob=_MODEL)
+    # Weights, configuration, tokens and packing decide the losses; the path of the model does not.
     content = [
         hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.offsets)
     ]
@@ -132,6 +137,7 @@ def losses_of(
         np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
         return {}
 
+    # Scored once: a resumed run, and others on the same data, read the file.
     cached, _ = entry(cache or cache_folder(), f"losses-{key}", build)
     return np.load(cached / "losses.npy")
 
@@ -148,7 +154,9 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
     from preheat.ops.losses.cross_entropy import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
+    # Only the configuration is used: the rows' length is compared with its positions below.
     config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=2), stop=Stop(max_steps=1)))
+    # By the tokens in use: a tokenizer that is larger than the model is harmless as long as none of them is beyond it.
     facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
@@ -160,6 +168,7 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
             f"{_MODEL}: {folder} has {facts.positions} positions but rows "
             f"have {rows.length} tokens; name a model with more"
         )
+    # Built on meta, so that its weights are allocated once, with their final values.
     model = hf.build_on_meta(config)
     materialize(model, torch.device(device))
     source.fill(model, seed=0)
@@ -172,12 +181,13 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
                 batch.tokens.to(device),
                 batch.positions.to(device),
                 batch.mask,
+                # Only blockwise attention caps scores, as Gemma 2 needs.
                 best_attention if facts.score_softcap is None else blocked_attention,
             )
             # One row of logits at a time to save memory
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):
                 total = CrossEntropy()(hf.logits(model, states), labels).sum()
-                losses.append(float(total) / max(int((labels >= 0).sum()), 1))
+                losses.append(float(total) / max(int((labels >= 0).sum()), 1))  # a row may have no label at all
     return np.array(losses, np.float64)
 
 
@@ -188,6 +198,7 @@ class _Ranking:
         self.mark = ""
 
     def see(self, scores: np.ndarray) -> None:
+        # Of the order, not of the scores: these may differ in rounding on another device.
         mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
         if self.mark not in ("", mark):
             raise RunError(
@@ -258,6 +269,7 @@ class DifficultyCurriculum(Technique):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         ranking = _Ranking()
+        # In the checkpoint: after a resume, the loaded mark meets the scores of this session.
         build.state.saved[self.name()] = ranking
 
         def order(rows: Rows, seed: int, committed: int, total: int | None) -> Iterator[int]:

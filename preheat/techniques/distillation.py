@@ -74,6 +74,7 @@ def distillation_loss(
     """
     from preheat.ops.losses.distillation import Distilled
 
+    # The head is the identity: the third argument holds the teacher's logits themselves. [n, vocabulary]
     row_loss = Distilled(lambda given: given, direction=divergence, mixture=mixture, temperature=temperature)
     return row_loss(student, labels, teacher.detach())
 
@@ -106,6 +107,7 @@ class Distillation(Technique):
             "techniques.distillation.teacher={teacher}",
             "data.tokenizer={teacher}",
         ),
+        # Half of log 96, the cross entropy of a new model; two new models hardly diverge.
         first_loss={None: 0.5 * math.log(96)},
     )
     unsupported_for_images: ClassVar[str] = "reads rows without their images so far; leave it out"
@@ -159,11 +161,13 @@ class Distillation(Technique):
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
             teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.seq_len))
+            # A tokenizer that is trained on the data has no folder yet: `own` is then None.
             own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
             mismatch = vocabulary_mismatch(own, self.teacher, recipe.model.add_tokens)
             problems = [mismatch] if mismatch and self.pieces == "same" else self._tokenizer_problems(own, mismatch)
         except PreheatError as error:
             return [str(error)]
+        # A teacher may have more rows than the student (padding of the vocabulary); fewer leave tokens without a logit.
         if not mismatch and model.vocabulary > teacher_facts.vocabulary:
             problems.append(
                 f"teacher: its head has {teacher_facts.vocabulary:,} rows and the student's {model.vocabulary:,}, so "
@@ -174,9 +178,11 @@ class Distillation(Technique):
             problems.append(
                 "mixture: with 0, and without hidden, the teacher has no effect; use 0.5, or leave distillation out"
             )
+        # Adapters start as the base, so a student with one still begins as its teacher.
         changed = recipe.model.config or any(
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
+        # The divergence between a model and itself is 0, and so is its gradient: no step would change anything.
         if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
             problems.append(
                 "teacher: is the model that the student starts as, and the labels have no weight (mixture: 1), so "
@@ -215,6 +221,7 @@ class Distillation(Technique):
             for name, value in (("hidden", self.hidden), ("cache", self.cache), ("on_policy", self.on_policy))
             if value
         ]
+        # Hidden states and cached rows are aligned by position, which only a common tokenizer makes the same text.
         return [
             f"{name}: does not support other tokens (pieces: common); leave it out, or take a teacher with the "
             "student's tokenizer"
@@ -231,10 +238,13 @@ class Distillation(Technique):
 
         folder = Path(self.teacher)
         config = teachers.config_of(folder, build.recipe.batch.seq_len)
+        # The tags are complete before the first technique applies, so those of later stages count too.
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
+        # Kernel for a teacher with windows or capped scores, which the student's own kernel may not support.
         teacher = teachers.Teacher(
             build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention
         )
+        # A source of its own: checkpoints leave the teacher out, and a resumed run must find the same folder.
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
         count = sum(p.numel() for p in teacher.model.parameters())
         summary = (
@@ -245,6 +255,7 @@ class Distillation(Technique):
         if matcher:
             summary += f", compared over {len(matcher.common[0]):,} tokens in both vocabularies"
         if self.hidden:
+            # The maps belong to the student, so that they are trained and sharded with it; an export leaves them out.
             maps = teachers.add_maps(part, teacher.facts.width, self.matched, build.weights)
             summary += f"; hidden states of {len(maps)} layer{'s' * (len(maps) > 1)} x {self.hidden:g}"
         if self.layers == "spread":
@@ -254,14 +265,18 @@ class Distillation(Technique):
             )
         build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # for evaluation; a training step passes its own
         if self.cache is None:
+            # As a part of the build, the teacher is materialized with the student, and sharded under fsdp.
             build.parts["teacher"] = [teacher.model]
             training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
             if self.on_policy:
+                # At MOVE, behind the copy to the device: the student generates there.
                 build.hooks.transforms.append((Order.MOVE, self._on_policy(build, part)))
                 summary += f"; in {self.on_policy:.0%} of the rows generated by the student"
         else:
+            # The teacher is no part of the build here: it is in memory during the first pass only.
             teacher_cache = _TeacherCache(teacher, part, Path(self.cache), top=self.top_k, temperature=self.temperature)
             build.hooks.dataset_passes.append(teacher_cache)
+            # At PACK: the copy to the device, which follows, includes the attached tensors.
             build.hooks.transforms.append((Order.PACK, teacher_cache.attach))
             training_loss = self._cached_loss
             summary += (
@@ -270,6 +285,7 @@ class Distillation(Technique):
             )
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            # Evaluation reports the labels' loss, which is comparable with other runs and needs no teacher.
             if not part.training:
                 return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
             return training_loss(batch, hidden, over_logits)
@@ -281,6 +297,7 @@ class Distillation(Technique):
     def _row_loss(self, head: TeacherHead | CommonHead | None, *, partly: bool = False) -> Distilled:
         from preheat.ops.losses.distillation import Distilled
 
+        # `written` and `partly` announce a last aligned tensor, by which positions differ in their weights.
         settings: JsonObject = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
@@ -295,6 +312,7 @@ class Distillation(Technique):
             recipe.data.tokenizer or configs.tokenizer_folder(recipe) or self.teacher,
             add_tokens=recipe.model.add_tokens,
         )
+        # Tokens that end an answer, by the tokenizer and the folder's generation settings.
         stop = generate.stop_tokens(tokenizer, build.weights.folder)
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
 
@@ -305,6 +323,7 @@ class Distillation(Technique):
 
         recipe = build.recipe
         own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # not None: `check` requires it
+        # Added tokens are the student's alone: the teacher has never seen them.
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
         mine, theirs = (tokenizer_alignment.TokenizerView(t, token_bytes(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
@@ -315,15 +334,20 @@ class Distillation(Technique):
 
         from preheat.ops.losses.distillation import CommonHead
 
+        # Ids of the common tokens in the student's and in the teacher's vocabulary, [common] each.
         own, theirs = (torch.tensor(n, device=teacher.build.torch_device) for n in matcher.common)
 
         def training_loss(
             batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
         ) -> LossSum:
+            # The same text in the teacher's tokens, and for each student position the teacher position that has read
+            # the same bytes.
             other = matcher(batch)
-            last, _ = teacher.read(other.batch)
+            last, _ = teacher.read(other.batch)  # (rows, teacher's length, teacher's width)
+            # (rows, length, teacher's width)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
             head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top_k, self.temperature)
+            # `other.known` is 0 at positions without a counterpart; there the label has all the weight.
             row_loss = self._row_loss(head, partly=True)
             total = over_logits(hidden(batch), batch.labels, states, other.known, row_loss=row_loss)
             return LossSum(total, batch.weight, row_loss.sums)
@@ -351,13 +375,16 @@ class Distillation(Technique):
         def training_loss(
             batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
         ) -> LossSum:
+            # last: (rows, length, teacher's width); theirs: one such tensor per compared layer.
             last, theirs = teacher.read(batch, count)
+            # One row loss per micro-batch: it accumulates the sums that become metrics.
             row_loss = self._row_loss(_head(teacher, last.dtype))
             states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
             total = over_logits(states, batch.labels, last, *batch.aligned, row_loss=row_loss)
             if not count:
                 return LossSum(total, batch.weight, row_loss.sums)
             maps = part.get_submodule(teachers.MAPS)
+            # A sum over trained positions, like the loss, so that the division by the batch's weight suits both.
             distance = mapped_distance(own, theirs, [m.weight for m in maps], batch.labels)
             return LossSum(
                 total + self.hidden * distance, batch.weight, row_loss.sums | {"hidden_distance": distance.detach()}
@@ -372,7 +399,9 @@ def _head(teacher: Teacher, dtype: torch.dtype, *, same: bool = True) -> Teacher
     from preheat.ops.distributed.dtensor_utils import full_tensor
     from preheat.ops.losses.distillation import TeacherHead
 
+    # The head is used outside of its module's forward pass, so nothing else gathers a sharded weight.
     weight: Any = hf.head(teacher.model).weight
+    # A head with padded rows is cut to the student's vocabulary; one of another tokenizer needs all of its own.
     rows = teacher.build.model.vocabulary if same else len(weight)
     return TeacherHead(full_tensor(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
 
@@ -385,9 +414,11 @@ class _TeacherCache:
     def __init__(self, teacher: Teacher, student: nn.Module, folder: Path, *, top: int, temperature: float):
         self.teacher, self.student, self.folder, self.temperature = teacher, student, folder, temperature
         vocabulary = teacher.build.model.vocabulary
+        # At least one token stays outside of the top k, so that the remaining probability belongs to something.
         self.top = min(top, vocabulary - 1)
         # Log-probabilities are stored in fp16 (relative error 0.05 %); most vocabularies need no 32-bit token ids.
         self.kind = "uint16" if vocabulary <= 1 << 16 else "int32"
+        # fp16 for the top tokens and the rest, then the tokens' ids.
         self.bytes = 2 * (self.top + 1) + (2 if self.kind == "uint16" else 4) * self.top
         self.rows: RowCache  # opened by the pass over the rows
 
@@ -398,6 +429,7 @@ class _TeacherCache:
 
         build, length = self.teacher.build, rows.length
         shapes = {"values": ((length, self.top + 1), "float16"), "indices": ((length, self.top), self.kind)}
+        # All that decides the cached values: a folder that holds others is rejected.
         of = {
             "teacher": build.sources["teacher"].fingerprint(),
             "config": digest((build.sources["teacher"].folder / "config.json").read_text(encoding="utf-8")),
@@ -419,6 +451,7 @@ class _TeacherCache:
         teacher = replace(self.teacher, model=copy.deepcopy(self.teacher.model))
         materialize(teacher.model, build.torch_device)
         build.sources["teacher"].fill(teacher.model, seed=0)
+        # Micro-batches of full-length rows, as at the end of the run.
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
         self.rows.fill(rows, missing, lambda batch: self._likeliest(teacher, batch), micro=micro, progress=progress)
         size = len(missing) * length * self.bytes / 2**20
@@ -439,17 +472,20 @@ class _TeacherCache:
         from preheat.ops.losses.distillation import likeliest
 
         device = teacher.build.torch_device
+        # The teacher computes in the student's contexts, e.g. under its autocast.
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for context in teacher.build.hooks.around_forward:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
             head = _head(teacher, last.dtype)
+            # [n, width] at a time: the logits of a whole micro-batch are never in memory.
             tops = [
                 likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)
             ]
         values = torch.cat([f.values for f in tops]).to(torch.float16)
         indices = torch.cat([f.indices for f in tops]).to(getattr(torch, self.kind))
+        # [rows * length, ...] back to [rows, length, ...].
         return [t.unflatten(0, batch.tokens.shape) for t in (values, indices)]
 
     def attach(self, batch: Batch) -> Batch:

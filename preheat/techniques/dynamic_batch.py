@@ -62,6 +62,7 @@ def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
         >>> [(part.tokens.shape[0], part.weight, part.rows) for part in regrouped([b, b], 4)]
         [(4, 16, (7, 8, 9, 7)), (2, 8, (8, 9))]
     """
+    # Batches that wait to be joined, and the number of their rows.
     pending: list[Batch] = []
     count = 0
     for batch in batches:
@@ -80,11 +81,13 @@ def _joined(parts: Sequence[Batch]) -> Batch:
 
     if len(parts) == 1:
         return parts[0]
+    # [rows, length] each; all parts have one length.
     tokens, labels, positions = (
         torch.cat([getattr(p, name) for p in parts]) for name in ("tokens", "labels", "positions")
     )
     documents = None
     if any(p.mask.documents is not None for p in parts):
+        # In a part without documents, each row is one document.
         documents = tuple(row for p in parts for row in p.mask.documents or ((p.tokens.shape[1],),) * p.tokens.shape[0])
     mask = replace(parts[0].mask, documents=documents)
     weight, rows = sum(p.weight for p in parts), tuple(n for p in parts for n in p.rows)
@@ -93,6 +96,7 @@ def _joined(parts: Sequence[Batch]) -> Batch:
 
 
 def _rows_of(batch: Batch, first: int, end: int) -> Batch:
+    # The common case: the loader's micro-batch has the size already.
     if first == 0 and end == batch.tokens.shape[0]:
         return batch
     from preheat.data.loader import weight_of
@@ -155,11 +159,13 @@ class MicroBatch:
     def decide(self, peak: int) -> str | None:
         """Updates the size after a step with this peak, in bytes. Returns the reason, or None if it is unchanged."""
         if peak > self.alarm and self.rows > 1:
+            # A size that was too large once is never tried again in this run.
             self.rows = self.most = self.rows // 2
             return f"{peak / 2**30:.2f} GiB is above {self.alarm / 2**30:.2f}"
         if self.rows >= self.most:
             return None
         more = min(2 * self.rows, self.most)
+        # From the measured peak of this size, not from the plan.
         prediction = foreseen(self.floor, peak, self.rows, more)
         if prediction > self.limit:
             self.most = self.rows  # decided once; checkpoints keep it for the rest of the run
@@ -219,6 +225,7 @@ class DynamicBatch(Searchable):
             return float(prediction["peak_gib"] / prediction["available_gib"])
 
         candidates = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
+        # A generator: planning ends with the first size that fits, the largest.
         fits = (size for size in candidates if share(replace(self, start=size)) <= self.target)
         return replace(self, start=next(fits, candidates[-1]))
 
@@ -229,6 +236,7 @@ class DynamicBatch(Searchable):
 
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
+        # Rounded up: the last micro-batch may have fewer rows.
         build.state.accumulation = -(-rows // first)
         # On a GPU only tensors are measured; the CUDA context takes memory too.
         memory = build.device.memory - (CONTEXT if kind == "cuda" else 0)
@@ -236,6 +244,7 @@ class DynamicBatch(Searchable):
             -(-rows // build.state.accumulation),
             rows,
             limit=self.target * memory,
+            # Halfway between the target and all of the memory.
             alarm=(1 + self.target) / 2 * memory,
         )
         build.state.saved[self.name()] = state
@@ -246,11 +255,14 @@ class DynamicBatch(Searchable):
             nonlocal measuring
             length, full = batches[0].tokens.shape[1], build.recipe.batch.seq_len
             if not state.begun:
+                # Optimizer states are still missing from this floor; a floor that is too low only makes the prediction
+                # larger.
                 state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
             # Only full-length steps show what full rows need; the first step warms up.
             measuring = build.state.step > 0 and build.state.step % self.every == 0 and length == full
             if measuring:
                 begin_peak(kind)
+            # Shorter rows are joined to as many tokens as full rows have.
             parts = regrouped(batches, max(1, state.rows * full // length))
             # With several devices the engine must know which micro-batch is the last, so count them first.
             return inner(build, list(parts) if build.hooks.before_backward else parts, global_weight)
@@ -260,9 +272,11 @@ class DynamicBatch(Searchable):
                 return
             # The device with the highest peak decides, because all ranks must run the same number of micro-batches.
             peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
+            # The floor too: `decide` must come to the same size everywhere.
             state.floor = build.mesh.most(state.floor, build.torch_device)
             why = state.decide(peak)
             if why:
+                # Cached blocks of the former size fit the new one badly.
                 release_unused(kind)
                 build.state.events.append(
                     {"kind": "micro_batch", "step": build.state.step + 1, "rows": state.rows, "was": before, "why": why}

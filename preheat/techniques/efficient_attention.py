@@ -127,9 +127,9 @@ _PACKAGES = {  # kernel -> (distribution, install command)
         'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"',
     ),
 }
-_WINDOWS = {"blocks", "flex", "flash2", "flash3"}
-_GLOBAL = {"blocks", "flex"}
-_SOFTCAP = {"blocks", "flex"}
+_WINDOWS = {"blocks", "flex", "flash2", "flash3"}  # windows, without computing masked blocks
+_GLOBAL = {"blocks", "flex"}  # first tokens of a document that all of it sees
+_SOFTCAP = {"blocks", "flex"}  # capped scores
 _FLASH_HEAD = 256  # the largest head_dim of flash attention's kernels
 _FLEX_HEAD = 16  # the smallest head_dim that FlexAttention's CUDA kernels support
 _AMPERE = (8, 0)  # the lowest compute capability of flash attention
@@ -160,11 +160,14 @@ class EfficientAttentionTechnique(Searchable):
             return self.kernel
         from preheat.ops.attention.multihead import BLOCKS_UP_TO
 
+        # On a CPU torch's kernel has no window and no cap, and is slower than blocks for short rows in bf16.
         if context.device.kind == "cpu":
             fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.seq_len <= BLOCKS_UP_TO
             return "blocks" if _beyond_causal(context) or fast else "flash"
+        # An unknown capability, as of a device given by its figures, counts as recent.
         if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
+        # Of the remaining kernels, flex supports any mask but no tiny heads, and efficient only aligned heads.
         if _beyond_causal(context) or context.model.head_dim % _alignment(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "efficient"
@@ -231,6 +234,7 @@ class EfficientAttentionTechnique(Searchable):
         chosen = self._chosen(build)
         # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"
+        # By the recipe's device: a dry run computes on another one.
         kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
         build.claim(Slot.ATTENTION_KERNEL, kernel, self.name())
         shared = (
@@ -271,11 +275,13 @@ def _prefers_cudnn(context: Context | Build) -> bool:
         return False
     from torch.backends import cudnn
 
+    # The cuDNN version of a remote device is unknown: assume a recent one.
     return not device.at_hand or (cudnn.version() or 0) > _CUDNN_VERSION
 
 
 def _alignment(context: Context | Build) -> int:
     """Returns the divisor of head_dim that the efficient kernel requires: 16 bytes."""
+    # Elements in 16 bytes: 8 in half precision, 4 in fp32.
     return 8 if _half(context) else 4
 
 

@@ -54,9 +54,11 @@ def add_bias(model: nn.Module) -> list[Tensor]:
 
     modules = routers(model)
     for router in modules:
+        # GLM-4 MoE has this bias as part of the model, with its values.
         if BIAS not in router._buffers:
             weight = router.get_parameter("weight")
             zeros = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+            # Not persistent: transformers' classes for these families would not know the tensor.
             router.register_buffer(BIAS, zeros, persistent=False)
     return [router.get_buffer(BIAS) for router in modules]
 
@@ -75,8 +77,9 @@ def move_bias(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
         >>> bias.tolist()
         [0.5, 0.0, -0.5]
     """
-    wanted = (tokens.mean(dim=1, keepdim=True) - tokens).sign()
+    wanted = (tokens.mean(dim=1, keepdim=True) - tokens).sign()  # [layers, experts]: 1, 0 or -1
     for bias, direction in zip(biases, wanted, strict=True):
+        # Only the sign counts: the step is the same for a slight and for a large imbalance (Wang et al. 2024).
         bias.add_(direction.to(bias.dtype), alpha=rate)
 
 
@@ -103,12 +106,14 @@ class ExpertBalancing(Technique):
 
         if not moe.sizes_of(config)[0]:
             raise ValueError(f"balances experts, and {config.model_type} has none; leave it out")
+        # transformers computes these experts, with routers that no bias reaches.
         if config.get_text_config().model_type not in moe.FAMILIES:
             raise ValueError(
                 f"cannot change the routers of {config.model_type}, which are transformers' own; leave it out"
             )
         if "router_aux_loss_coef" in recipe.model.config:
             raise ValueError("coefficient: model.config.router_aux_loss_coef sets the same; set it only here")
+        # Both at once would be two forces on the load: with `bias` the loss is off unless it is asked for.
         if self.coefficient == "auto" and self.method == "bias":
             coefficient = 0.0
         else:
@@ -120,6 +125,7 @@ class ExpertBalancing(Technique):
                     "has no loss for it; use method: bias without one"
                 )
             return
+        # The engine reads the coefficient from the configuration, as transformers does.
         config.router_aux_loss_coef = coefficient
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -133,7 +139,9 @@ class ExpertBalancing(Technique):
         biases = add_bias(part)
 
         def move(build: Build) -> None:
+            # A copy: the metrics count this device's rows, and `mesh.add` sums in place.
             tokens = build.loss.metrics[TOKENS].clone()
+            # All devices see the same sums and move their copies of the bias alike.
             move_bias(biases, build.mesh.add(tokens, *DATA, Axis.CONTEXT), self.rate)
 
         build.hooks.after_update.append(move)

@@ -58,10 +58,14 @@ def shard_experts(module: nn.Module, among: DeviceMesh, alike: DeviceMesh) -> in
     for experts in modules:
         for name, full in list(experts._parameters.items()):
             assert full is not None
+            # A copy: a view would keep all experts in memory. [experts / degree, ...]
             part = full.detach().chunk(among.size())[among.get_local_rank()].clone()
+            # Every rank has cut its own part, so nothing needs to be compared between them.
             sharded = DTensor.from_local(part, among, [Shard(0)], run_check=False)
             experts._parameters[name] = nn.Parameter(sharded, requires_grad=full.requires_grad)
+        # Read by the experts' forward pass, which then sends tokens by all-to-all.
         setattr(experts, EXCHANGE, Exchange(among))
+        # Read by fsdp and data_parallel: only devices with the same experts reduce their gradients.
         setattr(experts, OWN_MESH, alike)
     return len(modules)
 
@@ -91,6 +95,7 @@ class ExpertParallel(Searchable):
             return [f"cannot split the experts of {model.family}, which transformers computes; use fsdp"]
         if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
             return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
+        # 0: all data-parallel devices.
         devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
         if devices < 2 or degree < 2:
             return [
@@ -102,6 +107,7 @@ class ExpertParallel(Searchable):
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree
+        # FSDP shards dimension 1 of each expert's matrices, since dimension 0, the experts, is split already.
         if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
             return [
                 f"degree: leaves {rest} devices to shard each expert's matrices, and these do not divide both its "
@@ -113,6 +119,7 @@ class ExpertParallel(Searchable):
         axis = _axis(build.mesh.sizes)
         degree = self.degree or build.mesh.size(axis)
         alike, among = build.mesh.cut(axis, degree)
+        # Hybrid sharding: the same experts also exist in the other replicas.
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
             alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
         layers = shard_experts(part, among, alike)
@@ -126,6 +133,7 @@ class ExpertParallel(Searchable):
         devices = context.sizes[_axis(context.sizes)]
         return [
             replace(self, degree=d)
+            # Common divisors of devices and experts.
             for d in range(2, devices + 1)
             if devices % d == 0 and context.model.experts % d == 0
         ]

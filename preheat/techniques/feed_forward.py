@@ -71,9 +71,11 @@ class FeedForward(Technique):
     """swiglu, geglu, reglu: gated; gelu, relu: not gated. A llama has swiglu by default, a GPT-2 gelu."""
 
     def provided(self) -> frozenset[Tag]:
+        # Upcycled experts need a gate.
         return self.provides if self.activation in ("gelu", "relu") else frozenset()
 
     def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
+        # Trained weights expect the activation that they were trained with.
         if recipe.model.path and recipe.model.weights == "pretrained":
             raise ValueError(
                 "is for new models: the weights of model.path were trained with "
@@ -86,6 +88,7 @@ class FeedForward(Technique):
         from preheat.models.hf import anatomy
 
         replaced = replace_feed_forward(part, self.activation)
+        # GPT-2 scales its output projection with depth; transformers does so only in its own block.
         draw = architecture.feed_forward_draw(part.config)
         if replaced and draw:
             names = [name for name, _ in part.named_modules() if name.endswith(".mlp")]

@@ -57,7 +57,9 @@ def convert_to_fp8(
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     excluded = {id(m) for m in keep}
+    # Exact types: adapters and other subclasses have forward passes of their own.
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in excluded}
+    # Forward sums over a layer's inputs and backward over its outputs, so both must be aligned.
     fits = {name for name, m in linear.items() if m.in_features % _ALIGNMENT == 0 and m.out_features % _ALIGNMENT == 0}
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in fits, config=config)
@@ -66,6 +68,7 @@ def convert_to_fp8(
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8(Searchable):
+    # Before KERNEL: a kernel may replace a module only in its final numeric form.
     stage: ClassVar[Stage] = Stage.FAKE_QUANTIZE
     numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="a CPU has no fp8 matmuls")

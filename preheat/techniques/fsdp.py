@@ -79,11 +79,13 @@ class FSDP(Searchable):
     """Keep the shards on the host, and run the optimizer there (CUDA only)."""
 
     def provided(self) -> frozenset[Tag]:
+        # Each tag belongs to one setting; those that these settings do not use are removed.
         without = {Tag.RESHARD_AFTER_FORWARD} if not self.reshard_after_forward else set()
         without |= {Tag.REDUCE_EACH_MICRO_BATCH} if self.reduce != "each" else set()
         return self.provides - without - ({Tag.BF16_ALL_GATHER} if self.gather != "bf16" else set())
 
     def degrees(self) -> Mapping[Axis, int]:
+        # 0: all devices that other axes leave.
         return {Axis.SHARD: 0, Axis.REPLICATE: self.replicate}
 
     def search_numerics(self) -> Literal["exact", "rounding"]:
@@ -91,6 +93,7 @@ class FSDP(Searchable):
 
     def check(self, context: Context) -> list[str]:
         problems = []
+        # Devices of one context group hold the same weights, so that weights are sharded across them too.
         if context.sizes[Axis.SHARD] * context.sizes[Axis.CONTEXT] < 2:
             problems.append(
                 "shards weights across devices, and there is one; start several with --nproc (or plan with --count)"
@@ -106,7 +109,9 @@ class FSDP(Searchable):
         from preheat.ops.distributed import fully_shard
 
         across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
+        # Hybrid sharding: gathers stay within a group, gradients are also summed across groups.
         mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
+        # A pipeline stage may have neither end, or one of them.
         ends = [embedding(part), head(part)]
         shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
         # An untied embedding is its own group, so that it is freed while the layers run. With tensor parallel it
@@ -121,9 +126,12 @@ class FSDP(Searchable):
             offload=self.offload,
         )
         if self.offload:
+            # Weights, gradients and optimizer states then are on the host; only gathered layers are on the device.
             build.storage_device = torch.device("cpu")
+        # Every access to weights goes through this slot, e.g. a loss that reads the head's matrix.
         build.claim(Slot.UNSHARD_SCOPE, fully_shard.forward_through(part), self.name())
         if self.reduce == "last":
+            # The engine calls it with `is_last`: only the last micro-batch reduces its gradients.
             build.hooks.before_backward.append(cast("FSDPModule", part).set_requires_gradient_sync)
         degree = build.mesh.size(*across)
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
@@ -131,6 +139,7 @@ class FSDP(Searchable):
 
     def options(self, context: Context) -> Iterable[Technique]:
         precisions: tuple[Literal["own", "bf16"], ...] = (
+            # Gathering in bf16 rounds no further if the layers compute in bf16 anyway.
             ("own", "bf16") if Tag.BF16_COMPUTE in context.tags else ("own",)
         )
         combinations: tuple[tuple[bool, Literal["each", "last"]], ...] = (
@@ -146,6 +155,7 @@ class FSDP(Searchable):
         ]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
+        # Reducing each micro-batch frees unsharded gradients; resharding frees the gathered weights too.
         milder = [replace(self, reduce="each")] if self.reduce == "last" else []
         return milder + (
             [replace(self, reduce="each", reshard_after_forward=True)] if not self.reshard_after_forward else []

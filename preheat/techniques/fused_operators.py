@@ -50,6 +50,7 @@ def fuse_operators(model: PreTrainedModel, *, norm: bool = True, gate: bool = Tr
     from preheat.models.kernel_swap import gates, use_kernels
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
+    # Only silu gates: the fused operator has this activation built in.
     return use_kernels(model, norm=rms_norm if norm else None, gate=gated_silu if gate and gates(model) else None)
 
 
@@ -84,6 +85,7 @@ class FusedOperators(Searchable):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        # DTensor has no rule for an operator of ours: register how its inputs may be sharded.
         if build.mesh.size(Axis.TENSOR) > 1:
             from preheat.ops.fused_norm_gate import shared_by_rows
 

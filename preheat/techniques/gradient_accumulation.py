@@ -55,11 +55,14 @@ def _mean_divisor(criterion: Any, targets: Tensor) -> float:
 
     if getattr(criterion, "reduction", "mean") == "sum":
         return 1.0
+    # Only these have class weights and an `ignore_index`.
     classified = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss)
     if targets.is_floating_point():  # regression targets, or class probabilities for cross entropy
+        # Class probabilities have one more dimension: their mean is over positions, not elements.
         classes = targets.shape[1 if targets.ndim > 1 else 0] if classified else 1
         return targets.numel() / classes
     counted = targets != (criterion.ignore_index if classified else -100)
+    # torch's weighted mean divides by the weights of its targets.
     if classified and criterion.weight is not None:
         return float(criterion.weight[targets[counted]].sum())
     return int(counted.sum())
@@ -113,14 +116,17 @@ def train_with_gradient_accumulation(
     for _ in range(epochs):
         batches = iter(dataloader)
         while group := list(itertools.islice(batches, accumulation_steps)):
+            # The share of each batch in the mean over the whole group.
             shares = [_mean_divisor(criterion, targets) for _, targets in group]
             total = 1.0 if summed else sum(shares)
             # skips batches without targets: their mean is NaN, not 0
             parts = [(*batch, share / total) for batch, share in zip(group, shares, strict=True) if share]
             if parts:
+                # The shares add up to 1 already.
                 losses.append(accumulate(parts, loss_of, global_weight=1))
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+    # Read back once at the end: each float() would wait for the device.
     return [float(loss) for loss in losses]
 
 
@@ -179,11 +185,14 @@ class GradientAccumulation(Searchable):
             return fixed
         rows, _ = _rows(context.recipe, context.sizes)
         chosen = fixed
+        # Divisors only: all micro-batches then have the same shape. From the fewest on, which are the fastest.
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
             candidate = replace(fixed, steps=steps)
+            # A single row may exceed the limit: it cannot be split.
             large = rows // steps > 1 and rows // steps * context.recipe.batch.seq_len > _MAX_GPU_TOKENS
             if large or conflicts_of({**context.recipe.techniques, self.name(): candidate}.values(), context):
                 continue
+            # Assigned before it is known to fit: if none does, the smallest micro-batches remain.
             prediction = plan(chosen := candidate)
             if has_room(prediction):
                 break
@@ -200,4 +209,5 @@ class GradientAccumulation(Searchable):
         return [GradientAccumulation(steps=n) for n in range(2, rows + 1) if rows % n == 0]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
+        # A checkpoint may be continued with more micro-batches, which use less memory.
         return [t for t in self.options(context) if isinstance(t, GradientAccumulation) and t.steps > self.steps]

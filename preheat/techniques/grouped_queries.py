@@ -66,6 +66,7 @@ class GroupedQueries(Technique):
     def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
         from preheat.models.conversions import architecture
 
+        # Before the model is built, so that its key and value matrices have the new shape.
         architecture.set_kv_heads(config, self.num_kv_heads)
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -74,13 +75,16 @@ class GroupedQueries(Technique):
 
         facts = build.model
         try:
+            # Fused projections have no matrices of their own to pool.
             count = len(architecture.key_value_projections(part))
         except ValueError as error:
             raise RecipeError(f"techniques.grouped_queries: {error}") from None
 
+        # [kv heads * head_dim, width] -> [num_kv_heads * head_dim, width], the mean of each group.
         def pool(name: str, value: Tensor) -> Tensor:
             return architecture.pool_heads(value, self.num_kv_heads, facts.head_dim)
 
+        # As weights are read: the model on meta has only the new shape.
         build.weights.map(architecture.KEYS_AND_VALUES, pool)
         origin = "new weights" if build.weights.folder is None else "the mean of each group of the loaded ones"
         return Change(

@@ -83,6 +83,7 @@ def integration_example(
     before = resident_bytes()
     torch.manual_seed(seed)
 
+    # A function: each layer gets a module of its own.
     def attention() -> torch.nn.Module:
         if not use_efficient_attention:
             return PlainAttention(dim, num_heads)
@@ -94,21 +95,27 @@ def integration_example(
     model = Decoder(vocabulary=256, dim=dim, num_layers=num_layers, length=length, attention=attention).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = _optimizer(model, lr, zero_stage, world)
+    # Without fp16 the scaler is disabled and passes everything through.
     scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
     rows = batch_size * accumulation_steps
     losses, seconds = [], []
     for step in range(steps):
         begun = time.perf_counter()
+        # Processes read disjoint rows: the k-th step's block of rows is split by rank.
         first = (step * world + rank) * rows
+        # Starts over at the end of the data.
         indices = [(first + n) % len(data) for n in range(rows)]
         batch = data[indices].to(device, torch.int64)
 
         def loss_sum(part: torch.Tensor) -> torch.Tensor:
             with autocast(device.type, half) if half else nullcontext():
+                # A sum, not a mean: `accumulate` divides by the number of bytes of all micro-batches.
                 return scaler.scale(model.loss(part[:, :-1], part[:, 1:]) * part[:, 1:].numel())
 
         total = accumulate(batch.split(batch_size), loss_sum, batch[:, 1:].numel())
         scaler.step(optimizer)
+        # Before `update`, which may change the scale. float() waits for the device, so that the step's time is
+        # complete.
         losses.append(float(total) / scaler.get_scale() / batch[:, 1:].numel())
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -118,6 +125,7 @@ def integration_example(
     sharding = f"stage {zero_stage}" + ("" if world > 1 else ", one process: nothing is sharded")
     return {
         "losses": losses,
+        # The first update includes one-time costs; with only one, it counts all the same.
         "tokens_per_second": world * rows * length / median(seconds[1:] or seconds),
         "peak_memory_gib": peak / 2**30,
         "parameters": parameters,
@@ -158,10 +166,12 @@ def _bytes(length: int, rows: int = 4096) -> torch.Tensor:
     from preheat.data.sources import open_source
     from preheat.recipe import Data
 
+    # One more byte per row than it is long: the last label.
     text, wanted = bytearray(), rows * (length + 1)
     for document in open_source(Data(source="stdlib")).read():
         text += document.text.encode("utf-8", "replace")
         if len(text) >= wanted:
             break
+    # The source may be shorter than wanted.
     full_rows = len(text) // (length + 1)
     return torch.frombuffer(text, dtype=torch.uint8)[: full_rows * (length + 1)].view(full_rows, length + 1)

@@ -62,16 +62,21 @@ def length_at(
     """
     if progress >= until:
         return full
+    # Progress within the curriculum, from 0 to below 1.
     share = progress / until
+    # `share` is below 1, so the index stays in range.
     if lengths:
         return lengths[int(share * len(lengths))]
     if schedule == "steps":
+        # Doubles below the full length, which follows as the last stage.
         lengths = [start]
         while lengths[-1] * 2 < full:
             lengths.append(lengths[-1] * 2)
         return lengths[int(share * len(lengths))]
     if schedule == "root":
+        # share^(1 / d) is above share, so the length grows fast first.
         share = share ** (1 / root_degree)
+    # Rounded down to a multiple, but not below the start.
     return max(start, int(start + (full - start) * share) // multiple * multiple)
 
 
@@ -89,8 +94,11 @@ def shape_at(length: int, *, rows: int, micro: int, full: int, keep: Literal["ro
         >>> shape_at(64, rows=8, micro=4, full=256), shape_at(64, rows=8, micro=4, full=256, keep="rows")
         (Shape(rows=32, length=64, micro=16), Shape(rows=8, length=64, micro=4))
     """
+    # Rows of the data that this step reads, at full length: fewer if it keeps its number of (shorter) rows.
     full_rows = rows if keep == "tokens" else max(1, round(rows * length / full))
+    # Shorter rows that hold all of their tokens, rounded up: the last may be padded.
     cut = -(-full_rows * full // length)
+    # By tokens, a micro-batch has more of the shorter rows, and its activations take as much memory.
     return Shape(cut, length, min(cut, micro if keep == "rows" else max(1, micro * full // length)))
 
 
@@ -132,6 +140,8 @@ class LengthCurriculum(Technique):
     def _lengths(self, recipe: Recipe) -> tuple[int, int]:
         """Returns `start` and `multiple` in tokens."""
         full = recipe.batch.seq_len
+        # An eighth (a quarter) of the length, rounded down to multiples: few different lengths, each a shape to
+        # compile.
         multiple = max(8, full // 8 // 8 * 8) if self.multiple == "auto" else int(self.multiple)
         start = max(multiple, full // 4 // multiple * multiple) if self.start == "auto" else int(self.start)
         return start, multiple
@@ -161,6 +171,7 @@ class LengthCurriculum(Technique):
             )
         if start < 2:
             problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
+        # Progress at the last step: a curriculum that ends later never trains at full length.
         last = (stop.max_steps - 1) / stop.max_steps if stop.max_steps else 1.0
         if not 0 < self.until < 1 or self.until > last:
             end = (
@@ -181,6 +192,7 @@ class LengthCurriculum(Technique):
                 "keep: rows reads fewer tokens a step, so stop.tokens and "
                 "stop.epochs give no number of steps; use stop.max_steps"
             )
+        # Completions need their prompts in the same row.
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
             problems.append(
@@ -214,6 +226,7 @@ class LengthCurriculum(Technique):
             return shape_at(length, rows=rows, micro=micro, full=recipe.batch.seq_len, keep=self.keep)
 
         build.claim(Slot.BATCH_SHAPE, shape, self.name())
+        # The lengths of a run, by sampling its progress.
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
         summary = (
@@ -221,6 +234,7 @@ class LengthCurriculum(Technique):
             f"{self.until:.0%} of the steps; {self.keep} a step kept"
         )
         summary += ". The plan is for full rows throughout"
+        # Freed blocks of one length fit the next badly; doubled lengths divide each other.
         if build.device.kind == "cpu" and self.schedule != "steps":
             summary += "; the heap may hold up to half more than planned; schedule: steps avoids this"
         return Change(summary, len(lengths))

@@ -49,14 +49,17 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from preheat.models.kernel_swap import use_kernels
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
+    # Chosen in each call: one model is planned and then trained.
     def or_plain(kernel: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
         # Triton kernels cannot run on the fake tensors of a dry run.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
 
+    # q, k: [rows, heads, length, head_dim]; cos, sin: [rows, length, head_dim].
     def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
         def turned(x: Tensor) -> Tensor:
+            # Rotates the two halves of a head against each other, as Llama does (not neighbouring pairs).
             a, b = x.chunk(2, dim=-1)
             return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -92,6 +95,7 @@ class Liger(Searchable):
         return self.owns if self.loss else frozenset()
 
     def provided(self) -> frozenset[Tag]:
+        # The loss alone replaces no module of the layers.
         return self.provides if self.norm or self.rotary or self.gate else frozenset()
 
     def search_numerics(self) -> Literal["rounding"]:
@@ -109,6 +113,7 @@ class Liger(Searchable):
                 "Liger's kernels need a CUDA device; leave it out on a CPU (use chunked_loss and efficient_attention "
                 "there)"
             ]
+        # Looked up, not imported: importing Liger imports torch and Triton.
         import importlib.util
 
         problems = []
@@ -130,6 +135,7 @@ class Liger(Searchable):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        # Only these modules: transformers itself stays as it is for other models in the process.
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
         if self.loss:
             from preheat.models.hf import require_plain_head

@@ -43,6 +43,7 @@ class Lion(Technique):
     supports_encoder_decoder: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
 
+    # An update is the sign alone, of size 1 in each element, so the learning rate must be smaller.
     scale: Positive = 0.2
     """Lion's learning rate is `optimizer.lr` times this."""
     momentum: Fraction = 0.99
@@ -52,6 +53,7 @@ class Lion(Technique):
         def make(groups: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
             # A GPU wants few large kernels; a CPU chunks that fit its cache.
             chunk = 1 << 24 if build.device.kind == "cuda" and build.storage_device is None else 1 << 20
+            # `eps` is unused: nothing is divided by a second moment.
             return lion_optimizer(groups, lr=lr, betas=(betas[0], self.momentum), scale=self.scale, chunk=chunk)
 
         build.claim(Slot.OPTIMIZER, make, self.name())

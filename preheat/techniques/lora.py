@@ -91,6 +91,7 @@ def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
 
     rank, on_meta = config.r, next(model.parameters()).device.type == "meta"
     plain = copy.copy(config)
+    # PiSSA decomposes the base's weights, which have no values on meta: `draw` does it once they are loaded.
     if on_meta:
         plain.init_lora_weights = True
     names = inject(model, plain)
@@ -98,6 +99,7 @@ def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
         if min(base_of(model, name).weight.shape) < rank:
             raise ValueError(f"{name} has no {rank} singular directions to start from; lower the rank")
     if expert_rank:
+        # s = alpha / r, for rsLoRA alpha / sqrt(r).
         scale = config.lora_alpha / (math.sqrt(expert_rank) if config.use_rslora else expert_rank)
         _add_to_experts(model, expert_rank, scale, drawn=not on_meta)
     return names
@@ -136,9 +138,11 @@ def _config(
 
     from preheat.models.moe import adapted
 
+    # With experts, all-linear means attention: their matrices are no linear layers.
     targets, ranks, tied = adapted(model, targets), {}, False
     if embedding_rank:
         embedding, head = _end_names(model)
+        # peft matches targets by name; a tied head has no weight of its own and follows the embedding's adapter.
         targets = _add_target(model, targets, embedding)
         tied = model.get_submodule(head).weight is model.get_submodule(embedding).weight
         ranks = dict.fromkeys((embedding, head) if tied else (embedding,), embedding_rank)
@@ -161,6 +165,7 @@ def _config(
 def _end_names(model: nn.Module) -> tuple[str, str]:
     """Returns the names of embedding and head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    # Inside an adapter, the original module has the name `NAME.base_layer`.
     names = {id(module): name.removesuffix(".base_layer") for name, module in model.named_modules()}
     if ends[1] is None:
         raise SettingError("embedding_rank", "the model has no head over its vocabulary; set embedding_rank: 0")
@@ -174,6 +179,7 @@ def _add_target(model: nn.Module, targets: str | Sequence[str], name: str) -> st
     from transformers.pytorch_utils import Conv1D
 
     if targets == "all-linear":
+        # peft expands all-linear only if it is the one target: with another, its layers are listed here.
         head = _end_names(model)[1]
         maps = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n != head}
         return (*sorted({n.rpartition(".")[2] for n in maps}), name)
@@ -232,6 +238,7 @@ class Lora(Technique):
     base must match."""
 
     def provided(self) -> frozenset[Tag]:
+        # Only PiSSA takes its start out of the base's weights.
         return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
 
     def check(self, context: Context) -> list[str]:
@@ -256,6 +263,7 @@ class Lora(Technique):
                 problems.append(
                     f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0"
                 )
+            # peft's folders and dropout know nothing of the experts' pairs.
             if self.dropout or self.start:
                 problems.append(
                     f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"
@@ -267,6 +275,7 @@ class Lora(Technique):
                 )
             split = sorted({Tag.PIPELINE_STAGES, Tag.TENSOR_PARALLEL} & context.tags)
             if split:
+                # Each of them splits the matrix that embedding and head share, or puts its users on different devices.
                 problems.append(
                     f"embedding_rank: does not go with {split[0]}, which separates embedding and head; set "
                     "embedding_rank: 0"
@@ -279,6 +288,7 @@ class Lora(Technique):
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
 
+        # Under the tag of `vision_tower`, the tower gets no adapters.
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
             start = _initialization(self.variant, self.pissa_iterations)
@@ -294,12 +304,14 @@ class Lora(Technique):
                 self.embedding_rank,
             )
             names = _add(part, config, self.expert_rank)
+        # A SettingError names its own setting; every other ValueError is about the targets.
         except SettingError as error:
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
             raise RecipeError(
                 f"techniques.lora.target_modules: {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
+        # The adapter's values are drawn once the base is loaded, since some initializations depend on it.
         begun = begin(
             build.weights,
             part,
@@ -313,6 +325,7 @@ class Lora(Technique):
         count = len(names)
         if self.expert_rank:
             count += self._begin_experts(build, part)
+        # peft would cast the adapters' inputs to fp32, and autocast cast them back at once, a copy each.
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32
             under_autocast(part)
@@ -322,6 +335,7 @@ class Lora(Technique):
             if self.expert_rank
             else ""
         )
+        # The embedding is adapted too, but is no linear map.
         maps = len(names) - bool(self.embedding_rank)
         if self.embedding_rank:
             tied = " and the head that is tied to it" if config.ensure_weight_tying else ""
@@ -336,6 +350,7 @@ class Lora(Technique):
         from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
         expert_ids = {id(experts) for experts in adapted_experts(part)}
+        # Pairs of A and B for all experts of a layer are one module's parameters, unknown to peft.
         build.weights.fresh(
             OWN, [name for name, module in part.named_modules() if id(module) in expert_ids], draw_pairs
         )

@@ -69,6 +69,7 @@ class LowBitAdamW(Searchable):
     """Parameters with fewer elements keep fp32 moments."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:
+        # 4-bit moments change the updates visibly.
         return "rounding" if self.bits == 8 else "different"
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -76,6 +77,7 @@ class LowBitAdamW(Searchable):
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            # Seed and step decide stochastic rounding of bf16 weights, so that a resumed run repeats it.
             more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
             try:
                 return low_bit_adamw(
@@ -89,4 +91,5 @@ class LowBitAdamW(Searchable):
         return Change(f"AdamW with moments in {self.bits} bits, a scale per {self.block_size} elements", count)
 
     def options(self, context: Context) -> Iterable[Technique]:
+        # The mildest first.
         return [LowBitAdamW(), LowBitAdamW(bits=4, block_size=128)]

@@ -89,9 +89,11 @@ def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] =
     import torch
 
     excluded = {id(p) for module in keep for p in module.parameters()}
+    # Under an adapter only the frozen base is cast: trained weights in bf16 would lose small updates.
     frozen = [p for p in model.parameters() if not p.requires_grad]
     chosen = [p for p in (frozen or model.parameters()) if p.dtype == torch.float32 and id(p) not in excluded]
     for p in chosen:
+        # `.data` keeps the Parameter object, so that tied modules still share it.
         p.data = p.data.to(dtype)
     return sum(p.numel() for p in chosen)
 
@@ -129,9 +131,12 @@ def keep_in_fp32(
 
     named = {name: module for name, module in model.named_modules() if name}
     match = {name for name in named if any(re.search(pattern, name) for pattern in patterns)}
+    # The outermost matches suffice: all that they contain runs inside their fp32 region.
     tops = [named[n] for n in named if n in match and not any(n.startswith(f"{other}.") for other in match)]
     inside = {id(m) for top in tops for m in top.modules()}
     shared = {id(p) for top in tops for p in top.parameters()}
+    # A module with the same parameter (a tied embedding) would otherwise mix its fp32 weight with half-precision
+    # inputs.
     tied = [
         m for m in named.values() if id(m) not in inside and any(id(p) in shared for p in m.parameters(recurse=False))
     ]
@@ -192,6 +197,7 @@ def train_with_mixed_precision(
     if precision not in dtypes:
         raise ValueError(f"precision: {precision!r} is not known; use {', '.join(dtypes)}")
     device = next(model.parameters()).device
+    # Disabled, the scaler passes everything through, so that one loop serves all precisions.
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     losses = []
     model.train()
@@ -200,11 +206,15 @@ def train_with_mixed_precision(
             inputs, targets = inputs.to(device), targets.to(device)
             with torch.autocast(device.type, dtype=dtypes[precision], enabled=precision != "fp32"):
                 loss = criterion(model(inputs), targets)
+            # Backward outside of autocast: each operator's gradient has the dtype of its forward pass anyway.
             scaler.scale(loss).backward()
+            # Unscales the gradients, and skips the step if one of them is not finite.
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
+            # Not float(loss), which would wait for the device in each step.
             losses.append(loss.detach())
+            # Each overflow halves the scale: below 1 the gradients overflow without any scaling.
             if scaler.get_scale() < 1:
                 raise RunError(
                     "fp16: the gradients overflow at any loss scale; use precision bf16 or a lower learning rate"
@@ -253,10 +263,12 @@ class MixedPrecision(Searchable):
     which rounds their factors to 10 bits of mantissa. NVIDIA GPUs from Ampere on."""
 
     def claimed(self) -> frozenset[Slot]:
+        # The autocast modes work with every optimizer; half-precision weights need one that keeps small updates.
         return self.owns if self.mode.endswith(("_weights", "_master")) else frozenset()
 
     def provided(self) -> frozenset[Tag]:
         own = frozenset({Tag.ELEMENTWISE_UPDATE} if self.claimed() else ())
+        # Tags describe what these settings do, so that conflicts concern them alone.
         own |= frozenset({Tag.TF32_PRODUCTS} if self.tf32 else ())
         if self.mode.startswith("fp16"):
             return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}
@@ -267,9 +279,13 @@ class MixedPrecision(Searchable):
         return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
 
     def search_numerics(self) -> Numerics:
-        return {"fp32": "rounding" if self.tf32 else "exact", "bf16_pure": "different"}.get(self.mode, "rounding")  # type: ignore[return-value]
+        return {  # type: ignore[return-value]
+            "fp32": "rounding" if self.tf32 else "exact",
+            "bf16_pure": "different",
+        }.get(self.mode, "rounding")
 
     def read_on(self, device: Device) -> Technique:
+        # A run that was trained with TF32 may be read on a device without it.
         return self if has_tf32(device) else replace(self, tf32=False)
 
     def check(self, context: Context) -> list[str]:
@@ -319,25 +335,31 @@ class MixedPrecision(Searchable):
         half = torch.float16 if self.mode.startswith("fp16") else torch.bfloat16
         full = all(p.requires_grad for p in part.parameters())
         frozen_half = self.frozen == "half" or (self.frozen == "auto" and build.device.kind == "cuda")
+        # True if weights are cast, all or the frozen ones; otherwise autocast casts a copy for each matmul.
         of_weights = self.mode not in ("bf16", "fp16") or (frozen_half and not full)
         if self.mode.endswith("_master") and not full:
             raise RecipeError(
                 f"techniques.{self.name()}.mode: {self.mode} is for models without frozen weights; some weights are "
                 "frozen"
             )
+        # Under autocast results need no cast back: the next matmul casts its own inputs.
         fp32_modules = self._keep(build, part, half if of_weights and full else None)
         if half == torch.float16:
             self._scale(build)
         suffix = (f"; {len(fp32_modules)} modules in fp32" if fp32_modules else "") + in_tf32
+        # The first four letters name the format. With FSDP, autocast's cache of cast weights would hold all layers at
+        # once.
         name, cached = self.mode[:4], Tag.SHARDED_WEIGHTS not in build.tags
         if not of_weights:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matmuls in {name} under autocast, weights in fp32{scaled}{suffix}", total)
         count = to_half(part, half, keep=fp32_modules)
+        # Frozen half-precision weights and trained fp32 ones meet in one layer: autocast brings them together.
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             return Change(f"frozen weights in {name}; trained ones in fp32 under autocast{suffix}", count)
+        # No optimizer of its own: whichever the recipe has rounds to the nearest.
         if self.mode == "bf16_pure":
             return Change(f"weights, gradients and moments in bf16, rounded to the nearest{suffix}", count)
         build.claim(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
@@ -351,6 +373,7 @@ class MixedPrecision(Searchable):
 
         from preheat.models.hf import head
 
+        # A pattern without a match is a mistake in the recipe, which would otherwise go unnoticed.
         for pattern in self._patterns:
             if not any(name and re.search(pattern, name) for name, _ in part.named_modules()):
                 raise RecipeError(f"techniques.{self.name()}.keep_fp32: {pattern!r} matches no module of the model")
@@ -358,6 +381,7 @@ class MixedPrecision(Searchable):
             return []
         last = head(part)
         fp32_modules = keep_in_fp32(part, self._patterns, back_to=back_to, last=[last])
+        # Chunked losses read the head's weight without calling its module, so they need its dtype.
         names = [name for name, module in part.named_modules() if module is last]
         if any(re.search(pattern, name) for pattern in self._patterns for name in names):
             build.loss.head_dtype = torch.float32
@@ -371,18 +395,22 @@ class MixedPrecision(Searchable):
             return
         scale = LossScale(build.torch_device, start=self.loss_scale, interval=self.growth_interval)
         build.loss.scaling.append(scale)
+        # After sums over devices and tied weights, before clipping: the norm must be of the true gradients.
         build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: scale.unscale_(p for _, p in b.parameters())))
         build.hooks.after_update.append(lambda b: scale.update(b.optimizer.found_inf))
         build.loss.skippable_overflow = scale.endures
+        # In the checkpoint: a resumed run continues with the scale that it had found.
         build.state.saved[self.name()] = scale
 
     def _optimizer(self, build: Build, groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
         from preheat.ops.cuda_kernels import is_plain
 
+        # Only if the weights themselves are on the GPU: an offloaded optimizer runs on the host.
         if build.device.kind == "cuda" and build.storage_device is None:
             settings["fused"] = not is_plain("half_adamw")
             settings["chunk"] = 1 << 26  # chunk of the unfused form: a GPU wants few large kernels
         if self.mode == "bf16_weights":
+            # The noise depends on seed and step alone, so that a resumed run draws the same.
             return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.state.step, **settings)
         from preheat.ops.optim.half_precision import MasterAdamW
 

@@ -66,9 +66,11 @@ class Muon(Technique):
         from preheat.hardware.probe import quick_half
         from preheat.models.hf import ends
 
+        # The iteration tolerates bf16; a CPU without fast bf16 iterates in fp32.
         dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            # Read when the optimizer is created: pipeline stages have replaced the parts by then.
             others = [weight for trained in build.trained for weight in ends(trained)]
             return muon_optimizer(
                 groups, by_adamw=others, momentum=self.momentum, steps=self.ns_steps, dtype=dtype, **settings
@@ -76,6 +78,7 @@ class Muon(Technique):
 
         build.claim(Slot.OPTIMIZER, make, self.name())
         others = {id(weight) for weight in ends(part)}
+        # AdamW updates all others: embedding, head, norms and biases.
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         full = ", which iterates in fp32 on this CPU" if dtype == torch.float32 else ""
         return Change(f"{count} matrices by Muon{full}, the rest by AdamW", count)

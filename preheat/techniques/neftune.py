@@ -43,8 +43,10 @@ def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHa
     def add_noise(module: nn.Module, _: object, output: Tensor) -> Tensor:
         import torch
 
+        # Evaluation and generation read the plain embeddings.
         if not module.training:
             return output
+        # Uniform in +- alpha / sqrt(length x width): the norm of a row's noise does not depend on its size.
         scale = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
         return output + torch.empty_like(output).uniform_(-scale, scale)
 

@@ -64,6 +64,7 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
     chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
         raise ValueError(f"keep: {keep!r} leaves no linear map to quantize")
+    # [out, in] weights become packed bytes and scales, two values in a byte.
     pack_(list(chosen.values()), double=double_quantization)
     return list(chosen)
 
@@ -86,6 +87,7 @@ def from_nf4(model: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Nf4(Searchable):
+    # Before ADAPT: adapters wrap the quantized layers.
     stage: ClassVar[Stage] = Stage.COMPRESS
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"double_quantization": False, "keep": ".*down_proj"},))
@@ -111,7 +113,9 @@ class Nf4(Searchable):
         except ValueError as error:
             raise RecipeError(f"techniques.nf4.{error}") from None
         modules = [part.get_submodule(name) for name in names]
+        # The weights are quantized as they are read from the folder.
         build.weights.pack(modules, r"\.nf4_")
+        # The original shapes, which the packed parameters no longer have.
         weights = sum(m.nf4_shape[0] * m.nf4_shape[1] for m in modules)
         packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
         rest = parameter_counts(part)[1] - weights

@@ -80,12 +80,14 @@ class OptimizerInBackward(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
+        # These hooks run after the pass, on gradients that are gone by then.
         if build.hooks.finish_gradients:
             raise RecipeError(
                 "techniques.optimizer_in_backward: another technique reads the gradients after the backward pass, "
                 "when they are already freed; leave one of them out"
             )
         updates = update_in_backward(build.optimizer)
+        # Wraps whatever runs the pass so far.
         inner = build.slot(Slot.FORWARD_BACKWARD)
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float) -> LossSum:
@@ -94,6 +96,7 @@ class OptimizerInBackward(Searchable):
                     f"techniques.optimizer_in_backward: a global batch of {len(batches)} micro-batches would be "
                     f"{len(batches)} updates; use one micro-batch"
                 )
+            # A pass that failed may have left norms behind.
             updates.reset()
             loss: LossSum = inner(build, batches, global_weight)
             return loss
@@ -102,6 +105,7 @@ class OptimizerInBackward(Searchable):
             return torch.isfinite(norm).to(torch.float32)  # the updates are done
 
         build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
+        # Nothing to clip any more: the norm is reported only.
         build.claim(Slot.CLIP, lambda build: updates.norm(), self.name())
         build.claim(Slot.UPDATE, update, self.name())
         count = sum(p.requires_grad for p in part.parameters())

@@ -77,16 +77,19 @@ class OptimizerOffload(Searchable):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         count = sum(p.requires_grad for p in part.parameters())
+        # The same recipe runs on a machine without a GPU, by the default optimizer.
         if build.device.kind == "cpu" and self.on_cpu == "stay":
             return Change(
                 f"nothing to move: AdamW of {count} parameters is already on the host, since there is no GPU", count
             )
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+            # First the fp32 masters on the host, then the cast: they must hold the unrounded weights.
             optimizer = host_adamw(groups, **settings)
             if self.weights == "bf16":
                 for p in (p for trained in build.trained for p in trained.parameters()):
                     p.data = p.data.bfloat16()
+                # Its buffers must have the new dtype.
                 optimizer.prepare()
             return optimizer
 

@@ -33,6 +33,7 @@ METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "o
 """Methods that can be built on meta, start as the base, and can be trained, saved and merged."""
 _LORA = "is a technique of its own: use lora"
 _PROMPT = "trains extra tokens or keys, not linear maps"
+# Methods of peft that cannot be used here, with the reason that an error states.
 _REFUSED = {
     "adalora": (
         "needs a schedule of ranks and a term of the loss within the training loop, which preheat does not support yet"
@@ -55,6 +56,7 @@ _REFUSED = {
     "waveft": "keeps its indices outside of what a checkpoint or a dry run sees",
     "xlora": "mixes adapters that must be trained first",
 }
+# Settings that preheat decides itself: targets, task and the kind of model.
 _RESERVED = (
     "target_modules",
     "modules_to_save",
@@ -81,15 +83,18 @@ def configure(
     if method not in METHODS:
         why = _REFUSED.get(method) or f"no such method; {nearest(method, list(METHODS))}"
         raise ValueError(f"method: {method}: {why}; there are {', '.join(METHODS)}")
+    # peft's own registry, so that a method needs no import here.
     cls = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value.lower() == method)
     from peft import PeftConfig
 
+    # The base class's fields concern loading and saving, not the method.
     inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_RESERVED)
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:
             hint = "set target_modules next to settings" if key == "target_modules" else nearest(key, known)
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
+        # LoHa and LoKr draw one random number per layer and read it back.
         if key == "module_dropout" and settings[key]:
             raise ValueError(
                 f"settings.module_dropout: {settings[key]}: reads a random value back, which a dry run does not have; "
@@ -98,6 +103,7 @@ def configure(
     try:
         more = {"exclude_modules": exclude} if exclude else {}
         return cls(target_modules=targets if isinstance(targets, str) else list(targets), **more, **settings)
+    # peft checks values in its constructors; the first line of its message suffices.
     except (TypeError, ValueError) as error:
         raise ValueError(f"settings: {str(error).splitlines()[0][:200]}") from None
 
@@ -156,6 +162,7 @@ class PeftAdapter(Technique):
 
     method: str = "oft"
     """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
+    # Plain values: peft's configuration class checks them.
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -179,6 +186,7 @@ class PeftAdapter(Technique):
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts
 
+        # With `vision_tower` in the recipe, the tower gets no adapters.
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
             names = add_peft_adapter(part, self.method, targets=self.target_modules, exclude=exclude, **self.settings)
@@ -187,6 +195,7 @@ class PeftAdapter(Technique):
                 f"techniques.peft_adapter: {self.method} on {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
         config = configure(self.method, self.settings, adapted(part, self.target_modules), exclude)
+        # Values are drawn once the base is loaded: some methods derive them from its weights.
         start_note = begin(
             build.weights,
             part,

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
 
+# Schedules that compute the gradients of inputs first, and those of weights later, in a second pass.
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
 _ONE_PASS = {  # techniques whose backward passes modify or free the tensors that they read
     Tag.RECOMPUTATION: "recomputed layers",
@@ -83,6 +84,7 @@ def split_into_stages(
     from preheat.models import pipeline_split
 
     course = pipeline_split.observe(model.config, length)
+    # With recomputation a layer costs four forward passes, the head and loss still three.
     cuts = pipeline_split.balance(
         course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1)
     )
@@ -102,6 +104,7 @@ def record_timeline(build: Build) -> Iterator[list[Span]]:
         >>> spans[0]  # doctest: +SKIP
         Span(device=0, stage=0, micro=0, what='forward', start=0.0003, end=0.0121)
     """
+    # The slot holds a bound method of `_Runner`.
     pipeline = build.slot(Slot.FORWARD_BACKWARD).__self__.pipeline  # type: ignore[attr-defined]
     with pipeline.recorded() as spans:
         yield spans
@@ -116,12 +119,14 @@ class _Runner:
         def forward(part: nn.Module, batch: Batch) -> Tensor:
             output, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
             assert not metrics, "check refuses objectives with metrics: only the last stage's device would have them"
+            # Only the last stage has a loss to scale; the others return hidden states.
             for change in build.loss.scaling if part is stages.get(count - 1) else ():
                 output = change(output)
             return output
 
         # With sequence parallelism each device sends its shard of the hidden states to its counterpart in the next
         # stage.
+        # (rows, length / cut, width) is sent.
         self.cut = build.mesh.size(Axis.TENSOR) if Tag.SEQUENCE_PARALLEL in build.tags else 1
         group = build.mesh.group(Axis.PIPELINE)
         self.pipeline = Pipeline(
@@ -132,7 +137,9 @@ class _Runner:
         from preheat.ops.distributed.pipelining import alike
 
         moved = [build.transformed(batch) for batch in batches]
+        # At least 1: a global batch without labels must not divide by zero.
         weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
+        # torch's schedules need micro-batches of one shape, and as many of them as were announced.
         return LossSum(self.pipeline.step(alike(moved, build.state.accumulation), weight, cut=self.cut), global_weight)
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
@@ -248,6 +255,7 @@ class PipelineParallel(Searchable):
             ]
         micro = self.micro_batches or (accumulation.steps if accumulation is not None else 1)
         count = self.degree * self._each
+        # Rows of one data-parallel device, rounded up.
         rows = -(-context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
         least = count if self.schedule in ("gpipe", "1f1b", "zero_bubble") else self.degree
         if micro < least:
@@ -255,6 +263,8 @@ class PipelineParallel(Searchable):
                 f"micro_batches: {micro} for {count} stages would leave devices without work; use at least "
                 f"{least}, better {4 * self.degree} (micro_batches, or gradient_accumulation.steps)"
             ]
+        # torch's interleaved schedules work in rounds of about `degree` micro-batches, and raise if these do not
+        # divide.
         rounds = max(1, micro // self.degree)
         if self.schedule in ("interleaved", "zero_bubble") and micro % rounds:
             return [
@@ -276,6 +286,8 @@ class PipelineParallel(Searchable):
 
         count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
         try:
+            # The plain configuration is profiled: cuts must be the same on all devices and before anything is
+            # allocated.
             course = pipeline_split.observe(
                 part.config, build.recipe.batch.seq_len, trust=build.recipe.model.trust_remote_code
             )
@@ -284,9 +296,11 @@ class PipelineParallel(Searchable):
             cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
+        # The stages of this device, e.g. 1 and 3 of four on the second of two devices.
         numbers = [
             number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == stage_rank
         ]
+        # Later techniques of the build apply to each of these parts.
         build.parts["trained"] = [pipeline_split.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
             build.state.accumulation = self.micro_batches
@@ -302,7 +316,9 @@ class PipelineParallel(Searchable):
         build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
         costs[-1] += after
+        # How far the busiest stage exceeds the mean: in a full pipeline, all others wait for it.
         share = max(costs) * count / sum(costs) - 1
+        # Stages differ in layers: the last also computes the head and the loss.
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
         build.parallel.bubble_fraction = self._bubble
         return Change(
@@ -327,26 +343,32 @@ class PipelineParallel(Searchable):
         from preheat.ops.distributed.dtensor_utils import local
         from preheat.ops.distributed.pipelining import add_copies
 
+        # The stages in between have neither embedding nor head.
         if stage_rank not in (0, self.degree - 1):
             return
         part: nn.Module = build.trained[0 if stage_rank == 0 else -1]
         if stage_rank != 0:
+            # The norm counts a shared matrix once, on the first stage.
             weight = hf.embedding(part).weight
             build.parallel.duplicated_params |= {name for name, p in part.named_parameters() if p is weight}
 
         def add(build: Build) -> None:
+            # On the last stage, too, the shared matrix is found under the embedding's name.
             embedding: Any = hf.embedding(part)
             grad = embedding.weight.grad
             if grad is not None:
                 add_copies([local(grad)], self.degree - 1 - stage_rank, build.mesh.group(Axis.PIPELINE))
 
+        # At TIE, after REDUCE: each copy has been summed over its data-parallel devices before.
         build.hooks.finish_gradients.append((Finish.TIE, add))
 
     def period(self) -> int:
+        # One more layer for each stage.
         return self.degree * self._each
 
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())
+        # Two stages on a device, as in interleaved and zbv, need two layers.
         degrees = [n for n in (2, 4, 8, 16, 32) if world % n == 0 and 2 * n <= context.model.layers] or [self.degree]
         schedules: tuple[Literal["1f1b", "interleaved", "zero_bubble", "zbv"], ...] = (
             "1f1b",

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Preference", "preference_loss"]
 
+# Losses that compare the two answers directly, without the model before training.
 _WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
+# Losses whose sigmoid has a variant with label smoothing (pair_losses).
 _SMOOTHED = ("dpo", "cpo", "simpo")
 
 
@@ -92,6 +94,7 @@ class Preference(Technique):
             {"loss": "simpo", "label_smoothing": 0.1},
             {"loss": "apo_zero"},
         ),
+        # At the start, policy and reference agree: the difference is 0, and the loss -log sigmoid(0) = log 2.
         first_loss={
             None: math.log(2),
             "orpo": math.log(96) + 0.1 * math.log(2),
@@ -137,6 +140,7 @@ class Preference(Technique):
 
     @property
     def _normalizes(self) -> bool:
+        # SimPO and ORPO are defined over mean log-probabilities per token.
         return self.length_normalized or self.loss in ("simpo", "orpo")
 
     def examples(self) -> ExampleKind:
@@ -154,6 +158,7 @@ class Preference(Technique):
             problems.append(
                 "reference: without one no single answer is likely enough to be liked; leave it out with loss: apo_zero"
             )
+        # Disabling a PiSSA adapter leaves the residual of its singular directions, not the model before training.
         if self._uses_reference and Tag.MODIFIED_BASE in context.tags:
             problems.append(
                 "reference: the adapter starts inside the base's weights, so the base without it is not the original "
@@ -197,11 +202,14 @@ class Preference(Technique):
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
         from preheat.ops.losses.preference import AnswerIndex
 
+        # Log-probabilities of the answers, [answers].
         def logp(
             states: Tensor, batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor], of: nn.Module
         ) -> Tensor:
             recorded = Recorded()
+            # `of`: the head of that model, not of the trained one.
             over_logits(states, batch.labels, row_loss=recorded, of=of)
+            # [rows * length] negative log-probabilities of the labels to sums per answer.
             sums = -answers.sums(recorded.found())
             return sums / answers.lengths if self._normalizes else sums
 
@@ -211,15 +219,18 @@ class Preference(Technique):
                 return logp(
                     build.slot(Slot.HIDDEN)(reference_model, batch), batch, answers, over_logits, reference_model
                 )
+            # The reference is the model without its adapter, in the state that the copy would have.
             training = part.training
             part.eval()  # without dropout
             try:
                 with adapters_disabled(part):
                     return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
+            # Restored even after an error: recovery from one retries the step.
             finally:
                 part.train(training)
 
         def objective(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+            # Evaluation runs this objective too, without gradients.
             training = torch.is_grad_enabled()
             # A stream cannot be checked before it is read.
             if not (batch.desirable if self.loss == "apo_zero" else batch.group == 2):
@@ -228,25 +239,32 @@ class Preference(Technique):
                     f"{self.examples().kind} in the rows {batch.rows[:8]}"
                 )
             answers = AnswerIndex.of(batch)
+            # First the reference, so that its activations are freed before those of the training pass are kept.
             with torch.no_grad():
                 reference_logps = (
                     reference(batch, answers, over_logits)
                     if self._uses_reference
                     else torch.zeros_like(answers.lengths)
                 )
+            # The one pass with gradients: [rows, length, width].
             states = hidden(batch)
+            # First pass over the head: log-probabilities alone, so the logits may be chunked and are not kept.
             with torch.no_grad():
                 logps = logp(states.detach(), batch, answers, over_logits, part)
+            # The losses are tiny functions of [answers] numbers: autograd differentiates them by the log-probabilities.
             with torch.set_grad_enabled(training):
                 losses, metrics = self._losses(logps.requires_grad_(training), reference_logps, answers, batch)
             total = losses.sum()
             if not training:
                 return LossSum(total, batch.weight, metrics)
+            # d loss / d log p of each answer, [answers].
             (slope,) = torch.autograd.grad(total, logps)
             # Weight per token: d loss / d log p, so that the sum of -weight log p has the gradient of the loss, though
             # not its value.
             weights = answers.spread(-slope / answers.lengths if self._normalizes else -slope, batch.labels)
+            # Second pass over the head, with the weights: this is the pass that back-propagates.
             surrogate = over_logits(states, batch.labels, weights, row_loss=WeightedCrossEntropy())
+            # The value of the true loss with the gradient of the surrogate.
             return LossSum(total.detach() + (surrogate - surrogate.detach()), batch.weight, metrics)
 
         return objective
@@ -258,9 +276,11 @@ class Preference(Technique):
         from preheat.hardware.transfers import to_device
         from preheat.ops.losses.preference import pair_losses, unpaired_losses
 
+        # The implicit reward of DPO: beta times log(p / p of the reference).
         reward = self._beta * (logps - reference_logps).detach()
         if self.loss == "apo_zero":
             desirable = to_device([n for row in batch.desirable for n in row], logps.device)
+            # A liked answer should have a positive reward, a disliked one a negative one.
             correct = (reward > 0) == (desirable > 0)
             metrics = {
                 "reward_accuracy": correct.float().sum(),
@@ -269,6 +289,7 @@ class Preference(Technique):
             }
             metrics["reward_undesirable"] = (reward * (1 - desirable)).sum()
             return unpaired_losses(logps, reference_logps, desirable, beta=self._beta), metrics
+        # Answers alternate: chosen, rejected, chosen, ...
         chosen, rejected = logps[0::2], logps[1::2]
         losses = pair_losses(
             chosen,
@@ -281,6 +302,7 @@ class Preference(Technique):
             label_smoothing=self.label_smoothing,
         )
         if self._nll:
+            # Per token, so that its weight does not depend on the answer's length.
             losses = losses - self._nll * (chosen if self._normalizes else chosen / answers.lengths[0::2])
         margin = reward[0::2] - reward[1::2]
         metrics = {
@@ -295,6 +317,7 @@ class Preference(Technique):
 def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
     if "desirable" not in metrics:
+        # For pairs, `weight` is their number.
         return {name: float(total) / weight for name, total in metrics.items()}
     desirable = float(metrics["desirable"])
     means = {"reward_accuracy": float(metrics["reward_accuracy"]) / weight}

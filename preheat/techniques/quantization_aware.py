@@ -45,6 +45,7 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     from preheat.ops.quantization.linear import map_weight
     from preheat.ops.quantization.module_filter import group_of, kept_names
 
+    # Of the blocks only: embedding and head are not rounded in training.
     layers = tuple(f"{name}." for name in layer_names(model))
     # Under an adapter the layer itself is its `base_layer`, next to the adapter's own matrices.
     bases = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if name.endswith(".base_layer")}
@@ -52,8 +53,10 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     maps = {
         name: m
         for name, m in model.named_modules()
+        # Exact types: a subclass computes something else.
         if type(m) in (nn.Linear, Conv1D) and not name.startswith(inside_adapters)
     } | bases
+    # The same rule as in `preheat compress`, so that it converts exactly these layers.
     excluded = kept_names(maps, settings.keep, roles(model))
     grids = {}
     for name, module in maps.items():
@@ -62,6 +65,7 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
         if name not in excluded:
             group = group_of(name, map_weight(module).shape[1], settings.group_size)
             grids[name] = Grid(4, group, settings.symmetric, settings.inputs == "int8")
+        # high: bf16 leaves these layers as they are, without a grid.
         elif settings.high == "int8":
             grids[name] = Grid(8)
     return grids
@@ -134,6 +138,7 @@ class QuantizationAware(Technique):
             four, eight = round_weights(part, self)
         except ValueError as error:
             raise RecipeError(f"techniques.quantization_aware.{error}") from None
+        # Without a layer in four bits, the recipe would train as if without this technique.
         if not four:
             raise RecipeError(
                 f"techniques.quantization_aware.keep: {self.keep!r} leaves no linear map for four bits; keep less"

@@ -60,6 +60,7 @@ class RegularizedLoss(Technique):
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.ops.losses.cross_entropy import RegularizedCrossEntropy
 
+        # A row loss works with chunked and full logits alike; its `measured` form is the plain loss.
         build.claim(Slot.ROW_LOSS, RegularizedCrossEntropy(self.label_smoothing, self.z), self.name())
         terms = [f"label smoothing {self.label_smoothing:g}"] * bool(self.label_smoothing) + [
             f"z-loss {self.z:g}"

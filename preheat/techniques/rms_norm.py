@@ -42,11 +42,13 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 
     from preheat.models.conversions import architecture
 
+    # Copies: folding a bias reads other parameters, which may have been changed already.
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = architecture.to_rms_norm(model, fold=True)
     tied = "lm_head.weight" not in before  # a shared parameter has one name, its first
     with torch.no_grad():
         for name, p in model.named_parameters():
+            # The same function as for weights that are read from a folder.
             p.copy_(architecture.fold_layer_norms(name, before[name], before.__getitem__, tied=tied))
     return names
 
@@ -69,6 +71,7 @@ class RmsNorm(Technique):
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.conversions import architecture
 
+        # A new model has nothing to fold: its norms begin as plain RMSNorms.
         read = build.weights.folder is not None
         names = architecture.to_rms_norm(part, fold=read)
         if not read:
@@ -77,6 +80,7 @@ class RmsNorm(Technique):
         def fold(name: str, value: Tensor) -> Tensor:
             return architecture.fold_layer_norms(name, value, build.weights.read, tied=build.model.tied)
 
+        # An empty pattern matches every parameter; `fold` returns most of them unchanged.
         build.weights.map("", fold)
         suffix = ", the embedding centred as it is looked up" if build.model.tied else ""
         return Change(

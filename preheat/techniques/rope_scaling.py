@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RopeScaling", "kind_for", "scale_rope"]
 
+# The largest factor in YaRN's paper.
 YARN_UP_TO = 32.0
 
 
@@ -111,8 +112,10 @@ class RopeScaling(Technique):
             for key in ("beta_fast", "beta_slow", "attention_factor")
             if (value := getattr(self, key)) is not None
         }
+        # A vision model's positions are those of its text part.
         original = self.original_length or config.get_text_config().max_position_embeddings
         kind, factor = self._chosen(recipe, original)
+        # Only yarn has these settings; with another kind they would be ignored silently.
         if given and kind != "yarn":
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
         if self.factor == "auto" and factor <= 1:
@@ -121,6 +124,7 @@ class RopeScaling(Technique):
                 f"{recipe.batch.seq_len:,} already; raise batch.seq_len, or leave rope_scaling out"
             )
         original, reach = scale_rope(config, kind, factor, original_length=self.original_length, **given)
+        # A larger batch.seq_len would read positions beyond the scaled range.
         if recipe.batch.seq_len > reach:
             raise ValueError(
                 f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but "
@@ -134,6 +138,7 @@ class RopeScaling(Technique):
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.configs import of
 
+        # The model's own configuration has the new number of positions by now.
         config = of(build.recipe, build.model.vocabulary).get_text_config()  # the configuration before scaling
         original = self.original_length or config.max_position_embeddings
         kind, factor = self._chosen(build.recipe, original)

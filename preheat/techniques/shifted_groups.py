@@ -61,6 +61,7 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
 def _while_training(model: PreTrainedModel, group: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from preheat.ops.attention.patterns import in_shifted_groups
 
+    # Checked in each call: the same model trains and is evaluated in between.
     return in_shifted_groups(kernel, group) if model.training else kernel
 
 
@@ -90,6 +91,7 @@ class ShiftedGroups(Technique):
             problems.append(
                 f"group_size: {self._tokens(context)} of {length} tokens splits nothing; use less than batch.seq_len"
             )
+        # Both halves must have equally many heads.
         if context.model.heads % 2:
             problems.append(f"takes half of the heads, and the model has {context.model.heads}; leave it out")
         return problems

@@ -53,8 +53,10 @@ def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None
 
     if window < 1:
         raise ValueError(f"window: {window} must be at least 1")
+    # The n-th layer of each n stays full, so 1 would limit none.
     if every is not None and every < 2:
         raise ValueError(f"every: {every} would leave every layer full; use 2 or more")
+    # A wrapper of the kernel, not a mask: kernels with windows skip the blocks outside of it.
     return limit_layers(model, functools.partial(within_window, window=window), attend=attend_any, every=every)
 
 
@@ -93,5 +95,6 @@ class SlidingWindow(Technique):
         count = add_sliding_window(part, window=window, every=self.every)
         return Change(f"{count} of {build.model.layers} layers see {window} tokens back", count)
 
+    # Memory and time repeat with this period over the depth, as a dry run extrapolates them.
     def period(self) -> int:
         return self.every or 1

@@ -45,6 +45,7 @@ class KeptZeros:
         """Records which elements are zero and drops their gradients, so that they affect neither norm nor moments."""
         from preheat.ops.distributed.dtensor_utils import local
 
+        # Taken before each update: one byte per weight for that time, instead of a mask for the whole run.
         self._zeros = [local(p.detach()) == 0 for p in self.weights]
         for p, zeros in zip(self.weights, self._zeros, strict=True):
             if p.grad is not None:
@@ -72,16 +73,19 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
 
     for module in maps:
         weight: Any = local(module.weight.detach())  # type: ignore[union-attr,operator,arg-type]
+        # [out, in]; GPT-2 stores its weights transposed.
         weight = weight.t() if isinstance(module, Conv1D) else weight
         if weight.shape[1] % 4:
             raise ValueError(
                 f"prune: 2:4 needs inputs in groups of four, and a map has {weight.shape[1]} (on one device)"
             )
+        # In place, through the transposed view too.
         weight.masked_fill_(two_of_four(weight.abs()), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseWeights(Technique):
+    # Weights have their values only after MATERIALIZE.
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(settings=({"prune": "2:4"},), refused_on_cpu="keeps the zeros of loaded weights")
@@ -115,6 +119,7 @@ class SparseWeights(Technique):
         share = ""
         if not isinstance(local(weights[0]), FakeTensor):  # a dry run has no values
             zeros = sum(int((local(p.detach()) == 0).sum()) for p in weights)
+            # A single device's shard may have none by chance, so only a whole model is judged.
             if zeros == 0 and build.mesh.world == 1:
                 raise RecipeError(
                     f"techniques.sparse_weights: the weights of {build.recipe.model.path} have no zeros to "
@@ -122,6 +127,7 @@ class SparseWeights(Technique):
                 )
             share = f" ({zeros / sum(local(p).numel() for p in weights):.1%})"
         keeper = KeptZeros(weights)
+        # After all sums, before the norm: dropped gradients must not count in it.
         build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: keeper.before_update()))
         build.hooks.after_update.append(lambda b: keeper.after_update())
         return Change(f"zeros of {len(maps)} linear maps are kept{share}", len(maps))

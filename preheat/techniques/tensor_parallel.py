@@ -123,6 +123,7 @@ class TensorParallel(Searchable):
         from preheat.models import tp_plan
 
         model, recipe = context.model, context.recipe
+        # After the mesh is formed: a degree of 0 has become a number.
         degree = context.sizes[Axis.TENSOR]
         if degree < 2:
             return [
@@ -151,6 +152,7 @@ class TensorParallel(Searchable):
                 "each must divide by the degree; set it to false"
             )
         others = [t.name() for t in recipe.techniques.values() if t is not self and Slot.OVER_LOGITS in t.claimed()]
+        # Both compute the logits, and there is one such slot.
         if self.loss_parallel and others:
             problems.append(
                 "loss_parallel: makes logits some rows at a time by itself; "
@@ -163,6 +165,7 @@ class TensorParallel(Searchable):
                 f"loss_parallel: a vocabulary of {model.vocabulary:,} rows does not divide by degree {degree}; set it "
                 "to false, which keeps embedding and head whole, or state model.vocab_size for a new model"
             )
+        # Optimizers that update element by element work on shards; others need full rows, blocks or matrices.
         optimizers = [
             t.name()
             for t in recipe.techniques.values()
@@ -178,6 +181,7 @@ class TensorParallel(Searchable):
         from preheat.ops.distributed import tensor_parallel
 
         degree = build.mesh.size(Axis.TENSOR)
+        # Embedding and head are split by rows of the vocabulary, both or neither.
         divides = all(weight.shape[0] % degree == 0 for weight in hf.ends(part))
         vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags
         _without_dropout(part)
@@ -192,8 +196,10 @@ class TensorParallel(Searchable):
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         if self.loss_parallel:
+            # The loss multiplies by the head's shard itself, so an adapter on the head would be ignored.
             hf.require_plain_head(part, self.name())
             build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
+        # The hook covers all parameters; the technique applies once for each part.
         finish = (Finish.REDUCE, _sum_partial)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
@@ -206,11 +212,13 @@ class TensorParallel(Searchable):
 
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())
+        # 8: the devices of a usual host; beyond it, links are slower.
         degrees = [n for n in (2, 4, 8) if world % n == 0] or [self.degree]
         return [replace(self, degree=n, sequence_parallel=cut) for n in degrees for cut in (False, True)]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
         milder = [replace(self, sequence_parallel=True), replace(self, sequence_parallel=True, regather=True)]
+        # Steps that these settings have taken already are skipped.
         return [rung for rung in milder[self.sequence_parallel + self.regather :] if not rung.check(context)]
 
 

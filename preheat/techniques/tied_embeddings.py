@@ -69,6 +69,7 @@ class TiedEmbeddings(Technique):
             )
         if recipe.model.tie_embeddings is False:
             raise ValueError("contradicts model.tie_embeddings: false; remove one of them")
+        # Before the model is built, which then shares the parameter itself.
         config.tie_word_embeddings = True
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
@@ -79,6 +80,7 @@ class TiedEmbeddings(Technique):
         saving = f"{weight.numel():,} parameters fewer"
         if build.weights.folder is None:
             return Change(f"embedding and head are one matrix: {saving}", 1)
+        # The shared parameter is read under the embedding's name; `tie` fetches the head's values.
         names = {id(module): name for name, module in part.named_modules()}
         embedding, head = (names[id(m)] for m in (part.get_input_embeddings(), part.get_output_embeddings()))
 

@@ -76,6 +76,7 @@ class Upcycling(Technique):
     def configure(self, config: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
         from preheat.models.conversions.upcycling import expert_config
 
+        # A configuration of another family, e.g. Mixtral for a Llama: the model is built from it.
         return expert_config(config, self.num_experts, self.num_experts_per_tok)
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
@@ -87,9 +88,11 @@ class Upcycling(Technique):
         if weights.folder is not None:
             router_ids = {id(router) for router in routers(part)}
             names = [name for name, module in part.named_modules() if id(module) in router_ids]
+            # Each expert's matrices are assembled from the dense block's, as they are read.
             weights.compose(
                 EXPERTS, lambda name: expert_matrices(name, weights.read, self.num_experts, self.redrawn, seed)
             )
+            # The dense model has no router, so each is initialized as transformers would.
             weights.fresh(r"\.mlp\.gate\.weight$", names, part._init_weights)
             redrawn_note = f", {self.redrawn:.0%} of the inner channels reinitialized" if self.redrawn else ""
             origin = f"each a copy of the dense block{redrawn_note}; routers new"

@@ -43,6 +43,7 @@ def train_tower(
         >>> train_tower(tower, "projectors", ("merger",))
         (10, 30)
     """
+    # Children, then the tower's own parameters: projectors are children.
     for name, child in tower.named_children():
         child.requires_grad_(train == "all" or (train == "projectors" and name in projectors))
     for p in tower.parameters(recurse=False):
@@ -53,6 +54,7 @@ def train_tower(
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Technique):
+    # In the stage of adapters, which freeze the model: by its name it applies after them, so that its choice remains.
     stage: ClassVar[Stage] = Stage.ADAPT
     numerics: ClassVar[Numerics] = "different"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="llama has no vision tower")

@@ -69,6 +69,7 @@ class Zero1(Searchable):
         return "exact"
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        # All devices whose gradients are equal after the reduction.
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
         mesh = build.mesh.sub(*across)
 
@@ -78,6 +79,7 @@ class Zero1(Searchable):
 
             return make_sharded
 
+        # Around whichever optimizer the recipe has, so that its states are created for shards only.
         build.hooks.around_optimizer.append(sharded)
         count = sum(p.requires_grad for p in part.parameters())
         return Change(

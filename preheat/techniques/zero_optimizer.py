@@ -26,6 +26,7 @@ __all__ = ["ZeROAdamW"]
 
 def __getattr__(name: str) -> type[torch.optim.Optimizer]:
     """Imports `ZeROAdamW` on first access: it subclasses torch's Optimizer."""
+    # Importing the techniques must not import torch.
     if name != "ZeROAdamW":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from preheat.ops.optim.zero import ZeROAdamW

@@ -34,6 +34,7 @@ __all__ = [
     "sampling",
 ]
 
+# The same texts as in the recipe's section `sample`.
 HELP = field_docs(Sample)
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help=HELP["temperature"])]
 TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help=HELP["top_p"])]
@@ -84,14 +85,19 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
     overridden = {}
     for item in overrides:
         key, equals, raw = item.partition("=")
+        # Prompts have options and files of their own here.
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
             raise RecipeError(f"--set {shorten(item)}: here it takes generation settings, e.g. --set sample.cache=int8")
+        # Former names of settings still work.
         name = current_key(("sample", name))[-1]
+        # YAML, as in a recipe: 0.8 is a number, int8 a text.
         overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
+    # The recipe's own checks, with their messages.
     reader = RecipeReader("--set", {})
     sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
     reader.refuse()
+    # Settings that are valid each but contradict each other; named as the user gave them.
     if problems := sample_problems(sample):
         messages = [
             (f"sample.{name}" if name in overridden else f"--{name.replace('_', '-')}", problem)
@@ -115,6 +121,7 @@ def choose_template(
     """
     from preheat.inference.text_generation import find_template
 
+    # Plain text, unless the user or the run's training calls for a template.
     if use_chat is False or (use_chat is None and setting is None and opened.template is None):
         return None, "plain text"
     chat_template = find_template(setting, opened.tokenizer, model=model)
@@ -136,6 +143,7 @@ class Watched:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # Summed, since several models are entered one after another.
         self.seconds += time.perf_counter() - self._begun
 
     def figures(self) -> dict[str, float | bool | None]:

@@ -37,6 +37,7 @@ def opens_models(function: Callable[..., Any]) -> Callable[..., Any]:
         with remote_code.trusting(trust_remote_code):
             return function(*args, **kwargs)
 
+    # typer reads options from the signature, so the wrapper must show them all, with types instead of strings.
     signature = inspect.signature(function, eval_str=True)
     option = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Option)
     parameters = [*signature.parameters.values(), option]

@@ -60,9 +60,11 @@ class Mode:
 
 
 def _is_one_of(key: str, known: Collection[str]) -> bool:
+    # `model.` covers `model.path`, and `model` itself.
     return any(key == k or (k.endswith(".") and f"{key}.".startswith(k)) for k in known)
 
 
+# Keys by what they describe; modes below read or ignore them as groups.
 _OF_THIS_MACHINE = ("hardware.device", "hardware.threads")
 _SIZE = ("name", "model.", "model", "batch.seq_len", "data.vocab_size")
 _OF_DATA = ("name", "seed", "model.", "data.", "batch.seq_len", "techniques.")
@@ -214,6 +216,7 @@ def _has_text(parameters: JsonObject) -> bool:
     return bool(parameters["data"] or parameters["forgetting"] or runs)
 
 
+# A path that does not exist counts too: another check reports it better.
 def _takes_base(model: Path) -> bool:
     return any((model / name).is_file() for name in ("adapter_config.json", "recipe.yaml")) or not model.is_dir()
 
@@ -233,6 +236,7 @@ class Command(typer.core.TyperCommand):
                 continue
             for parameter in self.params:
                 source = context.get_parameter_source(parameter.name)
+                # Only what the user typed: a default that nothing reads is no mistake.
                 if parameter.name in mode.unread and source is not None and source.name == "COMMANDLINE":
                     value = context.params[parameter.name]
                     shown = (
@@ -240,9 +244,11 @@ class Command(typer.core.TyperCommand):
                         if parameter.param_type_name == "argument"
                         else parameter.opts[0]
                     )
+                    # Of a repeatable option, the first value.
                     value = value[0] if isinstance(value, list | tuple) and value else value
                     shown_value = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
                     raise RecipeError(f"{shown}{shown_value}: would change nothing: {mode.why}; leave one of them out")
+            # An override on the command line was typed for this command, so it is refused like an option.
             _refuse_keys(context.params.get("set") or (), mode)
         return super().invoke(context)
 
@@ -269,6 +275,7 @@ def name_unread(command: str, parameters: JsonObject, recipe: Recipe, *, besides
             continue
         unread = [key for key in non_default_keys(recipe) if not mode.reads(key) and key not in besides]
         parts = [key.partition(".")[0] for key in unread]
+        # Several keys of one section are listed as `section.*`.
         names = [key if parts.count(part) == 1 else f"{part}.*" for part, key in zip(parts, unread, strict=True)]
         if names:
             say(f"note: {mode.why}: nothing reads {', '.join(dict.fromkeys(names))} of the recipe", error=True)

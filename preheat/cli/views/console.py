@@ -60,6 +60,7 @@ def rate(value: float | None) -> str:
     """Returns a rate as text: 12,345, or 12.3 below 100."""
     if value is None:
         return "-"
+    # Below 100, a digit after the point is still significant.
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -79,6 +80,7 @@ def duration(seconds: float | None) -> str:
     >>> duration(75), duration(7300), duration(3 * 86400)
     ('1 min 15 s', '2 h 1 min', '3 d 0 h')
     """
+    # A plan without a known end has no duration.
     if seconds is None or not math.isfinite(seconds):
         return "-"
     s = round(seconds)
@@ -112,16 +114,19 @@ def picture(plan: Mapping[str, Any], name: str) -> Group:
 
     peak, has = plan["peak_gib"], plan["available_gib"]
     bars = Table.grid(padding=(0, 2))
+    # Characters of the longest bar.
     width = 36
     scale = width / max(
         peak, has if has < 2.5 * peak else 0.0, 1e-9
     )  # scale to the device's memory unless it is far more than the peak
     for category, gib in plan["memory"].items():
+        # A category too small for a block still gets a mark.
         bars.add_row(
             f"  {category}", Text(memory(gib), justify="right"), Text("█" * round(gib * scale) or "▏", style="cyan")
         )
     total = Text(
         (
+            # Below a MiB, a percentage of what is left would be meaningless.
             f"{f'{peak / has:.1%} of the {memory(has)} left' if has * 1024 >= 1 else 'nothing is left'} of "
             f"{plan['device']['name']}"
         ),
@@ -157,7 +162,9 @@ def picture(plan: Mapping[str, Any], name: str) -> Group:
         speed.add_row("  ", f"{plan['pace']:.2f} times as long as the measured rates predict, like the last runs here")
     parts: list[RenderableType] = [head, Text(f"peak memory (in {plan['peak_phase']})"), bars]
     parts += [_phases(plan), Text("time"), speed, verdict]
+    # Doubts about a plan, none of which changes its verdict.
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
+    # The prediction fits, but not the upper end of its interval.
     if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
         warnings.append(
             f"little room: nine in ten runs need at most {memory(most)}, and {memory(has)} is left; smaller "
@@ -185,10 +192,12 @@ def _phases(plan: Mapping[str, Any]) -> Table:
     """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
 
+    # One unit for the whole table, so that its columns can be compared.
     unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
 
     def size(gib: float) -> str:
         text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
+        # What rounds to zero is shown as a dash.
         return text if float(text.replace(",", "")) else "-"
 
     heads = ("params", "grads", "optim", "activ", "temp", "overhead")
@@ -198,6 +207,7 @@ def _phases(plan: Mapping[str, Any]) -> Table:
     for phase, categories in plan["phase_memory"].items():
         style = "bold" if phase == plan["peak_phase"] else None
         table.add_row(f"  {phase}", *map(size, categories.values()), size(plan["phases"][phase]), style=style)
+    # A command of its own after the run: not part of the peak.
     if plan["export"]:
         table.add_row(
             "  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim"
@@ -205,6 +215,7 @@ def _phases(plan: Mapping[str, Any]) -> Table:
     return table
 
 
+# For --json and for all ranks but the first.
 class Alarms(Watch):
     """Prints alarms only."""
 
@@ -224,6 +235,7 @@ class Live(Alarms):
         )
         self._task: Any = None
         self._drawn = 0.0
+        # Of the last 20 steps: their mean follows a change of pace, without the noise of one step.
         self._seconds: list[float] = []
         self._validation = ""
 
@@ -237,8 +249,10 @@ class Live(Alarms):
     def stage(self, message: str) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
+        # Without a total the bar only shows that something runs.
         self._task = self._bar.add_task(message, total=None, words="")
         self._bar.refresh()
+        # A log has no bar: each stage gets a line.
         if not self.screen.is_terminal:
             self.screen.print(f"{message} …")
 
@@ -266,6 +280,7 @@ class Live(Alarms):
         )
         self._bar.update(self._task, completed=metrics["step"], total=total, words=line)
         self._bar.refresh()
+        # In a log: the first and the last step, and every fiftieth.
         if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
             self.screen.print(line, soft_wrap=True)
 

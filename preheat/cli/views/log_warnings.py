@@ -18,7 +18,9 @@ class _Lines(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
+        # One line per warning, so that a log can be searched by lines.
         line = " ".join(record.getMessage().split())
+        # A library may log the same warning for each layer.
         if line not in self._shown and os.environ.get("RANK", "0") == "0":  # only rank 0 prints
             self._shown.add(line)
             say(f"warning: {line}", error=True)

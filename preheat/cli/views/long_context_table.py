@@ -22,6 +22,7 @@ def grids(summary: JsonObject) -> Iterator[Table]:
     for name, result in summary["tasks"].items():
         if parts := result.get("parts"):
             old = ((summary.get("before") or {}).get("tasks", {}).get(name) or {}).get("parts") or []
+            # Loss by position has ranges; the other tasks have a length and a depth or share.
             yield _stretches(name, parts, old) if "start" in parts[0] else _cells(name, parts, old)
 
 
@@ -32,6 +33,7 @@ def _stretches(name: str, parts: list[JsonObject], old: list[JsonObject]) -> Tab
     before = {(p["start"], p["end"]): p["value"] for p in old}
     for p in parts:
         was = [_number(before.get((p["start"], p["end"])))] if old else []
+        # `end` is exclusive, the printed range is not.
         table.add_row(f"{p['start']:,} to {p['end'] - 1:,}", *was, _number(p["value"]))
     return table
 
@@ -40,6 +42,7 @@ def _cells(name: str, parts: list[JsonObject], old: list[JsonObject]) -> Table:
     from rich.table import Table
 
     down = "depth" if "depth" in parts[0] else "share"
+    # Columns: lengths; rows: depths or shares. A cell may be missing, if its length does not fit.
     lengths = sorted({p["length"] for p in parts})
     values = {(p[down], p["length"]): p["value"] for p in parts}
     before = {(p[down], p["length"]): p["value"] for p in old}

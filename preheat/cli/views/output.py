@@ -22,6 +22,7 @@ __all__ = ["bar", "console", "passing", "say", "write_text"]
 
 def say(text: object = "", *, end: str = "\n", error: bool = False) -> None:
     """Prints text with its control characters escaped, on standard output or standard error."""
+    # Flushed at once: a pipe would hold the text until the process ends.
     print(clean(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
 
@@ -39,6 +40,7 @@ def passing(text: str = "") -> None:
         # Cut to the terminal's width: a wrapped line could not be cleared, since only the last row is.
         width = min(shutil.get_terminal_size().columns - 1, 100)
         print(f"\r\x1b[2K{clean(text)[:width]}", end="", file=sys.stderr, flush=True)
+    # Not a terminal: each line stays, as in a log.
     elif text:
         say(text, error=True)
 
@@ -59,6 +61,7 @@ def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
     return Progress(
         *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
         console=screen,
+        # The bar disappears at its end; what remains is printed as lines.
         transient=True,
         **options,
     )
@@ -85,11 +88,13 @@ def _class() -> type[Console]:
         def note(self, text: str) -> None:
             self.print(Text.assemble(("note:", "yellow"), f" {text}"), soft_wrap=True)
 
+        # Plain strings that rich turns into text.
         def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
             return super().render_str(clean(text), **options)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
+                # rich's own cursor movements stay; text within tables and progress bars is escaped too.
                 yield segment if segment.control else segment._replace(text=clean(segment.text))
 
     def _plain(status: RenderableType | None) -> RenderableType | None:

@@ -25,6 +25,7 @@ def plan_overview(result: JsonObject, name: str) -> Group:
     from rich.text import Text
 
     parts: list[RenderableType] = []
+    # Nothing was searched for a recipe that is planned as it is.
     if result["searched"]["candidates"]:
         s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
@@ -76,6 +77,7 @@ def _alternatives(result: JsonObject) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("memory", "tokens/s", *(["$ / M tokens"] if result["cost"] else [])):
         table.add_column(title, justify="right", no_wrap=True)
+    # Narrow columns wrap their words instead of hiding numbers.
     table.add_column("vs. the best", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in result["alternatives"]:
@@ -119,6 +121,7 @@ def serving_picture(result: JsonObject) -> Group:
             f["weights"],
             f["cache"],
             memory(f["weights_gib"]),
+            # of one row of `length` tokens
             memory(f["cache_gib_per_row"]),
             f"{f['rows']:,}",
             f"{f['longest_context']:,}" if f["rows"] else "-",
@@ -127,6 +130,7 @@ def serving_picture(result: JsonObject) -> Group:
             rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
+    # The bandwidth of a CPU is measured with copies, which read and write.
     measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
@@ -167,6 +171,7 @@ def budget_picture(flops: float, approaches: Sequence[JsonObject]) -> Group:
             f"{o['tokens'] / o['parameters']:.0f}",
             o["source"],
         )
+    # In the form in which `preheat plan` reads a size: 1.21B.
     middle = _count(approaches[0]["parameters"]).replace(" ", "")
     return Group(
         Text(
