@@ -44,6 +44,7 @@ def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> 
         size = min(max(pool(n), 1), len(ranked))
         while entered < size:
             row = int(ranked[entered])
+            # In the current pass even if its key is smaller than those already read: then it comes next.
             heapq.heappush(heap, (int(keys[row]), row))
             entered += 1
         # Every row of the pool was read: the next pass begins, in an order of its own.
@@ -67,6 +68,7 @@ def by_length(rows: Rows) -> np.ndarray:
 
 def by_rarity(rows: Rows) -> np.ndarray:
     """Returns [rows], the mean unigram surprisal of a row's labels in nats (Platanios et al. 2019)."""
+    # surprise: [vocabulary], -log p(token) in nats by the training tokens' own frequencies.
     counts = np.bincount(np.asarray(rows.tokens.ids), minlength=1)
     surprise = -np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
     scores: np.ndarray = np.zeros(len(rows))
@@ -114,6 +116,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             "document or row"
         )
     documents = len(rows.tokens.offsets)
+    # If there are as many rows as documents, the scores are those of documents.
     if len(scores) == documents:
         return _of_documents(rows, scores)
     if len(scores) == len(rows):
@@ -129,6 +132,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
 def _read(path: Path) -> np.ndarray:
     if path.suffix == ".npy":
         try:
+            # Loading a pickle would run its code.
             return np.asarray(np.load(path, allow_pickle=False), np.float64)
         except (ValueError, EOFError) as error:
             raise DataError(

@@ -69,6 +69,7 @@ CHECKS = {
         "write the generation prompt under {% if add_generation_prompt %} in the template, or use another "
         "data.template",
     ),
+    # A fraction of 1 never blocks: the check only warns.
     "generation_prompt": Check(
         "the tokens before an answer differ between training and generation",
         "make the template's generation prompt the beginning of a rendered answer",
@@ -136,6 +137,7 @@ class Findings:
         message = shorten(message, LONGEST)  # it may quote names and values of the row
         entry = self.by_check.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
+        # Only samples are kept: a corpus may have millions of such rows, and findings are stored in the journal.
         if len(entry["rows"]) < SHOWN:
             entry["rows"].append([where, message])
 
@@ -184,6 +186,7 @@ def judge(found: Mapping[str, Finding], settings: Mapping[str, str], rows: int) 
         if name == "template_end" and (found["template"]["count"] if "template" in found else 0) >= rows:
             continue  # a template that renders no row also ends no turn: report one fault
         count, of = entry["count"], entry["of"] or rows
+        # Without a tolerated fraction a single row blocks.
         below = count <= check.above * of if check.above else False
         setting = settings.get(name, "block")
         line = _line(name, check, entry["rows"], count, of)

@@ -79,6 +79,7 @@ def messages_of(value: object, field: str) -> list[JsonObject]:
 def _message(turn: object, where: str) -> JsonObject:
     if not isinstance(turn, Mapping):
         raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
+    # The names of OpenAI's format, or ShareGPT's.
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     if role_key not in turn:
         raise Unreadable(
@@ -91,14 +92,17 @@ def _message(turn: object, where: str) -> JsonObject:
     content, message = turn.get(content_key), dict(turn)
     for key in ("role", "from", "content", "value"):
         message.pop(key, None)
+    # Arrow tables have every key in every message, with null for the absent ones.
     message = {"role": ROLES[name], **{k: v for k, v in message.items() if v is not None}}
     # ShareGPT's role for a call: its text is the call itself.
     if name == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     calls = _tool_calls(message.pop("tool_calls", None), where)
+    # OpenAI's content parts: [{"type": "text", ...}, {"type": "image_url", ...}].
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, images = _joined(content, where)
         message |= {"images": images} if images else {}
+    # In OpenAI's format a message that only calls tools has null content.
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -118,6 +122,7 @@ def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url") and not isinstance(text, str):
             file = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
+            # OpenAI nests the address: {"image_url": {"url": ...}}.
             images.append(file["url"] if isinstance(file, Mapping) and "url" in file else file)
             text = PLACE
         if not isinstance(text, str):
@@ -149,6 +154,7 @@ def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:
         raise Unreadable("fields", f"{where} has tool_calls that are {kind_of(calls)}, not a list")
     parsed = []
     for call in calls:
+        # OpenAI nests the name and the arguments in `function`, ShareGPT does not.
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unreadable("fields", f"{where} has a tool call without a function name")
@@ -183,6 +189,8 @@ def order_problem(messages: Sequence[Message]) -> str | None:
     before = None
     for n, message in enumerate(messages, 1):
         role = message["role"]
+        # The previous role -> roles that may follow it. `messages[n - 2]` is
+        # the previous message, since n counts from 1.
         allowed = {
             None: ("system", "user"),
             "system": ("user",),

@@ -72,6 +72,7 @@ def class_names(values: Iterable[object], where: str) -> tuple[str, ...]:
             "by data.columns.label"
         )
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in distinct)
+    # Numbers by value, so that 2 precedes 10.
     if numbers:
         return tuple(map(str, sorted(distinct)))  # type: ignore[type-var]
     return tuple(sorted(map(class_name, distinct)))
