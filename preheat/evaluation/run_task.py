@@ -75,6 +75,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     else ("answer", output)
                 )
                 file.write(to_json(line | {key: content}) + "\n")
+    # Without the prompts: another prompt or number of examples asks the same rows.
     identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # The scorer counts a truncated context once for each choice.
     return Result(values, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
@@ -115,6 +116,7 @@ def _by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[
         losses = [-score[0].loglikelihood for score in scores]
         return {
             "accuracy": bootstrap.mean([float(score[0].greedy) for score in scores]),
+            # Per row and not per token, as lm-eval computes it for LAMBADA.
             "perplexity": bootstrap.perplexity(losses, [1.0] * len(losses)),
         }
     gold = [item.gold for item in items]
@@ -122,6 +124,7 @@ def _by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[
     accuracy = bootstrap.mean([float(a == b) for a, b in zip(raw, gold, strict=True)])
     if task.kind == "classification":
         return {"accuracy": accuracy, "macro_f1": bootstrap.macro_f1(gold, raw, len(items[0].choices))}
+    # lm-eval's acc_norm: log-likelihood per character, so that long choices are not at a disadvantage.
     by_length = [
         int(np.argmax([s.loglikelihood / len(text) for s, text in zip(row, item.texts, strict=True)]))
         for row, item in zip(scores, items, strict=True)

@@ -161,9 +161,11 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     """
     values, lines = read(path)
     if settings and isinstance(values, dict):
+        # Values of the command line are YAML, as in the file, so that numbers and lists have their types.
         values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
     task = _read(values, str(path), lines)
     files: JsonObject = {}
+    # Relative to the task's file, except for names given on the command line.
     for key in ("data", "keys"):
         name = getattr(task, key, None)
         if name and key not in (settings or {}) and (path.parent / name).is_file():
@@ -172,6 +174,7 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
 
 
 def _read(values: object, name: str, lines: Mapping[tuple[str, ...], int]) -> Task | LengthTask:
+    # The reader of recipes: unknown keys and wrong values give the same messages as there.
     reader = RecipeReader(name, lines)
     of_length = isinstance(values, Mapping) and values.get("kind") in OF_LENGTH
     task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())
@@ -208,6 +211,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         name, _, data = first.partition("=")
         if bad := [part for part in more if "=" not in part]:
             raise RecipeError(f"{knob} {given}: '{bad[0]}' is not KEY=VALUE")
+        # JSON quotes the name, which is text even if it looks like a number.
         settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
         path = expanded(knob, name)
         if name in OF_LENGTH:
@@ -229,6 +233,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
             )
         task = load_task(path, settings)
         if task.data is None and isinstance(task, Task):
+            # The first line of a built-in task says which fields its rows need.
             comment = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
             raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({comment})")
         tasks.append(task)

@@ -58,11 +58,13 @@ def _keys(cls: type, values: Mapping[str, object]) -> list[str]:
     lines = []
     for field in dataclasses.fields(cls):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        # Compared as YAML, in which a tuple of the dataclass equals a list of the values.
         if write(values[field.name]) != (None if default is dataclasses.MISSING else write(default)):
             lines += _key(field.name, values[field.name], docs.get(field.name, ""))
     return lines
 
 
 def _key(name: str, value: object, doc: str) -> list[str]:
+    # The first paragraph of the help text is its summary.
     about = textwrap.shorten(doc.split("\n\n")[0], _WIDTH, placeholder=" …")
     return [*([f"# {about}"] if about else []), *write({name: value}).rstrip("\n").split("\n")]

@@ -52,6 +52,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     """Checks the origin of a model and its sizes."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts")
     explicit = [key for key in sizes if getattr(model, key) is not None]
+    # A model has one origin: a path, a preset, a size, or explicit sizes.
     origin = "path" if model.path else "preset" if model.preset else None
     if origin and (model.size or explicit):
         extra = "size" if model.size else explicit[0]
@@ -62,6 +63,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
     if model.size is not None and (text := size_problem(model.size)):
         yield "model.size", text
+    # The defaults of a new model with experts.
     experts, chosen = model.num_experts or 8, model.num_experts_per_tok or 2
     if model.family not in ("qwen3_moe", "mixtral") and (given := model.num_experts or model.num_experts_per_tok):
         yield "model.num_experts", f"{given}: {model.family} has no experts; use family: qwen3_moe or mixtral"
@@ -77,11 +79,13 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Rejects sizes that would overflow before the memory prediction could reject them."""
     model, batch = recipe.model, recipe.batch
     width = model.hidden_size or 1
+    # Weights of a layer: 4 width^2 for attention, 3 width x intermediate per expert for the feed-forward.
     of_layer = width * (4 * width + 3 * (model.intermediate_size or 1) * (model.num_experts or 1))
     parameters = (model.num_layers or 1) * of_layer + (model.vocab_size or 1) * width
     if parameters > MOST_PARAMETERS:
         text = f"these sizes make a model of {parameters:.1e} parameters, more than {MOST_PARAMETERS:.0e}; lower them"
         yield "model", text
+    # rows x heads x tokens^2; 256 heads if their number is not stated.
     scores = batch.size * (model.num_heads or 256) * batch.seq_len**2
     if (tokens := batch.size * batch.seq_len) > _MOST_TOKENS:
         yield (
@@ -159,6 +163,7 @@ def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
         if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
             text = f"{value:g} filters sampled tokens, and temperature 0 does not sample; set a temperature, e.g. 0.8"
             yield name, text
+    # `True` alone: `auto` may decide against compiling.
     if sample.compile is True and sample.cache not in ("auto", "static"):
         yield "compile", f"needs a cache that does not grow, and this one is {sample.cache}; leave cache out"
     if "" in sample.stop:

@@ -90,12 +90,15 @@ def current_values(section: tuple[str, ...], values: Mapping[str, object]) -> di
     current = {}
     for key, value in values.items():
         path = current_key((*section, str(key)))
+        # Both names are given: keep the former one under its name, which no
+        # section knows, so that the reader reports it.
         name = key if path[-1] in values else path[-1]
         current[name] = _current_value(".".join(_within_recipe(path)), value)
     return current
 
 
 def _current_value(key: str, value: object) -> object:
+    # Each source of a list repeats keys of the section `data`.
     if key == "data.source" and isinstance(value, list | tuple):  # settings per source
         return [current_values(("data",), part) if isinstance(part, Mapping) else part for part in value]
     return FORMER_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
