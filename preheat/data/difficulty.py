@@ -74,6 +74,7 @@ def by_rarity(rows: Rows) -> np.ndarray:
     scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         labels = rows.row(n).labels
+        # Prompts and padding do not count: only labels have a loss.
         trained = labels[labels != IGNORED]
         scores[n] = surprise[trained].mean() if len(trained) else 0.0
     return scores
@@ -84,6 +85,7 @@ def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
     row_scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         documents, sizes = rows.contents(n)
+        # A document that is cut over several rows counts in each by its tokens there.
         row_scores[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
     return row_scores
 

@@ -113,6 +113,7 @@ def refuse_unknown(settings: Mapping[str, str]) -> None:
     for name in settings:
         if name not in CHECKS:
             raise RecipeError(f"data.preflight.{name}: unknown check; {nearest(name, list(CHECKS))}")
+    # An index beyond the embedding is an error on a CPU, and on a GPU an assertion that breaks its context.
     if settings.get("embedding") == "warn":
         raise RecipeError("data.preflight.embedding: cannot be a warning: the step that reads such a token would fail")
 
@@ -144,6 +145,7 @@ class Findings:
 
 def merged(one: Mapping[str, Finding], other: Mapping[str, Finding]) -> dict[str, Finding]:
     """Merges two sets of findings about the same rows: counts add up, and at most `SHOWN` samples stay per check."""
+    # Copies: both arguments may be part of the journal.
     total = {name: entry.copy() for name, entry in one.items()}
     for name, entry in other.items():
         if name in total:
@@ -185,6 +187,7 @@ def judge(found: Mapping[str, Finding], settings: Mapping[str, str], rows: int) 
         check, entry = CHECKS[name], found[name]
         if name == "template_end" and (found["template"]["count"] if "template" in found else 0) >= rows:
             continue  # a template that renders no row also ends no turn: report one fault
+        # Findings of rows are counted against all rows that were read.
         count, of = entry["count"], entry["of"] or rows
         # Without a tolerated fraction a single row blocks.
         below = count <= check.above * of if check.above else False
@@ -210,6 +213,7 @@ def _line(name: str, check: Check, rows: Sequence[Sequence[str]], count: int, of
 
 def _short(where: str, first: str) -> str:
     """Returns a location without its file if that is the file of `first`."""
+    # Locations are `FILE: row N` or `FILE:LINE`.
     for mark in (": row ", ":"):
         file, separator, row = where.rpartition(mark)
         if separator and first.startswith(file + mark):

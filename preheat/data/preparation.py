@@ -142,6 +142,7 @@ def prepare(
     """
     # Errors of the recipe first: everything else reads files.
     refuse_unknown(data.preflight)
+    # From sources to rows: open, decide how to encode, tokenize and pack, check.
     root, say = cache or cache_folder(), progress or (lambda what, done, total: None)
     opened = _open_sources(data, tokenizer, add_tokens, vision, processor, knob)
     say("reading validation" if opened.validation else "reading", 0, None)
@@ -287,6 +288,7 @@ def _image_processor(
 def _packing(data: Data, sources: Sequence[Source], images: ImageProcessor | None) -> Literal["stream", "whole"]:
     """Returns the packing: `auto` keeps prompts with their answers in one row, and cuts plain text at row ends."""
     paired, kind = any(source.paired for source in sources), sources[0].layout.kind
+    # One packing for all sources: a single source of examples makes running text whole too.
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
     if packing == "stream" and images is not None and paired:
         raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
@@ -428,6 +430,7 @@ def _open_with_common_classes(
 
 def _ends(tokenizer: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
     """Returns the tokens that end a text or a turn."""
+    # Many chat templates end a turn with another token than the end of text.
     end = template.end_of_turn if template else None
     return sorted({tokenizer.eos_token_id, *([tokenizer.convert_tokens_to_ids(end)] if end else [])})
 
@@ -488,6 +491,7 @@ def _refuse_empty(
 
 
 def _require_rows(rows: Rows, what: str, fix: str) -> None:
+    # Documents exist, but each loses its whole answer: raising the length helps, adding text does not.
     if len(rows) == 0 and rows.no_room:
         raise DataError(
             f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
@@ -527,10 +531,12 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
         seen_rows["read"] += 1
     verdict = judge(findings.by_check, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
+    # Opened again by the process that reads it, so only settings are stored.
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
         encode_all(chunks(Split().apply(validation_source.read(), Counter())), encoder)
         if validation_source
+        # With the same split as the training rows, which leaves these documents out.
         else train.held_out()
     )
     validation = Rows(tokens, length, packing, encoder.pad)

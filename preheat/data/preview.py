@@ -82,6 +82,7 @@ def _lengths(sizes: np.ndarray, length: int) -> JsonObject:
 def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, str]:
     """Returns document number -> file and row, for all documents in these packed rows."""
     assert rows.tokens.folder is not None, "prepared data is stored"
+    # Content hashes of the documents, from which their file and row are found again.
     marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
     numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
     # (hash, number of earlier documents of that hash), as `locate_documents` reads it.
@@ -117,6 +118,7 @@ def _shortened(text: str, rows: Rows) -> str:
     """Returns the text with each image's tokens replaced by their number."""
     if rows.tokens.images is None:
         return text
+    # An image has hundreds of equal tokens.
     mark = rows.tokens.images.eye.marks[0]
     return re.sub(f"(?:{re.escape(mark)})+", lambda match: f"[image: {len(match[0]) // len(mark)} tokens]", text)
 

@@ -104,6 +104,7 @@ class RowCache:
             ) from None
         if foreign:
             raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
+        # Rows of another model or text must never be used: name the settings that differ.
         if stored != header:
             was = stored.get("of", {}) if isinstance(stored, dict) else {}
             other = [
@@ -147,6 +148,7 @@ class RowCache:
         Raises:
             RunError: the row is missing, has other tokens, or is damaged.
         """
+        # An unwritten record reads as zeros.
         if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
             raise RunError(
                 f"{self.knob}: {self.folder}: row {row} is not in the cache; start the run again, which fills the cache"
@@ -188,5 +190,6 @@ class RowCache:
         """Returns the arrays of a batch's rows as tensors [rows, ...] on the host."""
         import torch
 
+        # Every read checks the tokens, so a changed order of rows cannot mix up outputs.
         cached = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
         return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*cached, strict=True))

@@ -186,6 +186,7 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
 def _span_f1(span: str, gold: str, scale: str) -> float:
     if number_in(gold, scale) is not None or number_in(span) is not None:
         return float(scaled(span) == scaled(gold, scale))
+    # Numbers within text compare by value, so that 1,000 and 1000 are one word.
     a, b = _words_and_numbers(span), _words_and_numbers(gold)
     # As in DROP: a text span without any of the gold's numbers is wrong, whatever words it shares.
     numbers = {w for w in b if w.startswith("#")}

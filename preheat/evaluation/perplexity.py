@@ -108,6 +108,7 @@ def measure_text(
         sizes: result of `bytes_of_tokens`.
         objective: use the build's own objective, as in the run's validation; else the next-token loss.
     """
+    # Small batches if there are few rows, since each batch is one unit of the bootstrap.
     count = min(limit, len(rows))
     micro = max(1, min(micro, count // UNITS))
     own = objective and build.owner(Slot.OBJECTIVE) != "plain"

@@ -80,6 +80,7 @@ def _parts(row: Row, each: str) -> Iterator[Row]:
     # A field of the part takes precedence over one of its parent.
     rest = {k: v for k, v in row.values.items() if k != each}
     for number, part in enumerate(parts, 1):
+        # Messages name the part within its row.
         where = f"{row.where}, {each} {number}"
         yield Row(where, {**rest, **_row(where, part).values})
 
@@ -238,6 +239,7 @@ def _chosen(task: Task, rows: list[Row]) -> list[Row]:
     total = len(rows)
     if task.keys is not None:
         try:
+            # Keys are compared as text: JSON objects have only such keys.
             wanted = set(map(str, read_json(expanded(f"task {task.name}: keys:", task.keys))))
         except (OSError, TypeError) as error:
             message = shorten(str(error), 200)

@@ -78,6 +78,7 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> JsonObject:
 
     If the rows differ (e.g. with another tokenizer), losses and perplexities per token are not comparable and left out.
     """
+    # Equal rows in equal order: differences per row cancel their difficulty.
     paired = before.identity == after.identity and len(before.metrics) > 0
     metrics = {}
     for name, metric in after.metrics.items():
@@ -122,6 +123,7 @@ def comparable(before: Result, after: Result | None) -> bool:
         )
     places = {tuple(part.subset.items()): part.metric for part in after.parts}
     parts = all(alike(part.metric, places.get(tuple(part.subset.items()))) for part in before.parts)
+    # A metric that only one of the two has is left out and does no harm.
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 

@@ -92,6 +92,7 @@ class RunEvaluator:
         if not texts and not tasks:
             return nothing
         losses: JsonObject = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
+        # The line has values only; intervals are in evaluation.json.
         line: JsonObject = {"step": step, **losses}
         if "validation" in texts:
             line["tokens"] = texts["validation"].tokens
@@ -107,6 +108,7 @@ class RunEvaluator:
             writer.json(BEFORE, {part: {name: serialize(r) for name, r in of.items()} for part, of in results.items()})
         summary: JsonObject = {"step": step, "after": _values(results)}
         # With several processes, only rank 0 reads and writes the run's folder.
+        # Read back rather than kept in memory: a resumed run has no evaluation at step 0 of its own.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
         if run is not None and (values := run.before):
             before = {part: {name: deserialize(r) for name, r in of.items()} for part, of in values.items()}
@@ -138,6 +140,7 @@ class RunEvaluator:
             texts["forgetting"] = measure_text(build, self.forgetting, **options)
         tasks: dict[str, Result] = {}
         length, classes = self.recipe.batch.seq_len, self.data.classes
+        # One scorer for all tasks, with the shapes of training.
         scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
         for task in self.tasks:
             if isinstance(task, Task):

@@ -82,6 +82,7 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
 
 
 def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
+    # The head has a row per class.
     rows = scorer.build.trained[0].get_output_embeddings().out_features  # type: ignore[operator]
     if task.kind != "classification":
         raise RecipeError(
@@ -89,6 +90,7 @@ def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
             f"{task.kind}"
         )
     texts = items[0].texts
+    # A class that the task lacks could be predicted and never be right.
     if scorer.classes and (strange := [name for name in scorer.classes if name not in texts]):
         problem = f"the run was trained on the class {strange[0]!r}, which the task does not have"
         raise RecipeError(f"task {task.name}: choices: {problem}; {nearest(strange[0], list(texts))}")
@@ -107,6 +109,7 @@ def _likelihoods(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:
         for choice in item.choices:
             pairs.append(scorer.pair(item.context, choice, complete=item.complete))
             where.append(item.where)
+    # All choices of all questions in one call, which batches similar lengths.
     flat = iter(scorer.score(pairs, where))
     return [[next(flat) for _ in item.choices] for item in items]
 
@@ -120,6 +123,7 @@ def _by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[
             "perplexity": bootstrap.perplexity(losses, [1.0] * len(losses)),
         }
     gold = [item.gold for item in items]
+    # Sums favor short choices; `accuracy_norm` below corrects for that.
     raw = [int(np.argmax([s.loglikelihood for s in row])) for row in scores]
     accuracy = bootstrap.mean([float(a == b) for a, b in zip(raw, gold, strict=True)])
     if task.kind == "classification":

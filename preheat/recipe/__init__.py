@@ -158,6 +158,7 @@ def _assign(values: object, item: str) -> object:
         at[step] = dict(inner or {})
         at = at[step]
     at[path[-1]] = value
+    # The value itself may be a section with former names.
     return current_names(values)
 
 
@@ -176,6 +177,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         >>> load("demo", ["batch.size=8"]).batch.size
         8
     """
+    # A file takes precedence over a built-in recipe of the same name.
     file = Path(path)
     where = shorten(str(path), 200)
     if not _is_there(file):  # a folder of the same name does not hide a built-in recipe

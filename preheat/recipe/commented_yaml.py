@@ -41,6 +41,7 @@ def brief(values: JsonObject) -> str:
         elif part.default_factory is not dataclasses.MISSING:
             inside = _keys(part.default_factory, values[part.name])  # type: ignore[arg-type]
         else:
+            # The name is written even if it is the default, since it names the run's folder.
             if part.name == "name" or values[part.name] != part.default:
                 lines += _key(part.name, values[part.name], field_docs(Recipe)[part.name])
             continue

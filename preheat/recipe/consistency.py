@@ -54,6 +54,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     explicit = [key for key in sizes if getattr(model, key) is not None]
     # A model has one origin: a path, a preset, a size, or explicit sizes.
     origin = "path" if model.path else "preset" if model.preset else None
+    # Sizes in the recipe would contradict those of the loaded model.
     if origin and (model.size or explicit):
         extra = "size" if model.size else explicit[0]
         fix = f"remove {extra} (--set 'model={{{origin}: ...}}' does)"
@@ -69,6 +70,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         yield "model.num_experts", f"{given}: {model.family} has no experts; use family: qwen3_moe or mixtral"
     elif chosen > experts:
         yield "model.num_experts_per_tok", f"{chosen} is more than the {experts} experts; lower it"
+    # Each key-value head serves an equal number of query heads.
     if model.num_heads and model.num_kv_heads and model.num_heads % model.num_kv_heads:
         yield "model.num_kv_heads", f"{model.num_kv_heads} does not divide num_heads {model.num_heads}"
     if model.hidden_size and model.num_heads and model.hidden_size % model.num_heads:
@@ -87,6 +89,7 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model", text
     # rows x heads x tokens^2; 256 heads if their number is not stated.
     scores = batch.size * (model.num_heads or 256) * batch.seq_len**2
+    # One message for both: too many tokens imply too many scores.
     if (tokens := batch.size * batch.seq_len) > _MOST_TOKENS:
         yield (
             "batch",
@@ -145,6 +148,7 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "stop.epochs", text
     if not (stop.max_steps or stop.tokens or stop.epochs or stop.hours):
         yield "stop", "no stopping condition; set max_steps, tokens, epochs or hours"
+    # The schedule's decay needs the number of steps, which a time limit does not determine.
     if stop.hours and not (stop.max_steps or stop.tokens or stop.epochs) and recipe.schedule.kind != "constant":
         text = f"schedule {recipe.schedule.kind} needs a length in steps, tokens or epochs"
         yield "stop.hours", f"{text}; add one (hours still ends the run early) or use schedule.kind: constant"
@@ -171,6 +175,7 @@ def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
+    # Compared with the default of the dataclass, which is a class attribute.
     if sample.draft_model is None and sample.draft_tokens != type(sample).draft_tokens:
         text = "there is no draft model to propose them; name one (draft_model), or leave it out"
         yield "draft_tokens", f"{sample.draft_tokens} changes nothing: {text}"

@@ -222,6 +222,7 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
     # Exact names of other trainers before similar names of ours: `r` is lora_r, not a typing error.
     if ours := NAMES.get(word):
         return message + f"here it is '{ours}'"
+    # The names that are valid at this level, former ones included.
     at = tuple(path[:-1])
     # A misspelled former name is as close as a misspelled current one; the message names the current key.
     names = {name: current_key((*at, name))[-1] for name in former_names(at)} | {name: name for name in known}
@@ -259,5 +260,6 @@ def option_hint(name: str) -> str:
     key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
     if not key:
         return ""
+    # A technique itself has no value: {} adds it with its defaults.
     value = "{}" if key.removeprefix("techniques.") in registry() else "VALUE"
     return f"a recipe's key is set by --set {key}={value}"

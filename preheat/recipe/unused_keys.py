@@ -105,6 +105,7 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
     )
 
 
+# By section of the recipe. A rule concerns a key only if its value differs from the default.
 RULES: tuple[Rule, ...] = (
     # The model: sizes of a new one mean nothing for a loaded one, and the other way round.
     Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
@@ -177,6 +178,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.split", lambda r: not _is_file(r), "it is for a `datasets` source, and {source} is not one; leave it out"
     ),
+    # Settings of a tokenizer that is trained, of images, and of files and processes.
     Rule("data.vocab_size", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
     Rule("data.image_pixels", lambda r: not _new(r), "a new model reads only text; leave it out"),
     Rule("data.images", lambda r: not _new(r), "a new model reads only text; leave it out"),
@@ -217,6 +219,7 @@ RULES: tuple[Rule, ...] = (
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
+    # Generation: keys that mean nothing as long as the run writes no samples.
     *map(
         _sampled,
         (

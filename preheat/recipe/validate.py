@@ -87,6 +87,7 @@ def _words(error: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "string_type" and isinstance(error.get("input"), int | float):
         return "must be text (a number with its unit, or in quotes)"
+    # pydantic's types of errors -> the same in words of YAML.
     texts = {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
@@ -145,6 +146,7 @@ class RecipeReader:
             RecipeError: there are problems; one line each.
         """
         if self.found:
+            # One override may cause several equal messages: print each once.
             lines = dict.fromkeys(f"{self.location(at)}: {text}" for at, text in self.found)
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
             raise RecipeError("\n".join([*lines, *more]))
@@ -164,6 +166,7 @@ class RecipeReader:
         unknown = [key for key in values if key not in known]
         for key in unknown:
             path = (*at, str(key))
+            # `current_values` leaves a former name only if the current one is given too.
             if (current := current_key(path)) != path:
                 text = f"is the former name of {'.'.join(current)}, which is given too; remove one of them"
                 self.report(path, f"{'.'.join(path)}: {text}")

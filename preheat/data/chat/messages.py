@@ -107,6 +107,7 @@ def _message(turn: object, where: str) -> JsonObject:
         content = ""
     if not isinstance(content, str):
         raise Unreadable("fields", f"{where} has a '{content_key}' that is {kind_of(content)}, not text")
+    # An empty system message is common and harmless.
     if not content.strip() and not calls and message["role"] != "system":
         raise Unreadable("fields", f"{where} has an empty '{content_key}'")
     message["content"] = content
@@ -158,6 +159,7 @@ def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unreadable("fields", f"{where} has a tool call without a function name")
+        # Llama 3's name for arguments is `parameters`.
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):  # text in OpenAI's API, objects in templates
             arguments = _json(arguments, where) if arguments.strip() else {}
@@ -170,6 +172,7 @@ def tools_of(value: object, field: str) -> list[JsonObject] | None:
     """Reads tools from a list of schemas or its JSON text; bare functions are wrapped as in OpenAI's API."""
     if value is None or value in ("", "[]"):
         return None
+    # Data sets often store tools as JSON text, since schemas have no common Arrow type.
     tools = _json(value, f"field '{field}'") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Unreadable("fields", f"field '{field}' is {kind_of(tools)}, not a list of tools")
@@ -215,4 +218,5 @@ def texts_of(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     for n, message in enumerate(messages, 1):
         yield f"message {n}", message["content"]
         if message.get("tool_calls"):
+            # Templates render calls into the text, so special tokens within them do the same harm.
             yield f"message {n}", json.dumps(message["tool_calls"], ensure_ascii=False, default=str)

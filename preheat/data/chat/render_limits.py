@@ -211,6 +211,7 @@ _threads = _Watcher()
 
 def require_small(name: str, text: str, messages: object) -> None:
     """Raises TemplateLimit if a rendered text is far longer than its messages."""
+    # repr is slow for long messages, so it is taken only of long texts.
     if len(text) > TEXT and len(text) > TEXT + TIMES * len(repr(messages)):
         raise TemplateLimit(f"{name}: makes {len(text):,} characters of a conversation; use another template")
 

@@ -82,6 +82,7 @@ def expanded(knob: str, name: str | Path) -> Path:
         DataError: there is no such home folder, or the path is invalid.
     """
     try:
+        # Raises RuntimeError for an unknown user, as in ~nobody/data.
         path = Path(name).expanduser()
         # Only to find paths that the system refuses; a missing path is no error yet.
         path.stat()
@@ -102,6 +103,7 @@ def missing(knob: str, path: Path) -> DataError:
             f"{knob} {display_path(path)}: is a link to {display_path(os.readlink(path))}, which does not exist; fix "
             "the link"
         )
+    # The closest name in the folder is more helpful than the whole path.
     parent, wanted = path.parent, path.name
     # Climb to the deepest folder that exists: the wrong part of the path is a name in it.
     while not parent.is_dir() and parent != parent.parent:
@@ -210,6 +212,7 @@ def _kind(path: Path) -> str:
     """Returns the kind of a path that is neither a file nor a folder."""
     if path.is_symlink() and not path.exists():
         return "a link to nothing"
+    # Opening a pipe or a device may wait forever, so these are never read.
     mode = path.stat().st_mode
     known = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return known.get(stat.S_IFMT(mode), "a special file")
@@ -394,6 +397,7 @@ def read_json(path: Path) -> Any:
 def _json(path: Path, keyed: bool) -> Iterator[tuple[str, object]]:
     rows = read_json(path)
     if keyed and isinstance(rows, dict):
+        # An object of objects, such as PubMedQA's files: the key identifies the row.
         rows = [{"key": key, **row} if isinstance(row, dict) else row for key, row in rows.items()]
     if not isinstance(rows, list):
         of_objects = " or an object of them" if keyed else ""
@@ -445,5 +449,6 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
                     number += 1
                     yield f"{display_path(path)}: row {number}", row
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+        # The row after the last one that was read; before any row, the file itself is at fault.
         where = f"{display_path(path)}: row {number + 1}" if number else display_path(path)
         raise DataError(f"{where}: not a readable Parquet file: {_first_line(error)}") from None

@@ -44,6 +44,7 @@ def columns_advice(known: Sequence[str]) -> str:
         [shorten(name, 40) for name in known[:100]],
     )
     for name in known:
+        # A high cutoff: a wrong suggestion would train on the wrong field.
         if near := difflib.get_close_matches(name.lower(), roles, n=1, cutoff=0.8):
             return f"set data.text: {name}" if near[0] == "text" else f"set data.columns={{{near[0]}: {name}}}"
     if len(known) == 1:
