@@ -470,6 +470,7 @@ def _refuse_empty(
     documents, dropped = values["documents"], values["dropped"]
     description = "; ".join(source.description for source in sources)
     remaining = documents["train"] + documents["validation"]
+    # The reasons why rows were dropped, with their numbers.
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
     if remaining == 0:
         raise DataError(f"{description}: no document left of {values['read']} read ({reasons})")

@@ -96,7 +96,7 @@ class Task:
             )
         if self.kind not in ("multiple_choice", "classification") and self.choices is not None:
             problems.append(("choices", f"means nothing for {self.kind}; remove it"))
-        # A repeated choice would make two answers right, of which one counts.
+        # A repeated choice could make two answers right, of which only one counts.
         if isinstance(self.choices, tuple) and len(set(self.choices)) < max(2, len(self.choices)):
             problems.append(("choices", "needs two or more, each once"))
         if self.text is not None and self.kind != "classification":

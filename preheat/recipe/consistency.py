@@ -89,7 +89,7 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model", text
     # rows x heads x tokens^2; 256 heads if their number is not stated.
     scores = batch.size * (model.num_heads or 256) * batch.seq_len**2
-    # One message for both: too many tokens imply too many scores.
+    # One message for both: fewer tokens also mean fewer scores.
     if (tokens := batch.size * batch.seq_len) > _MOST_TOKENS:
         yield (
             "batch",
@@ -123,6 +123,7 @@ def _data(data: Data) -> Iterator[tuple[str, str]]:
         yield "data.overlong", "refuse needs all documents read beforehand; set data.streaming: false"
     if not isinstance(data.source, str) and data.streaming:
         yield "data.streaming", "reads one source; name one, or set data.streaming: false"
+    # A number is a fraction, a text a path or a built-in source.
     if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
         yield "data.validation", f"{data.validation} is not a fraction in [0, 1); use a fraction or a path"
 
@@ -136,6 +137,7 @@ def _source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     )
     if not isinstance(part.get("source"), str):
         yield f"{key}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"
+    # Sources of a list are plain mappings, which pydantic does not check.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
         yield f"{key}.weight", f"must be a number above 0 and at most 100, got {quoted(weight)}"
 
@@ -143,6 +145,7 @@ def _source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Checks the length of the run and the settings that depend on it."""
     stop, streaming = recipe.stop, recipe.data.streaming
+    # An epoch of a stream ends at an unknown step, so the schedule could not be planned.
     if streaming and stop.epochs:
         text = "a streamed source has no known length; use stop.max_steps or stop.tokens, or data.streaming: false"
         yield "stop.epochs", text
@@ -163,6 +166,7 @@ def sample_problems(sample: Sample) -> list[tuple[str, str]]:
 
 
 def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
+    # The values that filter nothing.
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
             text = f"{value:g} filters sampled tokens, and temperature 0 does not sample; set a temperature, e.g. 0.8"

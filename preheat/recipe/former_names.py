@@ -62,6 +62,7 @@ def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
         (('batch', 'seq_len'), ('batch', 'size'))
     """
     name = FORMER_KEYS.get(".".join(_within_recipe(path)))
+    # A former key is in the section of today's: only the last component differs.
     return path if name is None else (*path[:-1], name)
 
 
@@ -73,6 +74,7 @@ def former_names(section: tuple[str, ...]) -> list[str]:
 
 def _within_recipe(path: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the path without what leads to a recipe's part in a chain of steps."""
+    # Steps of a chain have techniques of their own, at a deeper path than in a recipe.
     return path[path.index("techniques") :] if "techniques" in path else path
 
 

@@ -128,7 +128,9 @@ for _name, _read, _rule in (
 ):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _scalar(_read, _rule))
 _Dumper.add_representer(
-    tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+    # In flow style, [0.9, 0.95] on one line, as a person writes short sequences; lists have one item a line.
+    tuple,
+    lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
 )
 # `repr` is the shortest text that reads back as the same float.
 _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
@@ -236,6 +238,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
             except _Unusable as error:  # reported here, since the key is known
                 raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
 
+    # Nodes first, values last: nodes have the line and the tag of each value.
     node, loader = _composed(text, where, numbered=numbered)
     if node is None:
         return {}, lines
@@ -265,6 +268,7 @@ def _short_yaml_errors(where: str, *, numbered: bool) -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and numbered else ""
         problem = (getattr(error, "problem", None) or str(error)).removeprefix("but ")
+        # PyYAML describes a tab only as a character that cannot start a token.
         if "'\\t'" in problem:
             problem += "; indent with spaces, not tabs"
         kind = "" if isinstance(error, _Unusable) else "not YAML: "

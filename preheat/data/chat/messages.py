@@ -120,6 +120,7 @@ def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
     """Joins the parts of a message; returns the text and the files of its images."""
     texts, images = [], []
     for part in parts:
+        # A part is plain text, {"type": "text", "text": ...}, or an image.
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url") and not isinstance(text, str):
             file = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
