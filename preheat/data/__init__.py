@@ -48,11 +48,13 @@ _HOME = {
 }
 
 
+# PEP 562: a submodule, and torch with the loader, is imported only once one of its names is used.
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    # The next use finds the name without this function.
     globals()[name] = value
     return value

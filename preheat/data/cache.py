@@ -60,13 +60,16 @@ def entry(root: Path, name: str, build: Callable[[Path], JsonObject]) -> tuple[P
         DataError: the cache cannot be written. Exceptions of `build` pass through and leave nothing behind.
     """
     folder = root / name
+    # A hit costs reading all files for their checksums, far less than building them.
     if (content := read_entry(folder)) is not None:
         return folder, content
     try:
         make_private(root)  # readable by the user alone: it holds their data
+        # A younger one may belong to a process that runs, or be resumed by the next start.
         for left in root.glob(".partial-*"):
             if time.time() - left.stat().st_mtime > STALE:
                 shutil.rmtree(left, ignore_errors=True)
+        # Inside the root, since a rename works only within one file system.
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=root, ignore_cleanup_errors=True) as temporary:
             new = Path(temporary) / "entry"
             new.mkdir(mode=0o700)
@@ -83,6 +86,7 @@ def entry(root: Path, name: str, build: Callable[[Path], JsonObject]) -> tuple[P
         raise DataError(
             f"cache {root}: cannot be written ({error.strerror or error}); set PREHEAT_CACHE to a folder with room"
         ) from None
+    # Read what was written: a faulty disk must fail here and not as wrong tokens in training.
     content = read_entry(folder)
     if content is None:
         raise DataError(

@@ -44,6 +44,7 @@ def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> 
         size = min(max(pool(n), 1), len(ranked))
         while entered < size:
             row = int(ranked[entered])
+            # In the current pass even if its key is smaller than those already read: then it comes next.
             heapq.heappush(heap, (int(keys[row]), row))
             entered += 1
         # Every row of the pool was read: the next pass begins, in an order of its own.
@@ -67,11 +68,13 @@ def by_length(rows: Rows) -> np.ndarray:
 
 def by_rarity(rows: Rows) -> np.ndarray:
     """Returns [rows], the mean unigram surprisal of a row's labels in nats (Platanios et al. 2019)."""
+    # surprise: [vocabulary], -log p(token) in nats by the training tokens' own frequencies.
     counts = np.bincount(np.asarray(rows.tokens.ids), minlength=1)
     surprise = -np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
     scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         labels = rows.row(n).labels
+        # Prompts and padding do not count: only labels have a loss.
         trained = labels[labels != IGNORED]
         scores[n] = surprise[trained].mean() if len(trained) else 0.0
     return scores
@@ -82,6 +85,7 @@ def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
     row_scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         documents, sizes = rows.contents(n)
+        # A document that is cut over several rows counts in each by its tokens there.
         row_scores[n] = float(np.average(scores[documents], weights=sizes)) if len(documents) else 0.0
     return row_scores
 
@@ -114,6 +118,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             "document or row"
         )
     documents = len(rows.tokens.offsets)
+    # If there are as many rows as documents, the scores are those of documents.
     if len(scores) == documents:
         return _of_documents(rows, scores)
     if len(scores) == len(rows):
@@ -129,6 +134,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
 def _read(path: Path) -> np.ndarray:
     if path.suffix == ".npy":
         try:
+            # Loading a pickle would run its code.
             return np.asarray(np.load(path, allow_pickle=False), np.float64)
         except (ValueError, EOFError) as error:
             raise DataError(

@@ -47,6 +47,7 @@ class Document(NamedTuple):
             >>> Document.of("4", prompt="2 + 2 = ").text
             '2 + 2 = 4'
         """
+        # A prompt is context: the model reads it, but its tokens are no labels.
         read = () if prompt is None else (TextSpan(prompt, False),)
         return cls(((*read, TextSpan(text)),), where=where)
 

@@ -106,10 +106,12 @@ def batches(
         (4, torch.Size([8, 256]))
     """
 
+    # Called twice, to request micro-batches and to receive them: both must see the same shapes, so `shape` is pure.
     def shapes() -> Iterator[Shape]:
         return map(shape, itertools.count(step))
 
     if isinstance(rows, StreamRows):
+        # A stream has no random access: workers send rows in order, and this process makes the micro-batches.
         with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
             for current in shapes():
                 read = [_unless_error(stream.next()) for _ in range(rows_consumed(current, rows.length))]
@@ -121,6 +123,7 @@ def batches(
                 yield [b.pin_memory() for b in micro_batches] if pin else list(micro_batches)
         return
     order = sample_order(rows, seed, committed) if order is None else order
+    # Lazy, and ahead of training: workers request up to `prefetch` micro-batches each before a step needs them.
     parts = (
         part
         for current in shapes()
@@ -130,16 +133,19 @@ def batches(
     )
     requested = deque[_Part]()  # from the workers, not received yet
 
+    # The sampler of the DataLoader; each key is one micro-batch.
     def keys() -> Iterator[_Part]:
         for part in parts:
             requested.append(part)
             yield part
 
     def micro_batch() -> Batch:
+        # Micro-batches arrive in the order of their keys, so an error belongs to the oldest request.
         batch = _unless_error(loaded.next(lambda: requested[0].rows))
         requested.popleft()
         return batch
 
+    # The generator may be closed between two batches: `closing` then ends the workers.
     with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
         for current in shapes():
             yield [micro_batch() for _ in range(_micro_batches(current, share[1]))]
@@ -191,6 +197,7 @@ def rows_consumed(shape: Shape, length: int) -> int:
     wanted = f"{shape.rows} rows of {shape.length}"
     assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {wanted}"
     assert count, f"{wanted} are less than a row of {length}"
+    # `rows` is the ceiling: at most the last sequence of the step ends in padding.
     assert shape.rows == -(-count * length // shape.length), f"{wanted} cannot be cut from whole rows of {length}"
     return count
 
@@ -205,6 +212,7 @@ class _Part(NamedTuple):
 
 
 def _micro_batches(shape: Shape, devices: int) -> int:
+    # The largest part decides for all, since collectives need as many micro-batches on every device.
     most = -(-shape.rows // devices)
     return -(-most // shape.micro)
 
@@ -212,11 +220,15 @@ def _micro_batches(shape: Shape, devices: int) -> int:
 def _parts(numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, int] = (0, 1)) -> Iterator[_Part]:
     """Yields the micro-batches of one device, for a global batch cut from these rows of `length` tokens."""
     number, devices = share
+    # The sequences of this device; the numbers of two devices differ by one at most.
     low, high = (shape.rows * n // devices for n in (number, number + 1))
     for n in range(_micro_batches(shape, devices)):
+        # First sequence of this micro-batch in the global batch, and its number of sequences, 0 if none is left.
         piece = low + n * shape.micro
         pieces = max(min(shape.micro, high - piece), 0)
+        # In tokens of the concatenated rows. Without a sequence of its own the device reads the last one, to blank it.
         start = min(piece, shape.rows - 1) * shape.length
+        # The rows that these tokens lie in, without `end`.
         first, end = start // length, -(-(start + max(pieces, 1) * shape.length) // length)
         yield _Part(tuple(numbers[first:end]), shape.length, start - first * length, pieces)
 
@@ -226,9 +238,11 @@ def _read_part(part: _Part, row: Callable[[int], RowData], length: int, pad: int
         blank = _read_part(part._replace(pieces=1), row, length, pad)
         return replace(blank, labels=torch.full_like(blank.labels, IGNORED), weight=0)
     rows = [row(n) for n in part.rows]
+    # At full length the rows are used unchanged; only a shorter shape (of a length curriculum, say) cuts them.
     if part.length == length:
         return collate(list(zip(part.rows, rows, strict=True)))
     sequences = cut(rows, part.length, skip=part.skip, pieces=part.pieces, pad=pad)
+    # For messages: the row that each sequence begins in.
     begins = [part.rows[(part.skip + n * part.length) // length] for n in range(len(sequences))]
     return collate(list(zip(begins, sequences, strict=True)))
 
@@ -251,11 +265,13 @@ class _Pinnable(Batch):
 def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     """Stacks numbered rows into a micro-batch; its tensors are [rows, length] int64."""
     numbers, rows = zip(*numbered, strict=True)
+    # [rows, length] each; positions have a last axis of 3 if rows may hold images.
     tokens, labels, positions = (torch.stack([torch.from_numpy(row[part]) for row in rows]) for part in range(3))
     documents, group = tuple(row.documents for row in rows), rows[0].group
     desirable = tuple(row.desirable for row in rows) if rows[0].desirable else ()
     weight = weight_of(labels, documents, group, desirable)
     batch = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, desirable)
+    # Images are decoded here, in a worker process if there are any, and not by the training loop.
     if rows[0].eye is not None:
         batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
     return batch
@@ -273,9 +289,11 @@ def weight_of(
         >>> weight_of(torch.zeros(1, 9), ((2, 3, 1, 2, 1),), 2, ())  # two pairs, and one position of padding
         2
     """
+    # Compared answers: the loss is a mean over pairs. Documents of padding complete no group.
     if group > 1:
         assert documents is not None, "sequences that are compared have their lengths beside them"
         return sum(len(row) // group for row in documents)
+    # Judged answers count once each; otherwise the loss is a mean over labels.
     return sum(map(len, desirable)) if desirable else int((labels != IGNORED).sum())
 
 
@@ -309,9 +327,11 @@ class _Loader(Generic[Item]):
     def __init__(self, dataset: Dataset[Item], keys: Iterator[_Part] | None, workers: int, prefetch: int, pin: bool):
         settings: JsonObject = {}
         if workers:
+            # Neither fork nor spawn: `batches` says why.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch", __name__])
             multiprocessing.resource_tracker.ensure_running()  # first, since it unblocks signals
+            # Workers inherit the blocked signals from the server: Ctrl-C reaches all processes of a terminal at once.
             with _blocked():
                 multiprocessing.forkserver.ensure_running()
             settings = {
@@ -324,6 +344,7 @@ class _Loader(Generic[Item]):
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
             self.loader: DataLoader[Item] | None = DataLoader(
                 dataset,
+                # The dataset yields complete micro-batches.
                 batch_size=None,
                 sampler=keys,
                 collate_fn=_as_it_is,
@@ -348,10 +369,12 @@ class _Loader(Generic[Item]):
         Args:
             rows: gives the row numbers that the item is read from, for errors.
         """
+        # The watchdog counts only time within this call: a slow training step is no hanging worker.
         self.waits = time.monotonic()
         try:
             return next(self.iterator)
         except (RuntimeError, OSError, EOFError):  # OSError: the process that shares the tensors is gone
+            # All workers are alive, so the error is of another kind: pass it on.
             if (why := self._failed()) is None:
                 raise
             numbers = rows()
@@ -378,6 +401,7 @@ class _Loader(Generic[Item]):
     def close(self) -> None:
         self._over.set()
         if self.workers:
+            # An orderly shutdown waits for every worker, and these would not answer.
             if self.hung or not all(worker.is_alive() for worker in self.workers):
                 for worker in self.workers:
                     worker.kill()
@@ -392,6 +416,7 @@ class _Loader(Generic[Item]):
         while not self._over.wait(min(5.0, PATIENCE / 4)):
             since = self.waits
             if since is not None and time.monotonic() - since > PATIENCE:
+                # Before the kill, which wakes `next`: its message depends on this.
                 self.hung = True
                 for worker in self.workers:
                     worker.kill()
@@ -428,5 +453,7 @@ def _start_worker(_: int) -> None:
 def _exit_with_parent() -> None:
     main = multiprocessing.parent_process()
     assert main is not None
+    # Returns when the main process ends, by whatever cause.
     main.join()
+    # sys.exit would end only this thread.
     os._exit(1)

@@ -30,17 +30,22 @@ def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 
     assert isinstance(prepared.train, Rows), "a streamed source cannot be counted before training"
     assert len(prepared.validation), "no validation rows"
     first = range(min(len(prepared.train), max(1, max_tokens // prepared.train.length)))
+    # (token, next token) of the training and validation rows.
     before, after = _pairs(prepared.train, first)
     given, wanted = _pairs(prepared.validation, numbers)
     size = int(max(before.max(), after.max(), given.max(), wanted.max())) + 1
+    # Tokens that never occur take a share of the probability too, as in the model's softmax.
     size = max(size, len(prepared.tokenizer))
+    # [vocabulary], p(b) with add-one smoothing.
     unigram = (np.bincount(after, minlength=size) + 1) / (len(after) + size)
     context_counts = np.bincount(before, minlength=size)[given]
+    # A pair (a, b) as the number a * size + b, so that sorted unique pairs can be searched.
     pairs, counts = np.unique(before * size + after, return_counts=True)
     wanted_pairs = given * size + wanted
     at = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
     together = np.where(pairs[at] == wanted_pairs, counts[at], 0)
     expected = unigram[wanted]
+    # p(b | a) = (count(a, b) + k p(b)) / (count(a) + k).
     bigram = min(float(-np.log((together + k * expected) / (context_counts + k)).mean()) for k in STRENGTHS)
     return {"unigram": float(-np.log(expected).mean()), "bigram": bigram}
 

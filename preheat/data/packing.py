@@ -91,6 +91,7 @@ class Tokens:
     @classmethod
     def open(cls, folder: Path, side: str, group: int = 1) -> Tokens:
         """Opens tokens that `preparation` stored, mapped into memory."""
+        # The suffix is the dtype: uint16 for at most 65,536 tokens, else uint32.
         file = next(folder.glob(f"{side}.uint*"))
         marks, labels = folder / f"{side}.trained", folder / f"{side}-labels.npy"
         return cls(
@@ -105,6 +106,7 @@ class Tokens:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Pickled as a path: a worker maps the same files instead of receiving gigabytes through a pipe.
         if self.folder is not None:
             return Tokens.open, (self.folder, self.side, self.group)
         return Tokens, (self.ids, self.offsets, self.loss_mask, self.labels, self.group, self.images)
@@ -116,6 +118,7 @@ class Tokens:
             return ExampleKind("pairs")
         if self.labels is None or not len(self.labels):
             return ExampleKind()
+        # Labels of answers that are trained on judge them (KTO); labels of texts that are only read are classes.
         if self.loss_mask is not None and self.loss_mask.any():
             return ExampleKind("desirable")
         return ExampleKind("classes", int(self.labels.max()) + 1)
@@ -129,10 +132,13 @@ class Tokens:
             return np.ones(len(starts), np.int64)
         if self.loss_mask is None or not len(starts):
             return np.maximum(stops - starts - 1, 0)
+        # [2 spans]: start + 1, stop, start + 1, stop, ... `reduceat` sums
+        # between neighbors; every second sum is a span's.
         bounds = np.stack([np.minimum(starts + 1, stops), stops], axis=1).ravel()
         inside = bounds[bounds < len(self.loss_mask)]  # reduceat sums to the end after the last bound
         sums: np.ndarray = np.zeros(len(bounds), np.int64)
         sums[: len(inside)] = np.add.reduceat(self.loss_mask, inside, dtype=np.int64)
+        # For equal bounds `reduceat` returns the element itself instead of 0.
         return np.where(stops > starts + 1, sums[::2], 0)
 
     def starts(self) -> np.ndarray:
@@ -176,21 +182,28 @@ class Rows:
         assert self.packing == "whole" or (self.tokens.group == 1 and self.tokens.labels is None), (
             "only whole examples have these"
         )
+        # Rows of a stream are computed on access; rows made with their bounds are packed already.
         if self.packing == "stream" or len(self._bounds) > 1:
             return
         group = self.tokens.group
+        # sizes: [sequences]. together: [examples], the tokens of all their sequences.
         sizes = np.diff(self.tokens.offsets, prepend=0)
         together = sizes.reshape(-1, group).sum(axis=1)
+        # If a pair does not fit, each answer gets half a row, so that both are compared up to the same length.
         used = np.minimum(sizes, np.repeat(np.where(together > self.length, self.length // group, self.length), group))
         starts = self.tokens.starts()
         if self.tokens.images is not None:
+            # A cut within an image would leave patches without tokens: move it before the image.
             for n in np.intersect1d(np.flatnonzero(used < sizes), self.tokens.images.of):
                 used[n], _ = self.tokens.images.room(n, self.tokens.ids[starts[n] : starts[n] + sizes[n]], int(used[n]))
+        # [examples], True if every sequence keeps a trained token within its room.
         room = (self.tokens.targets(starts, starts + used).reshape(-1, group) > 0).all(axis=1)
+        # Without a mask no prompt can fill the row, so every example stays.
         usable = np.flatnonzero(room) if self.tokens.loss_mask is not None else np.arange(len(together))
         self.no_room = len(together) - len(usable)
         self.truncated = int((together[usable] > self.length).sum())
         self._used = used
+        # `bins` index `usable`; translate them to examples, and these to their adjacent sequences.
         bins = best_fit(used.reshape(-1, group).sum(axis=1)[usable], self.length)
         examples = usable[np.array([n for b in bins for n in b], np.int64)]
         self._order = (examples[:, None] * group + np.arange(group)).ravel()
@@ -229,7 +242,9 @@ class Rows:
         if table is None or not len(table.of) or not len(self) or self.packing == "stream":
             return 0, 0
         total = len(self.tokens.offsets)
+        # [sequences in rows]: images, and patches.
         per = [np.bincount(table.of, weights, total)[self._order] for weights in (None, table.grids.prod(axis=1))]
+        # Sums per row. No row is empty, so the bounds rise strictly, as `reduceat` requires.
         images, patches = (np.add.reduceat(counts, self._bounds[:-1]) for counts in per)
         row = int(np.argmax(patches))
         return int(images[row]), int(patches[row])
@@ -240,6 +255,7 @@ class Rows:
             sequences = self._order[self._bounds[index] : self._bounds[index + 1]]
             return sequences, self._used[sequences]
         start, stop = index * self.length, min((index + 1) * self.length, len(self.tokens.ids))
+        # Offsets are exclusive ends: the first one above `start` ends the document of position `start`.
         first = int(np.searchsorted(self.tokens.offsets, start, side="right"))
         last = int(np.searchsorted(self.tokens.offsets, stop, side="left"))
         ends = np.minimum(self.tokens.offsets[first : last + 1], stop)
@@ -260,13 +276,16 @@ class Rows:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         tokens[:size] = span[:size]
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
+        # The label of a position is the next token, for the last position the first token of the next row.
         labels[: len(span) - 1] = span[1:]
         first = int(np.searchsorted(self.tokens.offsets, start, side="right"))  # the document of position `start`
         last = int(np.searchsorted(self.tokens.offsets, stop, side="left"))  # the document of position `stop - 1`
         ends = np.asarray(self.tokens.offsets[first : last + 1])
+        # Ends within this row. A document that continues in the next row keeps the label of its last position here.
         inside = ends[ends <= stop] - start
         # The next token of a document's last one belongs to another document.
         labels[inside - 1] = IGNORED
+        # The mask is of tokens and a label is the token after its position, hence the shift by one.
         if self.tokens.loss_mask is not None:
             labels[: len(span) - 1][self.tokens.loss_mask[start + 1 : start + len(span)] == 0] = IGNORED
         # Without duplicates: a document may end where the tokens or the row do, and none has length 0.
@@ -280,23 +299,27 @@ class Rows:
         desirable, images, table = [], list[ImageRef](), self.tokens.images
         mrope: np.ndarray = np.empty((self.length, 3), np.int64)
         for n in self._order[self._bounds[index] : self._bounds[index + 1]]:
+            # `_used`, not the whole sequence: a long one is cut at its end.
             start, size = int(self.tokens.offsets[n - 1]) if n else 0, int(self._used[n])
             ids = np.asarray(self.tokens.ids[start : start + size]).astype(np.int64)
             tokens[at : at + size] = ids
             if kind == "desirable":
                 desirable.append(int(self.tokens.labels[n]))  # type: ignore[index]
             if kind == "classes":
+                # The class is read at the last token, the only one that has seen the whole text.
                 labels[at + size - 1] = self.tokens.labels[n]  # type: ignore[index]
             else:
                 labels[at : at + size - 1] = ids[1:]
                 if self.tokens.loss_mask is not None:
                     labels[at : at + size - 1][self.tokens.loss_mask[start + 1 : start + size] == 0] = IGNORED
             if table is not None:
+                # Images behind the cut are left out together with their tokens.
                 _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.offsets[n]]), size)
                 images += table.within(n)[:image_count]
                 mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
             sizes.append(size)
             at += size
+        # Padding is one more document, so that no example attends to it.
         if at < self.length:
             sizes.append(self.length - at)
             mrope[at:] = np.arange(self.length - at)[:, None]
@@ -305,6 +328,7 @@ class Rows:
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
+    # Positions restart at 0 in each document.
     starts = np.cumsum(documents) - documents
     positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, documents)
     return RowData(tokens, labels, positions, tuple(documents.tolist()))
@@ -332,6 +356,7 @@ def cut(
         "answers that are judged as a whole, and images, are not cut"
     )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
+    # Ends of documents, counted from the first token that is kept; those before it are at 0 or below.
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
     sequences = []
     for start in range(0, len(tokens), length)[:pieces]:
@@ -342,6 +367,7 @@ def cut(
         sequences.append(
             _row(
                 np.concatenate([tokens[start:stop], np.full(padding, pad, np.int64)]),
+                # Labels are copied, so the last position still has its label although that token is in the next row.
                 np.concatenate([labels[start:stop], np.full(padding, IGNORED, np.int64)]),
                 np.diff(bounds),
             )
@@ -363,10 +389,12 @@ def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
         [[1, 0], [3, 2]]
     """
     bins: list[list[int]] = []
+    # Bins by their room: the search costs a bisection over at most `room` numbers, however many bins there are.
     by_room: dict[int, list[int]] = {}  # room left -> bins
     rooms: list[int] = []  # the keys of by_room, sorted
     for n in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[n])
+        # The smallest room that suffices is that of the fullest bin.
         place = bisect.bisect_left(rooms, size)
         if place == len(rooms):
             left, chosen = room, len(bins)

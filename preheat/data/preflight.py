@@ -69,6 +69,7 @@ CHECKS = {
         "write the generation prompt under {% if add_generation_prompt %} in the template, or use another "
         "data.template",
     ),
+    # A fraction of 1 never blocks: the check only warns.
     "generation_prompt": Check(
         "the tokens before an answer differ between training and generation",
         "make the template's generation prompt the beginning of a rendered answer",
@@ -112,6 +113,7 @@ def refuse_unknown(settings: Mapping[str, str]) -> None:
     for name in settings:
         if name not in CHECKS:
             raise RecipeError(f"data.preflight.{name}: unknown check; {nearest(name, list(CHECKS))}")
+    # An index beyond the embedding is an error on a CPU, and on a GPU an assertion that breaks its context.
     if settings.get("embedding") == "warn":
         raise RecipeError("data.preflight.embedding: cannot be a warning: the step that reads such a token would fail")
 
@@ -136,12 +138,14 @@ class Findings:
         message = shorten(message, LONGEST)  # it may quote names and values of the row
         entry = self.by_check.setdefault(check, {"count": 0, "of": of, "rows": []})
         entry["count"] += count
+        # Only samples are kept: a corpus may have millions of such rows, and findings are stored in the journal.
         if len(entry["rows"]) < SHOWN:
             entry["rows"].append([where, message])
 
 
 def merged(one: Mapping[str, Finding], other: Mapping[str, Finding]) -> dict[str, Finding]:
     """Merges two sets of findings about the same rows: counts add up, and at most `SHOWN` samples stay per check."""
+    # Copies: both arguments may be part of the journal.
     total = {name: entry.copy() for name, entry in one.items()}
     for name, entry in other.items():
         if name in total:
@@ -183,7 +187,9 @@ def judge(found: Mapping[str, Finding], settings: Mapping[str, str], rows: int) 
         check, entry = CHECKS[name], found[name]
         if name == "template_end" and (found["template"]["count"] if "template" in found else 0) >= rows:
             continue  # a template that renders no row also ends no turn: report one fault
+        # Findings of rows are counted against all rows that were read.
         count, of = entry["count"], entry["of"] or rows
+        # Without a tolerated fraction a single row blocks.
         below = count <= check.above * of if check.above else False
         setting = settings.get(name, "block")
         line = _line(name, check, entry["rows"], count, of)
@@ -207,6 +213,7 @@ def _line(name: str, check: Check, rows: Sequence[Sequence[str]], count: int, of
 
 def _short(where: str, first: str) -> str:
     """Returns a location without its file if that is the file of `first`."""
+    # Locations are `FILE: row N` or `FILE:LINE`.
     for mark in (": row ", ":"):
         file, separator, row = where.rpartition(mark)
         if separator and first.startswith(file + mark):

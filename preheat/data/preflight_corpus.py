@@ -64,10 +64,12 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
     differs = False
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
+        # Rows that end in an open turn make the comparison of prompts below meaningless.
         if template is not None and (opening := _open_turn(template)):
             message = f"always adds a generation prompt, so that each row ends in an open turn ({quoted(opening)})"
             findings.add("open_turn", template.name, message, of=1)
             continue
+        # The layout converts rows to messages, so note which messages reach the template.
         noting = _Noting.of(template) if template is not None else None
         layout = replace(layout, template=noting) if noting is not None else layout
         for where, row in itertools.islice(source.rows(), LOOKED_AT):
@@ -76,6 +78,7 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
             if noting is not None:
                 noting.given.clear()
             document = layout.document(row, where)
+            # Unreadable rows are findings of another check.
             if not document.sequences or len(document.text) > LONG:
                 continue
             rendered = noting is not None and noting.given  # rows without a question do not use the template
@@ -112,6 +115,7 @@ def _open_turn(template: Template) -> str:
         text, prompt = template.text_of(talk), template.prompt(talk)
     except DataError:  # it may require more than a question and an answer; faults then show in the rows
         return ""
+    # A generation prompt after the answer repeats the text before it: compare both from their ends.
     before, answer, behind = text.rpartition(_ANSWER)
     opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
     opening_text = functools.reduce(
@@ -124,9 +128,11 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
     """Returns how the text before an answer differs between training and generation, or ''."""
     messages, tools, train_on = template.given[-1]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
+    # The first and the last trained turn: templates may render history differently.
     for n in dict.fromkeys((*turns[:1], *turns[-1:])):
         try:
             prompt = template.prompt(messages[:n], tools)
+            # The method of the base class, which does not note this conversation too.
             pieces = Template.spans(template, messages[: n + 1], tools, train_on)
         except DataError:
             continue  # the template requires more; faults then show in the row
@@ -140,6 +146,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
                 f"has it after {quoted(text[max(0, at - 12) :][:60])}: the generation prompt is not the beginning of "
                 "the row"
             )
+        # Text between the prompt and the first trained token: in generation nobody writes it.
         between = text[len(prompt) : _first_trained(pieces, len(prompt))]
         content = (messages[n].get("content") or "").strip()
         if not between.strip() and content and prompt == template.text_of(messages[:n], tools):
@@ -149,6 +156,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
                 f"message {n + 1}: {quoted(between)} precedes the answer in training, and the generation prompt lacks "
                 "it"
             )
+        # Equal text may still differ in tokens if one of them crosses the border of prompt and answer.
         ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
         if difference := _unlike(encoder, encoder.alone(prompt), ids):
             return f"message {n + 1}: {difference}"
@@ -174,6 +182,7 @@ def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
 def _cut_otherwise(encoder: Encoder, document: Document) -> str:
     """As `_gap`, for prompts that are plain text."""
     pieces = document.sequences[0]
+    # Without a prompt that is only read, there is nothing to compare.
     if document.complete or len(pieces) < 2 or pieces[0].trained or document.label is not None:
         return ""
     ids = encoder.first_of(document)
@@ -202,9 +211,11 @@ def check_tokens(
     """Checks the counts and tokens of the whole corpus."""
     documents, source = values["documents"], sources[0].description
     kind = sources[0].layout.kind
+    # No row has a label: one finding about the whole replaces those of the rows.
     if not values["labels"] and values["dropped"].get("untrained"):
         findings.by_check.pop("untrained", None)
         findings.add("masked", source, "no token of all rows is trained on", of=1)
+    # A model for classes writes nothing, so it needs no end.
     elif not values["ends"] and values["labels"] and kind not in ("classes",):
         if encoder.pad == encoder.end:
             findings.add(
@@ -219,6 +230,7 @@ def check_tokens(
         where, token = _first_beyond(streams, encoder, embedding)
         findings.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
     if values["near_count"]:
+        # At most five samples are searched for, with a count of 0: the true count is set below.
         for where in _wheres(streams, {int(mark) for mark in values["near"]}, held=True):
             findings.add(
                 "near_validation", where, "equals training data except for case, punctuation or spaces", count=0
@@ -246,6 +258,7 @@ def locate_documents(
         wanted: (64-bit content hash, number of earlier documents with equal content) of each document.
         held: search the validation documents, else the training documents.
     """
+    # `read` counts the documents of each hash so far: equal documents differ by their number.
     marks, read, places = {mark for mark, _ in wanted}, Counter[int](), dict[tuple[int, int], str]()
     missing = set(wanted)
     for stream in streams:
@@ -314,6 +327,7 @@ def cut_answers(rows: Rows) -> np.ndarray:
     tokens = rows.tokens
     if rows.packing == "stream" or not len(tokens.offsets) or tokens.labels is not None:
         return np.zeros(0, np.int64)
+    # [sequences]: the labels of the whole sequence, and of its part in a row.
     starts = tokens.starts()
     wanted, used = tokens.targets(starts, tokens.offsets), tokens.targets(starts, starts + rows._used)
     return np.flatnonzero((wanted > used).reshape(-1, tokens.group).any(axis=1))

@@ -140,7 +140,9 @@ def prepare(
         >>> prepared.train.row(0).tokens.shape  # doctest: +SKIP
         (256,)
     """
+    # Errors of the recipe first: everything else reads files.
     refuse_unknown(data.preflight)
+    # From sources to rows: open, decide how to encode, tokenize and pack, check.
     root, say = cache or cache_folder(), progress or (lambda what, done, total: None)
     opened = _open_sources(data, tokenizer, add_tokens, vision, processor, knob)
     say("reading validation" if opened.validation else "reading", 0, None)
@@ -247,18 +249,21 @@ def _open_sources(
 
     This comes first, so that a setting that cannot work fails before the documents are read.
     """
+    # The recipe's tokenizer takes precedence over the model's own.
     name, key = (data.tokenizer, "data.tokenizer") if data.tokenizer else (model_tokenizer, "the model's tokenizer")
     if data.streaming and name is None:
         raise DataError(
             "data.streaming: a tokenizer cannot be trained on streamed data; set data.tokenizer to a folder"
         )
     tokenizer = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
+    # `load_tokenizer` has already avoided the class that would split text differently, so a note suffices.
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
     images = _image_processor(data, tokenizer, vision, processor) if vision is not None else None
     sources = _open_with_common_classes(data, tokenizer, images, knob)
     notes += [f"{source.description}: not read: {source.left}" for source in sources if source.left]
     validation, share = None, 0.0
     if isinstance(data.validation, str):
+        # Validation files are read by the settings (layout, columns) of the first source.
         validation = open_source(data.parts()[0][0], validation=True, tokenizer=tokenizer, eye=images)
         # A class must have the same number on both sides, even if validation lacks some of the classes.
         validation = replace(validation, layout=replace(validation.layout, classes=sources[0].layout.classes))
@@ -283,9 +288,11 @@ def _image_processor(
 def _packing(data: Data, sources: Sequence[Source], images: ImageProcessor | None) -> Literal["stream", "whole"]:
     """Returns the packing: `auto` keeps prompts with their answers in one row, and cuts plain text at row ends."""
     paired, kind = any(source.paired for source in sources), sources[0].layout.kind
+    # One packing for all sources: a single source of examples makes running text whole too.
     packing: Literal["stream", "whole"] = ("whole" if paired else "stream") if data.packing == "auto" else data.packing
     if packing == "stream" and images is not None and paired:
         raise DataError("data.packing: stream cuts examples, and those with images must stay whole; use whole or auto")
+    # Their label or comparison is about the whole example, which a row end would cut in two.
     if packing == "stream" and kind in ("preference", "kto", "classes"):
         raise DataError(
             f"data.packing: stream cuts examples, and rows of the layout {kind} must stay whole; use whole or auto"
@@ -299,6 +306,7 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     # Documents of the validation source are left out of training by their content.
     held_out = frozenset(content_hash(d) for d in validation.read() if d.sequences) if validation else frozenset()
     split = Split(opened.share, held_out)
+    # Everything that decides the documents and their side; the key of the tokens adds the tokenizer.
     content = digest(FORMAT, [source.key() for source in sources], opened.share, validation.key() if validation else "")
     # After the split: a tokenizer is trained on the training side only, so that validation stays unseen.
     tokenizer = opened.tokenizer or _trained(root, content, sources, split, data.vocab_size, say)
@@ -308,6 +316,7 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     check_template(sources, template, findings)
     check_prompts(sources, encoder, findings)
     if (
+        # A tokenizer with several named templates keeps them: generation chooses among them (`load_template`).
         template is not None
         and tokenizer.chat_template != template.text
         and not isinstance(tokenizer.chat_template, dict)
@@ -328,6 +337,7 @@ def _tokenize_and_pack(
     entry_name = f"tokens-{digest(encoding.content, encoder.key, ends)}"
 
     def build(folder: Path) -> JsonObject:
+        # The work folder bears the name of the entry, so that the next start finds and resumes unfinished work.
         return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, opened.images)
 
     folder, content_entry = entry(root, entry_name, build)
@@ -375,6 +385,7 @@ def _check_rows(
         embedding,
         train.length,
     )
+    # One verdict over all checks, so that one start reports every fault of the data.
     verdict = judge(findings.by_check, data.preflight, values["read"])
     # Without a document to train on `_refuse_empty` would raise in any case; the findings say why none is left.
     if refuse or not values["documents"]["train"]:
@@ -385,6 +396,7 @@ def _check_rows(
     )
     if opened.share or opened.validation:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
+    # Last, since naming the document reads the sources again.
     if data.overlong == "refuse":
         refuse_longer(packed.rows, packed.folder, packed.streams)
     return verdict, cut
@@ -407,8 +419,10 @@ def _open_with_common_classes(
                 f"data.source.{n}: {source.description} has the layout {source.layout.description}, the first source "
                 f"{first.description}; these cannot be mixed"
             )
+        # The sources have different classes: number them by the union.
         if first.kind == "classes" and not data.classes and set(source.layout.classes) != set(first.classes):
             sources[n] = replace(source, layout=replace(source.layout, classes=tuple(names)))
+    # Sources that have all classes may still have them in another order.
     if first.kind == "classes" and len({s.layout.classes for s in sources}) > 1:
         sources = [replace(s, layout=replace(s.layout, classes=tuple(names))) for s in sources]
     return sources
@@ -416,6 +430,7 @@ def _open_with_common_classes(
 
 def _ends(tokenizer: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
     """Returns the tokens that end a text or a turn."""
+    # Many chat templates end a turn with another token than the end of text.
     end = template.end_of_turn if template else None
     return sorted({tokenizer.eos_token_id, *([tokenizer.convert_tokens_to_ids(end)] if end else [])})
 
@@ -436,6 +451,7 @@ def _trained(
                 say("reading for the tokenizer", n, sources[0].count)
             if side == "train":
                 yield mark, document.text
+        # Reached when the generator is exhausted: only then does the trainer begin.
         say("training the tokenizer", 0, None)
 
     def build(folder: Path) -> JsonObject:
@@ -450,9 +466,11 @@ def _trained(
 def _refuse_empty(
     sources: Sequence[Source], validation_source: Source | None, share: float, values: JsonObject
 ) -> None:
+    # The message names the first cause that applies: nothing left, nothing to train on, nothing to validate on.
     documents, dropped = values["documents"], values["dropped"]
     description = "; ".join(source.description for source in sources)
     remaining = documents["train"] + documents["validation"]
+    # The reasons why rows were dropped, with their numbers.
     reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
     if remaining == 0:
         raise DataError(f"{description}: no document left of {values['read']} read ({reasons})")
@@ -474,6 +492,7 @@ def _refuse_empty(
 
 
 def _require_rows(rows: Rows, what: str, fix: str) -> None:
+    # Documents exist, but each loses its whole answer: raising the length helps, adding text does not.
     if len(rows) == 0 and rows.no_room:
         raise DataError(
             f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
@@ -488,6 +507,7 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
 
 def _counts(rows: Rows) -> JsonObject:
     return {
+        # Offsets count sequences: the two answers of a pair are one document.
         "documents": len(rows.tokens.offsets) // rows.tokens.group,
         "tokens": len(rows.tokens.ids),
         "rows": len(rows),
@@ -502,17 +522,22 @@ def _counts(rows: Rows) -> JsonObject:
 
 def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, seed: int) -> PreparedData:
     """Checks the beginning of a streamed source, and leaves tokenizing and packing of the rest to training."""
+    # The recipe's checks allow only one source if it is streamed.
     (source, *_), validation_source, packing = opened.sources, opened.validation, opened.packing
     encoder, split, findings = encoding.encoder, encoding.split, encoding.findings
+    # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
     seen_rows = Counter[str]()
+    # Rows behind these are checked one by one as they are read (`StreamRows`).
     for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
         seen_rows["read"] += 1
     verdict = judge(findings.by_check, data.preflight, sum(seen_rows.values()))
     verdict.refuse()
+    # Opened again by the process that reads it, so only settings are stored.
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
         encode_all(chunks(Split().apply(validation_source.read(), Counter())), encoder)
         if validation_source
+        # With the same split as the training rows, which leaves these documents out.
         else train.held_out()
     )
     validation = Rows(tokens, length, packing, encoder.pad)

@@ -44,6 +44,7 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> JsonObject:
         raise DataError(
             "data.streaming: a streamed source is not read before training; set data.streaming: false to preview it"
         )
+    # The order of epoch 0 in `loader.sample_order`.
     order = permutation(len(train), seed, 0)[:rows].tolist()
     group = train.tokens.group
     wheres = _wheres(prepared, train, order)
@@ -61,6 +62,7 @@ def _lengths(sizes: np.ndarray, length: int) -> JsonObject:
     least = min(max(int(sizes.min()), 1), top)
     # With bars of equal width nearly all examples would fall into the first one.
     spread = np.geomspace if top >= _ORDERS * least else np.linspace
+    # Rounding short lengths gives equal edges, which count once.
     edges = np.unique(np.append(spread(least, top, BINS + 1)[1:].round().astype(int), min(int(sizes.min()), top) - 1))
     counts, _ = np.histogram(np.minimum(sizes, top), edges)
     return {
@@ -80,8 +82,10 @@ def _lengths(sizes: np.ndarray, length: int) -> JsonObject:
 def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, str]:
     """Returns document number -> file and row, for all documents in these packed rows."""
     assert rows.tokens.folder is not None, "prepared data is stored"
+    # Content hashes of the documents, from which their file and row are found again.
     marks = np.load(rows.tokens.folder / f"{rows.tokens.side}-marks.npy")
     numbers = sorted({int(n) // rows.tokens.group for index in order for n in rows.contents(index)[0]})
+    # (hash, number of earlier documents of that hash), as `locate_documents` reads it.
     wanted = [(int(marks[n]), int((marks[:n] == marks[n]).sum())) for n in numbers]
     by_place = locate_documents(prepared.streams, wanted, held=False)
     return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
@@ -114,6 +118,7 @@ def _shortened(text: str, rows: Rows) -> str:
     """Returns the text with each image's tokens replaced by their number."""
     if rows.tokens.images is None:
         return text
+    # An image has hundreds of equal tokens.
     mark = rows.tokens.images.eye.marks[0]
     return re.sub(f"(?:{re.escape(mark)})+", lambda match: f"[image: {len(match[0]) // len(mark)} tokens]", text)
 
@@ -124,6 +129,7 @@ def _spans(tokenizer: PreTrainedTokenizerFast, tokens: list[int], marks: list[bo
     borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]
     before, start = "", 0
     for stop in [*borders, len(tokens)]:
+        # Decoded from the beginning each time, since the text of a token may depend on those before it.
         text = tokenizer.decode(tokens[:stop])
         # A character may span tokens of both runs: it goes to the later one.
         text = text if stop == len(tokens) else text.rstrip("\ufffd")

@@ -42,6 +42,7 @@ def _mark(*parts: np.ndarray) -> np.ndarray:
 
 def content_of(rows: Rows) -> str:
     """Returns a hash of the tokens of rows and of their packing."""
+    # The settings and tokens that decide what each row holds.
     digest = hashlib.blake2b(repr((rows.length, rows.packing, rows.pad)).encode(), digest_size=16)
     for array in (rows.tokens.ids, rows.tokens.offsets):
         digest.update(np.ascontiguousarray(array).view(np.uint8))
@@ -74,6 +75,7 @@ class RowCache:
         self.folder, self.knob = folder, knob
         self._arrays = {name: (shape, np.dtype(kind)) for name, (shape, kind) in arrays.items()}
         self._sizes = {name: int(np.prod(shape)) * kind.itemsize for name, (shape, kind) in self._arrays.items()}
+        # Bytes of a record.
         self.record = 2 * _MARK + sum(self._sizes.values())
         header = {
             "rows": rows,
@@ -88,6 +90,8 @@ class RowCache:
             if not header_file.exists() and not foreign:
                 with file.open("ab") as opened:
                     opened.truncate(rows * self.record)  # sparse: missing rows take no space
+                # By rename, so that the header is complete or absent. Its
+                # presence means that rows.bin has its full size.
                 temporary = header_file.with_suffix(f".{os.getpid()}")
                 temporary.write_text(to_json(header, indent=1), encoding="utf-8")
                 temporary.rename(header_file)
@@ -100,6 +104,7 @@ class RowCache:
             ) from None
         if foreign:
             raise RunError(f"{knob}: {folder}: holds a rows.bin that preheat did not write; name another folder")
+        # Rows of another model or text must never be used: name the settings that differ.
         if stored != header:
             was = stored.get("of", {}) if isinstance(stored, dict) else {}
             other = [
@@ -118,6 +123,7 @@ class RowCache:
     def missing(self, rows: Iterable[int]) -> list[int]:
         """Returns the rows that are not cached yet, sorted and without duplicates."""
         wanted = np.unique(np.fromiter(rows, np.int64))
+        # Records that were never written read as zeros in a sparse file.
         return [int(n) for n in wanted[~self._file[wanted, _MARK : 2 * _MARK].any(axis=1)]]
 
     def write(self, row: int, tokens: np.ndarray, *arrays: np.ndarray) -> None:
@@ -142,10 +148,12 @@ class RowCache:
         Raises:
             RunError: the row is missing, has other tokens, or is damaged.
         """
+        # An unwritten record reads as zeros.
         if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
             raise RunError(
                 f"{self.knob}: {self.folder}: row {row} is not in the cache; start the run again, which fills the cache"
             )
+        # One copy: the bytes that are checked are those that are returned.
         record = np.array(self._file[row])
         if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
             raise self._refused(f"row {row} is damaged")
@@ -167,6 +175,7 @@ class RowCache:
         progress: Callable[[str, float, float], None],
     ) -> None:
         """Caches `forward`'s outputs for these rows, `micro` at a time: tensors [rows, ...] in the arrays' order."""
+        # Here, since the loader imports torch and this module must not.
         from preheat.data.loader import collate
 
         for start in range(0, len(numbers), micro):
@@ -181,5 +190,6 @@ class RowCache:
         """Returns the arrays of a batch's rows as tensors [rows, ...] on the host."""
         import torch
 
+        # Every read checks the tokens, so a changed order of rows cannot mix up outputs.
         cached = [self.read(n, tokens.numpy()) for n, tokens in zip(batch.rows, batch.tokens, strict=True)]
         return tuple(torch.stack([torch.from_numpy(a) for a in arrays]) for arrays in zip(*cached, strict=True))

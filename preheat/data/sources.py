@@ -125,6 +125,7 @@ def open_source(
                 "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or "
                 "use data.source: docstrings"
             )
+        # The fields of built-in rows are known; the recipe's own are for other sources.
         data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
     else:
         raw = _path(knob, expanded(knob, name), data) if _is_path(knob, name) else _datasets(knob, name, data)
@@ -148,13 +149,16 @@ def open_source(
 
 def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None) -> Layout:
     """Detects the layout of a source from its first row."""
+    # The layout is detected from one row; all others are then read by it, and a row of another layout is reported.
     where, first = next(raw.rows(None), (raw.description, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
     template, lacking = None, ""
+    # First pass, for the kind alone, which decides the default template.
     layout = layout_of(data, names, first, where)
     try:
         template = template_for(data.template, tokenizer, layout.kind)
     except DataError as error:
+        # Without data.template the lack counts only once a row needs a template (`Layout.lacking`).
         if data.template is not None:
             raise
         lacking = f"{raw.description}: the rows are conversations ({layout.description}); {error}"
@@ -172,7 +176,9 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
         column = layout.columns["label"]
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
         classes = class_names(values, raw.description)
+    # Second pass, with all that depends on the kind.
     layout = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
+    # Declared fields (Parquet, CSV, `datasets`) hold for all rows: a missing one is one error, not one per row.
     if raw.names is not None:
         layout.require(raw.names, raw.description)
     return layout
@@ -193,12 +199,14 @@ def _is_path(knob: str, name: str) -> bool:
 def _path(knob: str, path: Path, data: Data) -> _Raw:
     if not path.exists():
         raise missing(knob, path)
+    # datasets.save_to_disk writes the first for a dict of splits, the second for a single one.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_dataset(knob, path, data)
     files, description, left = find_files(knob, path)
     uncut = data.text_files == "whole"
     return _Raw(
         description,
+        # Cut and uncut files give other documents, so they need other keys.
         lambda: _files_key(files) + (" whole" if uncut else ""),
         lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=uncut) for f in files),
         columns_of(files[0]),
@@ -208,16 +216,19 @@ def _path(knob: str, path: Path, data: Data) -> _Raw:
 
 
 def _files_key(files: Iterable[Path]) -> str:
+    # Content only, no paths: a data set that was moved or copied keeps its cached tokens.
     hasher = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
             size = path.stat().st_size
+            # The size delimits the files: equal bytes divided into other files give another key.
             hasher.update(f"{path.suffix} {size};".encode())
             with path.open("rb") as file:
                 if size <= HASHED_WHOLE:
                     while chunk := file.read(2**20):
                         hasher.update(chunk)
                 else:
+                    # Time and both ends: a change in the middle moves the time.
                     hasher.update(str(path.stat().st_mtime_ns).encode() + file.read(2**20))
                     file.seek(-(2**20), 2)
                     hasher.update(file.read())
@@ -263,11 +274,13 @@ def _docstrings() -> _Raw:
     description = (
         f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
     )
+    # The sources are parsed when the first row is read, and once although rows are read several times.
     every = functools.cache(
         lambda: list(dict.fromkeys(itertools.chain.from_iterable(_pairs(t) for _, t in _stdlib_texts(files))))
     )
     return _Raw(
         description,
+        # 1 is the version of `_pairs`.
         lambda: digest("docstrings", 1, _files_key(files)),
         lambda _: ((f"pair {n}", pair) for n, pair in enumerate(every(), 1)),
         ["prompt", "completion"],
@@ -277,6 +290,7 @@ def _docstrings() -> _Raw:
 def _pairs(text: str) -> Iterator[Document]:
     try:
         with warnings.catch_warnings():
+            # The library has strings with invalid escapes, of which the parser warns.
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(text)
@@ -288,11 +302,15 @@ def _pairs(text: str) -> Iterator[Document]:
             continue
         doc = ast.get_docstring(node)
         first = node.body[0]
+        # The docstring needs code after it, on lines of its own.
         if not doc or len(node.body) < 2 or first.lineno == node.lineno:
             continue
+        # The first paragraph, on one line.
         task = " ".join(doc.split("\n\n")[0].split())
+        # From `def` to the docstring; `lineno` leaves decorators out.
         head = textwrap.dedent("".join(lines[node.lineno - 1 : first.lineno - 1]))
         body = (
+            # Indented anew, so that methods and nested functions look like functions of a module.
             textwrap.indent(textwrap.dedent("".join(lines[first.end_lineno : node.end_lineno])).strip("\n"), "    ")
             + "\n"
         )
@@ -315,6 +333,7 @@ def _broken() -> tuple[type[BaseException], ...]:
 
 def _rows(rows: Iterable[object], where: str) -> Iterator[tuple[str, object]]:
     number, read = 0, iter(rows)
+    # Not `for`: an error raised by the iterator belongs to the row that it did not yield.
     while True:
         try:
             row = next(read)
@@ -354,6 +373,7 @@ def _from_dataset(dataset: Dataset | IterableDataset, data: Data, where: str) ->
 
     # The fingerprint of `datasets` covers a table's content and history; a streamed one has only its name.
     mark = dataset._fingerprint if isinstance(dataset, datasets.Dataset) else ""
+    # A ClassLabel stores numbers and knows their names.
     label = (dataset.features or {}).get(data.columns.get("label", "label"))
     classes = tuple(label.names) if isinstance(label, datasets.ClassLabel) else ()
     description = f"dataset {where}, split {data.split}"
@@ -389,6 +409,7 @@ def _datasets(knob: str, name: str, data: Data) -> _Raw:
             f"{knob} {name}: no such file or folder here, and {name} is a format, not a dataset; name a file or a "
             "folder"
         )
+    # `nearest` lists all names if none is close, which would be no hint here.
     hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
     if not hub_reachable():
         raise DataError(

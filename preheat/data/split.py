@@ -23,6 +23,7 @@ _BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 def content_hash(document: Document) -> str:
     """Returns a hash of the text with white space collapsed, so that copies with other indentation count as equal."""
+    # NUL as the separator keeps ("a", "bc") and ("ab", "c") apart.
     texts = (" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
     content = "\0".join((*texts, *(image.path for image in document.images)))
     return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
@@ -56,14 +57,17 @@ class Split:
             for check, message in document.notes:
                 findings.add(check, document.where, message)
             if not document.sequences:
+                # An unreadable row has a single note: the check that it failed.
                 dropped[document.notes[-1][0]] += 1
                 continue
+            # Documents of classes have no trained text, only a label.
             if not document.trained_text.strip() and document.label is None:
                 if document.complete:
                     findings.add("untrained", document.where, "nothing in it is trained on")
                 dropped["untrained" if document.complete else "empty"] += 1
                 continue
             mark = content_hash(document)
+            # Before the split: validation documents must not be trained on, whatever their hash.
             if mark in self.validation_hashes:
                 findings.add("validation", document.where, "is in the validation data too")
                 dropped["also in validation"] += 1

@@ -62,7 +62,9 @@ class StreamRows:
             began = number
             for block, tokens in enumerate(self._blocks()):
                 rows = Rows(tokens, self.length, self.packing, self.encoder.pad)
+                # The key has the block's number and no state, so that a resumed run shuffles alike.
                 for index in permutation(len(rows), self.seed, epoch, block).tolist():
+                    # Skipped rows were packed too, since a block begins at the document after the block before it.
                     if number >= committed:
                         yield number, rows.row(index)
                     number += 1
@@ -76,15 +78,19 @@ class StreamRows:
     def held_out(self) -> Tokens:
         """Returns the tokens of the validation documents at the beginning of the stream."""
         first = itertools.islice(
-            self.split.apply(self._documents(), Counter()), HELD_OUT_DOCUMENTS if self.split.share else 0
+            # Bounds the wait for a small share, which may lack documents for 256 rows.
+            self.split.apply(self._documents(), Counter()),
+            HELD_OUT_DOCUMENTS if self.split.share else 0,
         )
         portions = chunks(d for d in first if d[0] == "validation")
         return encode_all(portions, self.encoder, enough=HELD_OUT * self.length)
 
     def _documents(self) -> Iterator[Document]:
         """Yields the documents; a row that fails a check ends the run, unless the recipe sets the check to warn."""
+        # Opened anew in each epoch and each worker.
         for document in open_source(self.data, layout=self.layout).read():
             for check, message in document.notes:
+                # Checks with a tolerated fraction need the number of all rows, which a stream does not have.
                 if not CHECKS[check].above and self.data.preflight.get(check) != "warn":
                     raise DataError(
                         f"{document.where}: {message} (check {check}); {CHECKS[check].fix}, or "
@@ -95,6 +101,7 @@ class StreamRows:
     def _blocks(self) -> Iterator[Tokens]:
         documents = self.split.apply(self._documents(), Counter())
         portions = chunks(d for d in documents if d[0] == "train")
+        # `portions` is one iterator: each block continues after the one before it.
         while len((block := encode_all(portions, self.encoder, enough=BLOCK * self.length)).offsets):
             yield block
 
@@ -110,8 +117,10 @@ def encode_all(
             encoded += sequences
             group = len(sequences)
             size += sum(len(e.tokens) for e in sequences)
+        # Only after a whole chunk, so that the borders of blocks depend on the documents alone.
         if enough is not None and size >= enough:
             break
+    # [tokens] and [sequences], as in `Tokens`.
     ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in encoded), np.uint32, size)
     ends = np.cumsum([len(e.tokens) for e in encoded], dtype=np.int64)
     trained = labels = None

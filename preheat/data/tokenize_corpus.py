@@ -127,6 +127,7 @@ def tokenize(
     make_private(work)
     with (work / "lock").open("a") as lock:
         try:
+            # The kernel releases the lock with the process, however it ends, so a killed one blocks nobody.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # another process holds the work folder: use one of our own
             work = folder.parent / "work"
@@ -138,6 +139,7 @@ def tokenize(
             finally:
                 writer.close()
             values = _finish(folder, work, writer.tally, writer.dtype, eye)
+        # Of all failures only these remove the work: after a kill or Ctrl-C the next start resumes it.
         except (PreheatError, OSError):  # rejected data, or a full disk, which needs the space
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -149,6 +151,7 @@ class _Writer:
     def __init__(self, work: Path, encoder: Encoder, ends: Sequence[int]):
         self.work, self.encoder = work, encoder
         self.ends = np.array(sorted(set(ends)), np.uint32)
+        # Half of the disk space for vocabularies of at most 65,536 tokens.
         self.dtype = "uint16" if encoder.pieces <= 2**16 else "uint32"
         self.tally, self.files = _Tally(), dict[str, BinaryIO]()
         names = [
@@ -158,9 +161,11 @@ class _Writer:
         ]
         with contextlib.suppress(OSError, ValueError, TypeError):  # no journal, or one of another version
             self.tally = _Tally(**json.loads((work / "journal.json").read_text(encoding="utf-8")))
+        # Files shorter than the journal says (after a power cut, say): begin again.
         if any(not (work / n).exists() or (work / n).stat().st_size < self.tally.sizes.get(n, 0) for n in names):
             self.tally = _Tally()
         for name in names:
+            # Whatever was written after the journal is not counted in it: truncate it.
             self.files[name] = (work / name).open("ab")
             self.files[name].truncate(self.tally.sizes.get(name, 0))
         self.saved = time.monotonic()
@@ -171,8 +176,10 @@ class _Writer:
 
     def run(self, streams: Sequence[Stream], say: Progress) -> None:
         for number in range(self.tally.stream, len(streams)):
+            # A stream after the one that the journal is in: its rows are read from the first on.
             if number > self.tally.stream:
                 self.tally.stream, self.tally.rows = number, 0
+            # Not begun before the interruption.
             if number == len(self.tally.sources):
                 source = streams[number].source
                 about = {
@@ -188,6 +195,7 @@ class _Writer:
 
     def _stream(self, stream: Stream, say: Progress) -> None:
         about, waiting = self.tally.sources[-1], None
+        # Reading runs ahead of writing: these count what is read, and the tally only what is written.
         dropped, findings, rows = (
             Counter[str](about["dropped"]),
             Findings(copy.deepcopy(self.tally.findings)),
@@ -205,6 +213,7 @@ class _Writer:
             for portion in chunks(stream.read(dropped, findings, counted())):
                 say("tokenizing", rows, stream.source.count)
                 encoded = pool.submit(self.encoder, [document for _, _, document in portion])
+                # With copies of the counts: they belong to the rows up to this portion.
                 submitted = _Portion(portion, encoded, rows, Counter(dropped), copy.deepcopy(findings.by_check))
                 if waiting is not None:
                     self._write(stream, waiting, about)
@@ -219,17 +228,22 @@ class _Writer:
 
     def _write(self, stream: Stream, portion: _Portion, about: JsonObject) -> None:
         documents = portion.documents
+        # All sequences of the portion, `group` per document.
         flat = [e for sequences in portion.encoded.result() for e in sequences]
         tally, group = self.tally, len(flat) // len(documents)
         tally.group = group
         sizes = np.array([len(e.tokens) for e in flat], np.int64)
+        # [sequences + 1]: sequence n has the tokens bounds[n] to bounds[n + 1] of `ids`, which is [tokens].
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         ids = np.fromiter(itertools.chain.from_iterable(e.tokens for e in flat), np.uint32, int(bounds[-1]))
+        # [tokens] uint8. A sequence without a mask is trained on as a whole.
         marks = np.frombuffer(b"".join(e.loss_mask or b"\1" * len(e.tokens) for e in flat), np.uint8)
         tally.masked = tally.masked or any(e.loss_mask is not None for e in flat)
         trained = marks.copy()
         trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is never a label
+        # [documents, group], the number of labels: one for a class or a judgement, else one per trained token.
         labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)
+        # [documents]. Both sequences of a pair need labels to be compared.
         usable = (labels > 0).all(axis=1)
         shown = Findings(tally.shown)
         for n in np.flatnonzero(~usable):
@@ -251,13 +265,16 @@ class _Writer:
             wanted = [n for n, (s, _, _) in enumerate(documents) if s == side and usable[n]]
             if not wanted:
                 continue
+            # The first 64 bits of the content hash, which `locate_documents` searches for.
             content = [int(documents[n][1][:16], 16) for n in wanted]
+            # Before the weight repeats documents: duplicates and overlaps count each document once.
             self._append(side, "seen", np.array(content, np.uint64))
             self._append(side, "near", np.array([near_hash(documents[n][2]) for n in wanted], np.uint64))
             if side == "train" and stream.source.weight != 1:
                 wanted = [n for n in wanted for _ in range(_times(stream.source.weight, documents[n][1]))]
             if not wanted:
                 continue
+            # The sequences of these documents, in order.
             chosen = (np.array(wanted)[:, None] * group + np.arange(group)).ravel()
             spans = [(bounds[n], bounds[n + 1]) for n in chosen]
             self._append(side, "ids", np.concatenate([ids[a:b] for a, b in spans]).astype(self.dtype))
@@ -270,6 +287,7 @@ class _Writer:
                 self._append(side, "labels", np.array([flat[n].label for n in chosen], np.int64))
             about["documents"] += len(wanted)
             about["tokens"] += int(sizes[chosen].sum())
+        # After the files: the journal must not count a document that they lack.
         self._count(about, portion.rows, portion.dropped, portion.findings)
         if time.monotonic() - self.saved > JOURNAL_EVERY:
             self._journal()
@@ -278,6 +296,7 @@ class _Writer:
         self.files[f"{side}.{kind}"].write(values.tobytes())
 
     def _journal(self) -> None:
+        # On disk before the journal, whose sizes must never exceed those of the files.
         for name, file in self.files.items():
             file.flush()
             os.fsync(file.fileno())
@@ -312,6 +331,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         np.save(folder / f"{side}-marks.npy", marks := read(side, "marks", np.uint64))
         if len(labels := read(side, "labels", np.int64)):
             np.save(folder / f"{side}-labels.npy", labels)
+        # Without a mask in any document all tokens are trained on, and `Tokens.open` expects no file.
         if tally.masked:
             (work / f"{side}.trained").rename(folder / f"{side}.trained")
         if eye is not None:
@@ -319,6 +339,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         documents[side] = len(marks)
         hashes = read(side, "seen", np.uint64)
         duplicates[side] = len(hashes) - len(np.unique(hashes))
+    # Validation documents whose letters and digits also occur as a training document.
     near, known = read("validation", "near", np.uint64), read("train", "near", np.uint64)
     both = np.flatnonzero(np.isin(near, known))
     if "unknown_tokens" in findings:

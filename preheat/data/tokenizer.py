@@ -78,6 +78,7 @@ def load_tokenizer(
         DataError: the folder is missing, holds no usable tokenizer, or `add_tokens` cannot be added to it.
     """
     path = expanded(knob, name)
+    # A hub repository has exactly one slash in its name; every other missing name was meant as a path.
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise missing(knob, path)
     if path.exists():
@@ -87,8 +88,10 @@ def load_tokenizer(
             f"{knob} {name}: no such folder, and no network to look for a model of that name; name a "
             "folder that has tokenizer.json"
         )
+    # Code of a folder runs only with the user's consent; code from the hub never runs.
     runs = path.exists() and remote_code.may_run(knob, name, _code(path))
     loaded = _read(knob, str(path) if path.exists() else name, runs)
+    # Slow tokenizers are pure Python: they have no `backend_tokenizer`, which `Encoder` needs.
     if not loaded.is_fast:
         raise DataError(
             f"{knob} {name}: has no fast tokenizer (tokenizer.json); convert it with transformers and save it again"
@@ -112,6 +115,7 @@ def _read(knob: str, name: str, runs: bool) -> PreTrainedTokenizerBase:
     """
     import transformers
 
+    # PreTrainedTokenizerFast loads tokenizer.json unchanged; AutoTokenizer may rebuild it by the model's class.
     reader = transformers.PreTrainedTokenizerFast if read_as_it_is(name) else transformers.AutoTokenizer
     try:
         return reader.from_pretrained(name, trust_remote_code=runs)
@@ -133,6 +137,7 @@ def _file_of(name: str) -> Path | None:
         return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
     from transformers.utils import cached_file
 
+    # A repository without tokenizer.json gives None, so that `load_tokenizer` can name the missing file.
     cached = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     return Path(cached) if cached else None
 
@@ -151,6 +156,7 @@ def read_as_it_is(name: str) -> str:
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
     """Returns time, size and inode of the files of a tokenizer, as a cache key that changes with them."""
+    # Besides the vocabulary, transformers reads special tokens and the class from these files.
     others = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "merges.txt")
     files = (folder / name for name in (*TOKENIZER_FILES, *others))
     states = (file.stat() for file in files if file.is_file())
@@ -172,6 +178,7 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
     from tokenizers import Tokenizer
 
     reference, reasons = Tokenizer.from_file(str(file)), list[str]()
+    # AutoTokenizer first: if it splits text as the file does, `reasons` is empty and the result is ''.
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
             rebuilt: PreTrainedTokenizerBase = reader.from_pretrained(name, trust_remote_code=False)
@@ -180,6 +187,7 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
             continue
         if not rebuilt.is_fast:
             return ""  # `load_tokenizer` reports it
+        # Compare with the Rust library's own reading of the file, which involves no class of transformers.
         difference = _unlike_backends(reference, rebuilt)
         if difference is None:
             return reasons[0] if reasons else ""
@@ -224,11 +232,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
             file = folder / "tokenizer_config.json"
             settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
             file.write_text(to_json(settings, indent=2), encoding="utf-8")
+        # Load it by the function that every later command uses, so that the comparison covers its choices too.
         reloaded = load_tokenizer(str(folder))
     except OSError as error:
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
     except DataError as error:
         raise RunError(f"{folder}: the saved tokenizer cannot be read back: {error}") from None
+    # A tokenizer that loads back differently would silently pair the trained weights with other tokens.
     if difference := unlike(tokenizer, reloaded):
         raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {difference}")
     return rebuilt_by_transformers(folder)
@@ -241,6 +251,7 @@ def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     ids = tokenizer.convert_tokens_to_ids(list(tokens))
     if ids == list(range(len(tokenizer) - len(tokens), len(tokenizer))):  # they index rows of the embedding
         return
+    # An existing token keeps its number, so the new ones are not the contiguous last numbers.
     if existing := [token for token in tokens if token in known]:
         raise DataError(
             f"model.add_tokens: the tokenizer has {existing[0]!r} already (number {known[existing[0]]}); leave it out"
@@ -257,8 +268,10 @@ def _code(path: Path) -> list[str]:
     file = path / "tokenizer_config.json"
     settings = read_object(file, "data.tokenizer") if file.is_file() else {}
     name = settings.get("tokenizer_class")
+    # Consent is required only if the folder cannot be loaded without its code.
     if (path / "tokenizer.json").is_file() or (isinstance(name, str) and tokenizer_class_from_name(name) is not None):
         return []
+    # auto_map maps a class of transformers to the folder's own one: {"AutoTokenizer": [slow, fast]}.
     places = settings.get("auto_map")
     return (
         remote_code.names_of_code({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}})
@@ -272,6 +285,7 @@ def _look_at(knob: str, path: Path) -> None:
         raise DataError(f"{knob} {path}: is a file; name the folder that holds tokenizer.json")
     file = path / "tokenizer.json"
     if not file.exists():
+        # Older folders have only tokenizer.model or vocab.txt, which transformers converts as it loads them.
         if not any((path / other).is_file() for other in TOKENIZER_FILES):
             raise DataError(f"{knob} {path}: not a tokenizer folder: it has no tokenizer.json")
         return
@@ -282,9 +296,11 @@ def _look_at(knob: str, path: Path) -> None:
         raise DataError(f"{file}: not a tokenizer: {fault(error, 200)}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
+    # A JSON object may still be no tokenizer (inconsistent ids, an unknown model): only the library can decide.
     refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
     if refused:
         raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from an intact source")
+    # transformers reads these too, and its errors about them would not name the file.
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         companion = path / name
         try:
@@ -302,6 +318,7 @@ def _look_at(knob: str, path: Path) -> None:
 def _unusable(settings: JsonObject) -> str | None:
     """Returns the problem of a setting that transformers accepts and fails on later, or None."""
     for key, value in settings.items():
+        # A special token is text, or an object (AddedToken) with its text in `content`.
         token = value.get("content") if isinstance(value, dict) else value
         if key in _SPECIAL and value is not None and not isinstance(token, str):
             return f"{key}: must be a token's text, got {quoted(value)}"
@@ -309,6 +326,7 @@ def _unusable(settings: JsonObject) -> str | None:
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float) or not longest > 0):
         return f"model_max_length: must be a number above 0, got {quoted(longest)}"
     template = settings.get("chat_template")
+    # A chat template is text, an object of named texts, or a list of {name, template}.
     parts = (
         list(template.values())
         if isinstance(template, dict)
@@ -325,6 +343,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 @functools.lru_cache(maxsize=32)
+# The time and size of the file are arguments only to make a changed file another cache key.
 def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
     """Returns the Rust library's error for a tokenizer.json, or '' if it can be loaded."""
     from tokenizers import Tokenizer
@@ -386,6 +405,7 @@ def vocabulary_mismatch(own: str | None, teacher: str, add_tokens: tuple[str, ..
             "teacher: has its own tokens, and the student's tokenizer is trained on the data; set data.tokenizer: "
             f"{teacher}"
         )
+    # The same folder needs no comparison, which would load both.
     if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
         return None
     difference = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
@@ -418,11 +438,13 @@ def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None
 
     Beginning, end and padding tokens are not compared, since only one of the two tokenizers reads the data.
     """
+    # Number -> token of both.
     mine, theirs = ({number: piece for piece, number in t.get_vocab().items()} for t in (a, b))
     if mine != theirs:
         number = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
         one, other = (repr(pieces[number]) if number in pieces else "nothing" for pieces in (mine, theirs))
         return f"token {number} is {one} in the one and {other} in the other ({len(mine):,} and {len(theirs):,} tokens)"
+    # Equal vocabularies may still split text differently: by merges, normalization or the rules for spaces and digits.
     for text in _SEVERAL_KINDS:
         one, other = (t.convert_ids_to_tokens(t.encode(text, add_special_tokens=False)) for t in (a, b))
         if one != other:
@@ -447,11 +469,14 @@ def _unlike_backends(reference: Tokenizer, built: PreTrainedTokenizerBase) -> st
     # Copies, since they are changed below.
     reference, other = (Tokenizer.from_str(t.to_str()) for t in (reference, built.backend_tokenizer))
     pieces, numbers = reference.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
+    # Only missing or renumbered tokens count: transformers may add special tokens that the file lacks.
     if pieces.items() - numbers.items():
         piece, number = min(pieces.items() - numbers.items(), key=lambda pair: pair[1])
         return f"{piece!r}, token {number} of tokenizer.json, is {numbers.get(piece, 'no token')}"
+    # Flags of a special token decide if it takes the white space around it, so each is tested within a text.
     special = [token.content for token in reference.get_added_tokens_decoder().values()][:64]
     texts = [*_SEVERAL_KINDS, *(f"a {token} b{token}c\n" for token in special)]
+    # Truncation and padding are settings of use; they do not decide how text is split.
     for tokenizer in (reference, other):
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -471,6 +496,7 @@ def _unlike_encodings(
         if a.ids != b.ids:
             at = _first_difference(a.ids, b.ids)
             return f"{a.tokens[at : at + 3]} of tokenizer.json becomes {b.tokens[at : at + 3]}"
+        # Equal ids may still decode differently, which would change every generated text.
         if reference.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
             return (
                 f"{a.tokens[:3]} is read as {other.decode(a.ids[:3])!r}, by tokenizer.json as "
@@ -486,6 +512,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         >>> token_bytes(AutoTokenizer.from_pretrained("gpt2"))[464]  # doctest: +SKIP
         b'The'
     """
+    # The kind of tokenizer decides how the text of a token encodes bytes; only the serialized form names the kind.
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     by_byte = '"ByteLevel"' in json.dumps([backend.get("pre_tokenizer"), backend.get("decoder")])
     added = {token["id"]: (token["content"], token["special"]) for token in backend.get("added_tokens", [])}
@@ -499,11 +526,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         if number in added:
             content, special = added[number]
             pieces[number] = b"" if special else content.encode()
+        # GPT-2, Llama 3, Qwen: one character for each byte.
         elif by_byte:
             pieces[number] = b"".join(bytes([byte_of[ord(c)]]) if ord(c) in byte_of else c.encode() for c in token)
+        # Llama 2, Gemma: SentencePiece's byte fallback, <0x0A> for a line break.
         elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             pieces[number] = bytes([int(token[3:5], 16)])
         else:
+            # WordPiece marks the continuation of a word by ##, SentencePiece a space by U+2581.
             pieces[number] = token.removeprefix("##").replace("▁", " ").encode()
     return pieces
 
@@ -526,10 +556,12 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    # All 256 bytes are tokens, even those that the data lacks, so that any later text can be encoded.
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(_sample(documents), trainer)
+    # Clean-up would remove spaces before punctuation when decoding, so that a text would not come back unchanged.
     tokenizer: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
     )
@@ -537,13 +569,16 @@ def train_tokenizer(documents: Iterable[tuple[str, str]], *, vocabulary: int) ->
 
 
 def _sample(documents: Iterable[tuple[str, str]]) -> list[str]:
+    # heapq keeps the smallest item on top, so hashes are negated.
     heap: list[tuple[int, str]] = []  # the highest hash on top, to be evicted first
     size = 0
     for mark, text in documents:
         heapq.heappush(heap, (-int(mark, 16), text))
         size += len(text)
+        # Evict as long as the rest has enough text; a single document is kept whatever its length.
         while len(heap) > 1 and size - len(heap[0][1]) >= SAMPLE:
             size -= len(heapq.heappop(heap)[1])
+    # Ascending hashes: the same order whatever the order of the files.
     return [text for _, text in sorted(heap, reverse=True)]
 
 
@@ -564,7 +599,9 @@ class Encoder:
         self.backend.no_padding()
         self.end: int = tokenizer.eos_token_id
         self.begin: list[int] = beginning(tokenizer)
+        # The end-of-text token may have a number beyond the vocabulary. This size decides the dtype of stored ids.
         self.pieces = max(len(tokenizer), self.end + 1)
+        # Any token can pad, since padding is never a label and is a document of its own in the attention mask.
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         # GPT-2's unknown token is its end of text, which does not count.
@@ -574,6 +611,7 @@ class Encoder:
 
     def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:
         """Returns the tokens of each sequence of each document."""
+        # One call for all sequences of all documents, which the Rust library spreads over its threads.
         flat = [(d, sequence) for d in documents for sequence in d.sequences]
         plain = all(len(sequence) == 1 for _, sequence in flat)
         # Only the slower one gives the offsets of tokens.
@@ -581,6 +619,7 @@ class Encoder:
         encodings = encode(
             ["".join(piece.text for piece in sequence) for _, sequence in flat], add_special_tokens=False
         )
+        # A generator in the order of `flat`, from which the next line takes each document's sequences.
         encoded = (self._finish(*pair, encoding) for pair, encoding in zip(flat, encodings, strict=True))
         return [[next(encoded) for _ in d.sequences] for d in documents]
 
@@ -593,8 +632,10 @@ class Encoder:
     def _finish(self, document: Document, sequence: tuple[TextSpan, ...], encoding: Encoding) -> Encoded:
         tokens: list[int] = encoding.ids
         begin, end = ([], []) if document.complete else (self.begin, [self.end])
+        # Plain text: no mask means that all tokens are trained on.
         if len(sequence) == 1 and sequence[0].trained:
             return Encoded([*begin, *tokens, *end], None, document.label)
+        # Nothing precedes the beginning-of-text token, so it can never be a label.
         marks = bytearray(len(begin))
         counts = _tokens_of(sequence, encoding)
         if counts is None:
@@ -603,6 +644,7 @@ class Encoder:
             tokens, counts = [token for part in parts for token in part], [len(part) for part in parts]
         for piece, count in zip(sequence, counts, strict=True):
             marks += bytes([piece.trained]) * count
+        # The end-of-text token belongs to the last span: after a trained answer the model learns to stop.
         marks += bytes([sequence[-1].trained]) * len(end)
         return Encoded([*begin, *tokens, *end], bytes(marks), document.label)
 
@@ -610,14 +652,18 @@ class Encoder:
         """Returns the tokens of a span; the blank that some tokenizers prepend is kept for the `first` one only."""
         if first:
             return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
+        # SentencePiece prepends a blank to each text. Encode the span after a line break, which takes the blank, and
+        # drop the tokens of the line break.
         line, behind = (self.backend.encode(t, add_special_tokens=False).ids for t in ("\n", "\n" + text))
         if behind[: len(line)] == line:
             return cast("list[int]", behind[len(line) :])
+        # The line break merged with the text into one token: encode the span on its own.
         return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
 
 
 def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Encoding) -> list[int] | None:
     """Returns the number of tokens of each span, or None if a token crosses two of them."""
+    # `at`: end of the span in characters. `begun`: its first token.
     counts, at, begun = [], 0, 0
     total = sum(len(piece.text) for piece in sequence)
     for piece in sequence:
@@ -629,6 +675,7 @@ def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Encoding) -> list[int] 
             upto += 1
         if first is None:
             first = len(encoding.ids)
+        # The token of the next span's first character begins before that span.
         elif (place := encoding.token_to_chars(first)) is not None and place[0] < at:
             return None
         counts.append(first - begun)

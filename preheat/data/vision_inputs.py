@@ -73,6 +73,7 @@ class ImageProcessor:
         """
         numbers = (vision.image, vision.start, vision.end)
         marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else None for n in numbers)
+        # `text` writes an image as these marks, so each must encode to its own number again.
         encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
         if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:
             raise DataError(
@@ -81,6 +82,7 @@ class ImageProcessor:
             )
         # The pixels of one token: `merge` x `merge` patches become one.
         least = (vision.patch * vision.merge) ** 2
+        # In the settings of Qwen2-VL's processor both "edges" are numbers of pixels.
         size = dict(processor["size"])
         size["longest_edge"] = max(min(size["longest_edge"], pixels), least)
         size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
@@ -123,6 +125,7 @@ class ImageProcessor:
                 f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 "
                 "times the other",
             ) from None
+        # In patches, a multiple of `merge` on both axes: smart_resize rounds to `side`.
         return height // self.vision.patch, width // self.vision.patch
 
     def patches(self, picture: ImageRef) -> np.ndarray:
@@ -135,6 +138,7 @@ class ImageProcessor:
             features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
         except Unreadable as error:
             raise DataError(f"{error.message}; it was intact when the data was read") from None
+        # The document's tokens were counted from the old size; other patches would not match them.
         if tuple(features["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
             raise DataError(
                 f"image {picture.path}: has another size than when the data was read; restore it, or read the data "
@@ -171,6 +175,7 @@ def resolve_images(
                 "images", "has images, and the model reads only text; use one that reads images, such as a qwen3_vl"
             )
         return list(talk), ()
+    # Only rows with a field for images use <image> as a placeholder; elsewhere it is ordinary text.
     texts = [m["content"].replace("<image>", PLACE) if files is not None else m["content"] for m in talk]
     own = [list(m.get("images") or ()) for m in talk]
     named = [file for listed in own for file in listed if file is not None]
@@ -181,12 +186,15 @@ def resolve_images(
             f"has {images} image{'s' * (images != 1)} and {places} placeholder{'s' * (places != 1)} (<image>, or a "
             "part of type image)",
         )
+    # Placeholders without a file of their own take the files of the row's field, in order.
     left, messages, pictures = list(files or ()), list[Message](), list[ImageRef]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
+        # A mark in the text itself would become an image token without an image.
         if mark := next((mark for mark in eye.marks if mark in text), None):
             raise Unreadable(
                 "images", f"message {n} holds {mark} in its text, the placeholder of an image; write <image> there"
             )
+        # `first` precedes all images; each of `parts` follows one.
         first, *parts = text.split(PLACE)
         if parts and message["role"] == "assistant":
             raise Unreadable(
@@ -205,6 +213,7 @@ def _file(name: object, folder: Path) -> Path:
         raise Unreadable("images", f"an image is {kind_of(name)}, not the path of a file")
     if re.match(r"(https?|data):", name):
         raise Unreadable("images", f"image {name[:80]}: is not a file; download it and name its path")
+    # An absolute name replaces `folder`.
     return folder / name.removeprefix("file://")
 
 
@@ -216,6 +225,7 @@ def _decoded(path: Path) -> Image:
         raise Unreadable("images", f"image {path}: no such file")
     try:
         with warnings.catch_warnings():
+            # Pillow only warns up to twice its limit on pixels and raises above that: refuse both.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as opened:
                 return ImageOps.exif_transpose(opened).convert("RGB")
@@ -249,6 +259,7 @@ class ImageTable:
     def write(cls, folder: Path, side: str, eye: ImageProcessor, lines: Sequence[str]) -> None:
         """Stores the images of documents, given as one line of JSON per document: [[path, rows, columns], ...]."""
         listed = [json.loads(line) for line in lines]
+        # (sequence, path, rows, columns) of each image: documents with images have one sequence.
         rows = [(n, *picture) for n, pictures in enumerate(listed) for picture in pictures]
         np.save(folder / f"{side}-images.npy", np.array([(n, r, c) for n, _, r, c in rows], np.int64).reshape(-1, 3))
         (folder / f"{side}-images.json").write_text(to_json({"eye": eye.dump(), "paths": [p for _, p, _, _ in rows]}))
@@ -263,6 +274,7 @@ class ImageTable:
 
     def within(self, sequence: int) -> tuple[ImageRef, ...]:
         """Returns the images of a sequence, in order."""
+        # `of` ascends, so the images of a sequence are adjacent.
         first, last = (int(np.searchsorted(self.of, n)) for n in (sequence, sequence + 1))
         return tuple(ImageRef(self.paths[n], *map(int, self.grids[n])) for n in range(first, last))
 
@@ -278,11 +290,14 @@ class ImageTable:
         Args:
             ids: tokens of the whole sequence.
         """
+        # Positions of the image tokens, and (with a leading 0) the number of them up to the end of each image.
         pieces = np.flatnonzero(ids == self.eye.vision.image)
         ends = np.cumsum([0, *(p.patches // self.eye.vision.merge**2 for p in self.within(sequence))])
         assert ends[-1] == len(pieces), f"sequence {sequence} has {len(pieces)} positions for {ends[-1]} image tokens"
+        # Image tokens among the first `used`, and the images that these complete.
         inside = int((pieces < used).sum())
         complete = int(np.searchsorted(ends, inside, side="right")) - 1
+        # If an image is begun but not complete, cut before its first token.
         return (used if ends[complete] == inside else int(pieces[ends[complete]])), complete
 
 
@@ -299,20 +314,24 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
     """
     image_tokens = np.flatnonzero(tokens == vision.image)
     positions: np.ndarray = np.empty((len(tokens), 3), np.int64)
+    # at: image tokens so far. begun: tokens done. next_position: position of the next text token.
     at = begun = next_position = 0
     for picture in pictures:
         rows, columns = picture.rows // vision.merge, picture.columns // vision.merge
         start = int(image_tokens[at])
+        # Text before the image: one position per token, equal on the three axes.
         text = start - begun
         positions[begun:start] = (next_position + np.arange(text))[:, None]
         next_position += text
         begun = start + rows * columns
+        # The image, row by row: one time, and rows and columns counted from the same position.
         positions[start:begun, 0] = next_position
         positions[start:begun, 1] = next_position + np.repeat(np.arange(rows), columns)
         positions[start:begun, 2] = next_position + np.tile(np.arange(columns), rows)
         next_position += max(rows, columns)
         at += rows * columns
     assert at == len(image_tokens), f"{len(image_tokens)} positions for {at} image tokens"
+    # Text after the last image.
     positions[begun:] = (next_position + np.arange(len(tokens) - begun))[:, None]
     return positions
 
@@ -328,14 +347,18 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) 
 
     vision = eye.vision
     if pictures:
+        # [patches, values per patch] of all images, and [images, 3]: frames, rows and columns of patches.
         patches = np.concatenate([eye.patches(picture) for picture in pictures])
         grids = torch.tensor([(1, p.rows, p.columns) for p in pictures])
     else:
+        # A stand-in for the vision tower: ranks that shard its weights must all run it, with images or without.
         patches = np.zeros((vision.merge**2, vision.values), np.float32)
         grids = torch.tensor([(1, vision.merge, vision.merge)])
+    # [image tokens], indices into the flattened [rows * length] tokens.
     positions = (tokens.flatten() == vision.image).nonzero().flatten()
     expected = sum(p.patches for p in pictures) // vision.merge**2
     assert len(positions) == expected, f"{len(positions)} positions for {expected} image tokens"
+    # Computed with the batch on the host, so that a step reads no size back from the device.
     taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
         grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
     )

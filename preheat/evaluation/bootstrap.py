@@ -57,8 +57,10 @@ def _exponential(sums: np.ndarray) -> np.ndarray:
 
 
 def _macro(sums: np.ndarray) -> np.ndarray:
+    # [..., classes] each: sums of hits, predictions and golds, the order of `macro_f1`.
     hit, predicted, gold = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
     present = predicted + gold > 0
+    # F1 = 2 hits / (predicted + gold); a class that occurs in neither has none and does not count.
     f1 = np.where(present, 2 * hit / np.maximum(predicted + gold, 1), 0.0)
     return f1.sum(axis=-1) / np.maximum(present.sum(axis=-1), 1)
 
@@ -101,15 +103,18 @@ def macro_f1(gold: Sequence[int], predicted: Sequence[int], classes: int) -> Met
     """
     one_hot = np.eye(classes + 1)[:, :classes]  # the last row, for -1, is zero
     g, p = one_hot[np.asarray(gold, np.int64)], one_hot[np.asarray(predicted, np.int64)]
+    # [rows, 3 * classes]: F1 is no mean over rows, but a function of these sums.
     return Metric(np.concatenate([g * p, p, g], axis=1), "macro_f1")
 
 
 def resampled_sums(rows: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[np.ndarray]:
     """Yields sums over rows drawn with replacement, [chunk, features]; equal row counts and seeds give equal draws."""
     n, generator = len(rows), np.random.Generator(np.random.PCG64(seed))
+    # Chunks draw from one generator in turn, so the draws do not depend on their number.
     at_once = max(1, min(resamples, ROOM // n))
     for first in range(0, resamples, at_once):
         chunk = min(at_once, resamples - first)
+        # [chunk, n] drawn rows. Offset by n per resample, a single bincount counts them all.
         chosen = generator.integers(n, size=(chunk, n)) + n * np.arange(chunk)[:, None]
         counts = np.bincount(chosen.ravel(), minlength=chunk * n).reshape(chunk, n)
         # einsum, not matmul: OpenBLAS allocates a large buffer per thread at its first matmul and aborts the process if
@@ -150,6 +155,7 @@ def difference(
     if min(len(before.rows), len(after.rows)) < 2:
         return value, None
     a = draws(before, resamples=resamples, seed=seed)
+    # With equal seeds both metrics see the same rows in each resample.
     b = draws(after, resamples=resamples, seed=seed if paired else seed + 1)
     with np.errstate(invalid="ignore"):  # two infinite perplexities have no difference
         return value, _middle(b - a)

@@ -42,6 +42,7 @@ def require_harness() -> ModuleType:
     try:
         import lm_eval
     except ModuleNotFoundError as error:
+        # A dependency of an installed lm-eval is missing: its own error says which.
         if error.name != "lm_eval":
             raise
         raise RecipeError(
@@ -55,6 +56,7 @@ def model_for_harness(scorer: Scorer) -> TemplateLM:
     require_harness()
     from lm_eval.api.model import TemplateLM
 
+    # Defined here, since its base class is imported only if lm-eval is used.
     class Opened(TemplateLM):
         tokenizer = scorer.tokenizer
         rank, world_size = 0, 1
@@ -65,6 +67,7 @@ def model_for_harness(scorer: Scorer) -> TemplateLM:
 
         @property
         def prefix_token_id(self) -> int:
+            # The token before the first one that is scored, as in training.
             return scorer.encoder.begin[0] if scorer.encoder.begin else scorer.encoder.end
 
         @property
@@ -76,6 +79,7 @@ def model_for_harness(scorer: Scorer) -> TemplateLM:
             return str(scorer.tokenizer.name_or_path).replace("/", "__")
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+            # A chat template may have written the token already: a second one would be a text never seen in training.
             has_bos = bool(scorer.tokenizer.bos_token) and string.startswith(scorer.tokenizer.bos_token)
             return scorer.encode(
                 string, complete=add_special_tokens is False or (add_special_tokens is None and has_bos)
@@ -104,6 +108,7 @@ def model_for_harness(scorer: Scorer) -> TemplateLM:
             for request in requests:
                 (text,) = request.args
                 tokens = scorer.encode(text, complete=True)
+                # Windows that score each token once, with one token of context, as lm-eval's own models do.
                 windows = get_rolling_token_windows(
                     tokens, prefix_token=self.prefix_token_id, max_seq_len=scorer.length, context_len=1
                 )
@@ -124,6 +129,7 @@ def model_for_harness(scorer: Scorer) -> TemplateLM:
                 tokens = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or WRITTEN)
                 answers += scorer.write(
                     [ids],
+                    # At least half of a row is left to the question.
                     tokens=min(tokens, scorer.length // 2),
                     stop=[until] if isinstance(until, str) else until,
                     strip=False,
@@ -153,6 +159,7 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
     with _quiet():
         if Path(name).suffix in (".yaml", ".yml"):
             file = expanded("--tasks", name)
+            # The file needs none of lm-eval's own tasks, thousands of files to index.
             manager, task = TaskManager(include_path=str(file.parent), include_defaults=False), _task_of(file)
         else:
             manager, task = TaskManager(), name
@@ -163,6 +170,7 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
                 f"{nearest(task, known) if len(known) < 50 else _near(task, known)}"
             )
         try:
+            # No bootstrap of lm-eval: intervals are computed from the values per row, as for all tasks.
             # Seeds of None leave the process's generators unchanged, so that a run stays reproducible.
             output = lm_eval.simple_evaluate(
                 model=model_for_harness(scorer), tasks=[task], task_manager=manager,
@@ -201,6 +209,7 @@ def _code_of(node: Node | None) -> list[str]:
     import yaml
 
     code: list[str] = []
+    # An explicit stack: `nodes` has bounded the depth and the number of values, aliases included.
     todo = [node]
     while todo:
         part = todo.pop()
@@ -224,10 +233,12 @@ def _near(task: str, known: list[str]) -> str:
 def _result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
     metrics, alone = {}, {}
     for key, value in values.items():
+        # lm-eval's keys are `metric,filter`; others (`alias`) are no metrics.
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
         shown = name if filtered == "none" else key
+        # In the order of documents, so that two builds are compared row by row.
         each = [s.get(name) for s in sorted(samples, key=lambda s: s["doc_id"]) if s.get("filter", "none") == filtered]
         rows = [float(v) for v in each if isinstance(v, int | float)]
         # Any other function of the rows cannot be resampled from their own values.
@@ -235,6 +246,7 @@ def _result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
             metrics[shown] = bootstrap.mean(rows)
         else:
             alone[shown] = float(value)
+    # The identity of the rows: equal documents make two results comparable.
     documents = sorted({(s["doc_id"], s.get("doc_hash")) for s in samples})
     return Result(metrics, len(documents), digest(documents), alone=alone)
 

@@ -84,6 +84,7 @@ def questions_of(
             f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; "
             "lower it, or raise batch.seq_len (of a run) or --length"
         )
+    # Needles and recall have a cell per depth as well, so they need fewer questions in each.
     default = 4 if task.kind in ("needle", "recall") else 16
     each = min(task.each or default, limit or task.each or default)
     text = texts(task.data, f"task {task.name}: data") if task.data is not None else None
@@ -96,6 +97,7 @@ def questions_of(
         passages = _passages(task, text, length - len(begin), each) if text is not None else []
         depths = [n / (task.depths - 1) for n in range(task.depths)] if pieces else [0.0]
         for number, depth in enumerate(depths):
+            # One generator per cell: its questions do not depend on the other lengths and depths.
             generator = np.random.default_rng((task.seed, length, number))
             try:
                 if task.kind == "recall":
@@ -112,8 +114,10 @@ def questions_of(
                 places.append({"length": length, "depth": depth})
                 cells.append(tuple(cell))
                 continue
+            # The tokens that are scored: the same ones for every share of context.
             last = max(1, min(64, length // 8))
             for share in SHARES.values():
+                # Tokens of context directly before them.
                 read = round((length - last - len(begin)) * share)
                 places.append({"length": length, "share": share})
                 cells.append(
@@ -135,6 +139,7 @@ def _lengths(task: LengthTask, longest: int) -> list[int]:
         return [longest]
     if task.kind == "continuation":
         return sorted({longest // n for n in (8, 4, 2, 1)} - {*range(2 * LEAST)} or {longest})
+    # Room for each phrase and for the question.
     least = LEAST * (task.needles + 1 if task.kind == "needle" else 1)
     return sorted({n for n in (longest * k // 8 for k in range(1, 9)) if n >= least} or {longest})
 
@@ -143,6 +148,7 @@ def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[li
     """Draws up to `each` passages by the task's seed, which do not overlap and lie within one document each."""
     ends = np.asarray(text.offsets)
     sizes = np.diff(ends, prepend=0)
+    # Every multiple of `length` within a document, so that passages cannot overlap.
     starts = [(end - size) + n * length for end, size in zip(ends, sizes, strict=True) for n in range(size // length)]
     if not starts:
         raise DataError(
@@ -171,6 +177,7 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
     with _linear(scorer.build):
         if task.kind == "positions":
             return _by_position(questions, scorer, identity)
+        # All cells at once, since equal lengths share batches; regrouped below in the same order.
         flat = [q for cell in questions.questions for q in cell]
         scores = iter(scorer.score(flat))
     cells = [[next(scores) for _ in cell] for cell in questions.questions]
@@ -179,6 +186,7 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
         return bootstrap.ratio([-s.loglikelihood for s in cell], [float(s.tokens) for s in cell], higher=False)
 
     if task.kind == "continuation":
+        # The metrics are those of the longest texts, the parts those of all.
         top = max(place["length"] for place in questions.subsets)
         metrics = {
             f"loss_{name}": loss(cell)
@@ -199,7 +207,9 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
 
 def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
     rows = [q.context for cell in questions.questions for q in cell]
+    # The last token is only predicted.
     length = len(rows[0]) - 1
+    # Ranges that double in length: [0, 16), [16, 32), [32, 64), ...
     edges = [0]
     while 8 * max(edges[-1], FIRST // 2) <= 3 * length:  # the last range has at least a quarter of all positions
         edges.append(2 * max(edges[-1], FIRST // 2))
@@ -209,12 +219,15 @@ def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
         chunk = rows[first : first + scorer.micro]
         batch = batch_of([row[:-1] for row in chunk], length, scorer.encoder.pad)
         targets = torch.tensor([row[1:] for row in chunk])
+        # Every position is scored: [rows * length].
         scores, _ = token_scores(scorer.build, batch, torch.arange(targets.numel()), targets.flatten())
         batch_losses.append(-scores.view(len(chunk), length).double().numpy())
         scorer.say("reading passages", min(first + scorer.micro, len(rows)), len(rows))
+    # [passages, length], in nats.
     losses = np.concatenate(batch_losses)
 
     def mean(start: int, end: int) -> bootstrap.Metric:
+        # A passage is the unit of the bootstrap: its positions are not independent.
         return bootstrap.ratio(losses[:, start:end].sum(axis=1), [float(end - start)] * len(losses), higher=False)
 
     parts = [Part({"start": a, "end": b}, mean(a, b)) for a, b in itertools.pairwise(edges)]
@@ -232,6 +245,7 @@ def _linear(build: Build) -> Iterator[None]:
     from preheat.ops.attention.blockwise import blocked_attention
 
     plain = build.slot(Slot.ATTENTION_KERNEL)
+    # A technique's own kernel is part of the model and stays.
     is_plain = build.owner(Slot.ATTENTION_KERNEL) == "plain"
     if is_plain:
         build.claim(Slot.ATTENTION_KERNEL, blocked_attention, "plain")

@@ -36,6 +36,7 @@ _WORDS = {
     "millions": "million",
 }
 _WORDS |= {"bn": "billion", "b": "billion", "billions": "billion", "trillions": "trillion", "percentage": "percent"}
+# Sign or accounting parentheses, a currency, digits with thousands separators, a percent sign, a word of scale.
 _NUMBER = re.compile(
     r"(?P<open>\()?\s*(?P<sign>[-+−–])?\s*(?:us)?[$€£¥]?\s*(?P<inner>[-−–])?(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)\s*"
     r"(?P<percent>%)?\s*(?P<close>\))?\s*(?P<after>%)?\s*(?P<word>[a-z]+)?\s*\.?",
@@ -76,6 +77,7 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
 def _bag_f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
     if not predicted or not wanted:
         return float(not predicted and not wanted)
+    # F1 = 2 |A & B| / (|A| + |B|) of multisets, equal to the harmonic mean of precision and recall.
     common = sum((Counter(predicted) & Counter(wanted)).values())
     return 2 * common / (len(predicted) + len(wanted))
 
@@ -97,6 +99,7 @@ def number_in(text: str, scale: str = "") -> float | None:
     if match is None:
         return None
     word = (match["word"] or "").lower()
+    # `12 %`, and `(12) %` with the sign after the parentheses.
     if match["percent"] or match["after"]:
         unit = "percent"
         if word:
@@ -110,6 +113,7 @@ def number_in(text: str, scale: str = "") -> float | None:
     if bool(match["open"]) != bool(match["close"]):
         return None
     negative = bool(match["open"] or match["inner"]) or match["sign"] in ("-", "−", "–")
+    # The number's own unit takes precedence over the scale of its table.
     return (-value if negative else value) * SCALES[unit or scale]
 
 
@@ -165,7 +169,9 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
     if not spans or not wanted:
         return float(not spans and not wanted)
     pairs = sorted(
-        ((_span_f1(s, w, scale), -i, -j) for i, s in enumerate(spans) for j, w in enumerate(wanted)), reverse=True
+        # The negative numbers resolve ties: in reverse order, earlier spans come first.
+        ((_span_f1(s, w, scale), -i, -j) for i, s in enumerate(spans) for j, w in enumerate(wanted)),
+        reverse=True,
     )
     total, used_spans, used_gold = 0.0, set[int](), set[int]()
     for score, i, j in pairs:
@@ -173,13 +179,16 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
             used_spans.add(i)
             used_gold.add(j)
             total += score
+    # Unmatched spans of the longer side count 0.
     return total / max(len(spans), len(wanted))
 
 
 def _span_f1(span: str, gold: str, scale: str) -> float:
     if number_in(gold, scale) is not None or number_in(span) is not None:
         return float(scaled(span) == scaled(gold, scale))
+    # Numbers within text compare by value, so that 1,000 and 1000 are one word.
     a, b = _words_and_numbers(span), _words_and_numbers(gold)
+    # As in DROP: a text span without any of the gold's numbers is wrong, whatever words it shares.
     numbers = {w for w in b if w.startswith("#")}
     if numbers and not numbers & set(a):
         return 0.0

@@ -65,9 +65,11 @@ def key_value_prompt(
         >>> question.answer == question.context[2:3]
         True
     """
+    # Disjoint halves, so that no value can be taken for a key.
     keys, values = np.asarray(pieces)[::2], np.asarray(pieces)[1::2]
     size = 1
     while True:
+        # Pairs of `size` key tokens and a value. One less: the question repeats a key, and its value must fit too.
         count = (length - len(begin)) // (size + 1) - 1
         # Use at most half of all possible keys, so that drawing is fast and keys differ.
         if len(keys) ** size >= 2 * count or count < 2:
@@ -78,9 +80,12 @@ def key_value_prompt(
             f"{length} tokens have no room for two pairs of {size + 1} tokens and the question; use "
             f"{3 * (size + 1) + len(begin)} or more"
         )
+    # Without replacement, since a repeated key would have two values.
     drawn = generator.choice(len(keys) ** size, count, replace=False)
+    # The digits of a drawn number to the base len(keys) select the tokens of its key: [count, size].
     key = np.stack([keys[drawn // len(keys) ** n % len(keys)] for n in range(size)], axis=1)
     value = values[generator.integers(len(values), size=count)]
+    # [count * (size + 1)]: key, value, key, value, ...
     pairs = np.concatenate([key, value[:, None]], axis=1).ravel()
     queried = round(depth * (count - 1))
     return RetrievalQuestion([*begin, *pairs.tolist(), *key[queried].tolist()], [int(value[queried])])
@@ -107,6 +112,7 @@ def phrase_prompt(
         ValueError: too few tokens, or the text is too short.
     """
     size = CUE + HIDDEN
+    # Tokens of the text that remain with the phrases, the cue at the end and the answer.
     room = len(hay) - needles * size - size
     if room < needles:
         raise ValueError(
@@ -118,9 +124,12 @@ def phrase_prompt(
             f"{needles} phrases of {size} words need {needles * size} word tokens, and the tokenizer has "
             f"{len(pieces)}; use fewer needles"
         )
+    # [needles, size] of a permutation: no token occurs twice, so each cue has one continuation.
     phrases = np.asarray(pieces)[generator.permutation(len(pieces))[: needles * size]].reshape(needles, size)
+    # The queried phrase first, then the others in the middle of equal parts.
     depths = [depth, *((n + 0.5) / max(1, needles - 1) for n in range(needles - 1))]
     text, start = [*begin], 0
+    # Insert from the front, with positions counted in the text without phrases.
     for at, phrase in sorted(zip((round(d * room) for d in depths), phrases.tolist(), strict=True)):
         text += [*hay[start:at], *phrase]
         start = at

@@ -49,6 +49,7 @@ def rows_of_text(
         DataError: no such text, it is empty, or (not `partial`) it is shorter than a row.
     """
     path = expanded(knob, source)
+    # Plain text has no fields, so the recipe's layout and columns do not apply to it.
     plain = path.suffix in TEXT or path.is_dir()
     fields: JsonObject = (
         {"layout": "text", "columns": {}, "prompt": None, "completion": None, "classes": ()} if plain else {}
@@ -56,7 +57,15 @@ def rows_of_text(
     # Evaluation texts are read as they are; `preheat data` reports their problems.
     fields["preflight"] = {**data.preflight, "encoding": "warn", "truncated": "warn"}
     settings = replace(
-        data, source=source, validation=0.0, limit=None, streaming=False, tokenizer=tokenizer, packing="auto", **fields
+        # All of the text is read, whatever the recipe says about its own data.
+        data,
+        source=source,
+        validation=0.0,
+        limit=None,
+        streaming=False,
+        tokenizer=tokenizer,
+        packing="auto",
+        **fields,
     )
     rows = prepare(settings, length=length, seed=seed, partial=partial, knob=knob).train
     assert isinstance(rows, Rows), "only a stream is not packed beforehand"
@@ -66,7 +75,13 @@ def rows_of_text(
 def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
     """Returns another text's documents in tokens, one per file; arguments and errors as in `rows_of_text`."""
     return rows_of_text(
-        replace(data, text_files="whole"), source, knob=knob, length=2, seed=seed, tokenizer=tokenizer
+        # Only the documents are used: rows of 2 tokens exist for any text.
+        replace(data, text_files="whole"),
+        source,
+        knob=knob,
+        length=2,
+        seed=seed,
+        tokenizer=tokenizer,
     ).tokens
 
 
@@ -93,6 +108,7 @@ def measure_text(
         sizes: result of `bytes_of_tokens`.
         objective: use the build's own objective, as in the run's validation; else the next-token loss.
     """
+    # Small batches if there are few rows, since each batch is one unit of the bootstrap.
     count = min(limit, len(rows))
     micro = max(1, min(micro, count // UNITS))
     own = objective and build.owner(Slot.OBJECTIVE) != "plain"
@@ -104,18 +120,22 @@ def measure_text(
     sums: list[LossSum] = []
     batches = list(evaluation_batches(rows, micro=micro, limit=limit))
     if objective or build.owner(Slot.OBJECTIVE) == "plain":
+        # The build's own objective gives the wanted loss: it was asked for, or it is next-token prediction.
         sums = list(parts(build, batches))
     for number, batch in enumerate(batches):
         total, weight = (float(sums[number].total), sums[number].weight) if sums else _next_tokens(build, batch)
         losses.append(total)
         weights.append(float(weight))
+        # Bytes of the predicted tokens; special tokens have none.
         bytes_.append(0.0 if own else float(sizes[batch.labels[batch.labels != -100].numpy()].sum()))
     metrics = {"loss": bootstrap.ratio(losses, weights, higher=False)}
     if not own:
         metrics["perplexity"] = bootstrap.perplexity(losses, weights)
         if sum(bytes_):
+            # loss [nats] / ln 2 / bytes of text: independent of how many tokens the tokenizer makes of it.
             metrics["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
     scores = summed(build, sums).scores if own else {}
+    # Labels and bytes per batch identify the text under its tokenizer.
     identity, left = digest(weights, bytes_, count), len(rows) - count
     return Result(
         metrics, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, unread_rows=left, alone=scores

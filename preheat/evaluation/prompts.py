@@ -53,6 +53,7 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
         rows = [_row(where, value) for where, value in read_file(path, keyed=True)]
     elif path.exists():
         raise DataError(f"{display_path(path)}: is not a file; name a file of rows")
+    # These look like files; `datasets` would search the hub for them.
     elif path.suffix in ROWS or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise missing("rows", path)
     else:
@@ -76,8 +77,10 @@ def _parts(row: Row, each: str) -> Iterator[Row]:
     parts = row.values[each]
     if not isinstance(parts, list):
         raise DataError(f"{row.where}: field '{each}' is {kind_of(parts)}, not a list")
+    # A field of the part takes precedence over one of its parent.
     rest = {k: v for k, v in row.values.items() if k != each}
     for number, part in enumerate(parts, 1):
+        # Messages name the part within its row.
         where = f"{row.where}, {each} {number}"
         yield Row(where, {**rest, **_row(where, part).values})
 
@@ -131,6 +134,8 @@ class _Language:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.task = task
+        # Sandboxed, since tasks may come from others. A missing field is an error and not empty text, and a line break
+        # at the end of a prompt stays.
         self.environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
     def template(self, key: str) -> Callable[[Row], str]:
@@ -155,6 +160,7 @@ class _Language:
 
         text, name = getattr(self.task, key), self.task.name
         where = f"task {name}: {key}"
+        # An expression is the inside of braces: with them, the check can parse it.
         require_template(where, text if "{" in text else f"{{{{ {text} }}}}")
         with limited(where):
             try:
@@ -171,6 +177,7 @@ class _Language:
                     message = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
                     undefined = re.fullmatch(r"'(\w+)' is undefined", message)
                     if undefined:
+                        # Jinja's message names the variable alone: name the closest field.
                         message = f"no field '{undefined[1]}'; {closest(undefined[1], sorted(row.values))}"
                     raise DataError(f"{row.where}: {message} (task {name}, {key})") from None
 
@@ -194,6 +201,7 @@ def items_of(
     rows = _chosen(task, read_rows(task.data, subset=task.subset, split=task.split, each=task.each))
     language = _Language(task)
     prompt, gold = language.template("prompt"), language.expression("gold")
+    # Few-shot examples: drawn once by the task's seed, the same before every question.
     shots: list[Row] = []
     if task.shots:
         if task.shots >= len(rows):
@@ -201,6 +209,7 @@ def items_of(
         drawn = np.random.Generator(np.random.PCG64(task.seed)).choice(len(rows), task.shots, replace=False)
         shots = [rows[n] for n in drawn]
         rows = [row for n, row in enumerate(rows) if n not in set(drawn.tolist())]
+    # Before any limit: fewer rows must not mean fewer classes.
     classes = _classes(task, rows, gold) if task.kind == "classification" else None
     choices = language.expression("choices") if isinstance(task.choices, str) else lambda row: classes or task.choices
     scale = language.expression("scale") if task.scale is not None else lambda row: ""
@@ -212,6 +221,7 @@ def items_of(
 
     before = [answered(row) for row in shots]
     bare = language.template("text") if head and task.text is not None else None
+    # The smaller of both limits.
     limits = [n for n in (task.limit, limit) if n is not None]
     items = []
     for row in rows[: min(limits)] if limits else rows:
@@ -229,6 +239,7 @@ def _chosen(task: Task, rows: list[Row]) -> list[Row]:
     total = len(rows)
     if task.keys is not None:
         try:
+            # Keys are compared as text: JSON objects have only such keys.
             wanted = set(map(str, read_json(expanded(f"task {task.name}: keys:", task.keys))))
         except (OSError, TypeError) as error:
             message = shorten(str(error), 200)
@@ -259,12 +270,15 @@ def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], object]) -> 
 
 
 def _item(task: Task, row: Row, context: str, complete: bool, gold: object, choices: object, scale: object) -> Item:
+    # A row without an answer would silently count as wrong.
     if gold is None or gold == "" or gold == []:
         raise DataError(f"{row.where}: has no gold (task {task.name}, gold: {task.gold})")
+    # A chat template ends with its own delimiter, the generation prompt.
     delimiter = "" if task.chat else task.delimiter
     if task.kind not in BY_LIKELIHOOD:
         answers = tuple(map(str, gold)) if isinstance(gold, list | tuple) else (str(gold),)
         return Item(row.where, context, complete, answers=answers, scale=str(scale or ""))
+    # A single choice: it is scored, not compared.
     if task.kind == "cloze":
         return Item(row.where, context, complete, (delimiter + str(gold),), (str(gold),), 0)
     if not isinstance(choices, list | tuple) or len(choices) < 2:
@@ -282,6 +296,7 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: object, choi
 
 
 def _number_of(gold: object, texts: tuple[str, ...], *, by_number: bool) -> int | None:
+    # An index, which only multiple choice has; the gold of a classification is a name, even if it is a number.
     if isinstance(gold, int) and not isinstance(gold, bool) and by_number:
         return gold if 0 <= gold < len(texts) else None
     if str(gold) in texts:
@@ -296,6 +311,7 @@ def _context(task: Task, before: Sequence[tuple[str, str]], prompt: str, tokeniz
         return task.separator.join([*(question + task.delimiter + answer for question, answer in before), prompt])
     turns = [{"role": "system", "content": task.system}] if task.system is not None else []
     for question, answer in before:
+        # Answered examples are earlier turns of the conversation.
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return _templated([*turns, {"role": "user", "content": prompt}], tokenizer, task)
 

@@ -78,15 +78,18 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> JsonObject:
 
     If the rows differ (e.g. with another tokenizer), losses and perplexities per token are not comparable and left out.
     """
+    # Equal rows in equal order: differences per row cancel their difficulty.
     paired = before.identity == after.identity and len(before.metrics) > 0
     metrics = {}
     for name, metric in after.metrics.items():
+        # Per-token losses of different rows may be over different tokens, so their difference means nothing.
         if name in before.metrics and (paired or name not in ("loss", "perplexity")):
             metrics[name] = _values(*difference(before.metrics[name], metric, paired=paired, seed=seed))
     for name, value in after.alone.items():
         if name in before.alone:
             metrics[name] = _values(value - before.alone[name], None)
     summary = {"paired": paired, "metrics": metrics}
+    # Parts by their subset, since a task's lengths may have changed between the two.
     old = {tuple(part.subset.items()): part.metric for part in before.parts}
     parts = [
         {**place, **_values(*difference(old[tuple(place.items())], metric, seed=seed))}
@@ -106,9 +109,11 @@ def comparable(before: Result, after: Result | None) -> bool:
     same = after is not None and before.identity == after.identity
 
     def alike(old: Metric, new: Metric | None) -> bool:
+        # Rows are compared one by one only if they are equal; otherwise only the features must agree.
         shape = slice(None) if same else slice(1, None)
         return new is None or (old.kind == new.kind and old.rows.shape[shape] == new.rows.shape[shape])
 
+    # Nothing to compare with: check that the stored metrics can be computed at all.
     if after is None:
         shapes = [
             (m.kind, m.rows.shape[1:]) for m in (*before.metrics.values(), *(part.metric for part in before.parts))
@@ -118,6 +123,7 @@ def comparable(before: Result, after: Result | None) -> bool:
         )
     places = {tuple(part.subset.items()): part.metric for part in after.parts}
     parts = all(alike(part.metric, places.get(tuple(part.subset.items()))) for part in before.parts)
+    # A metric that only one of the two has is left out and does no harm.
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 
@@ -139,8 +145,10 @@ def deserialize(values: JsonObject) -> Result:
     def metric(m: JsonObject) -> Metric:
         return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])
 
+    # The value and its interval are computed again from the rows; only `alone` has stored values.
     metrics = {name: metric(m) for name, m in values["metrics"].items()}
     parts = [Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())]  # older runs have no parts
+    # `to_json` writes null for NaN.
     alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
     same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
     return Result(metrics, parts=parts, alone=alone, **same)

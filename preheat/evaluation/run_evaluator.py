@@ -56,6 +56,7 @@ class RunEvaluator:
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
         options: JsonObject = {"limit": settings.rows, "head": head}
         self.items = {t.name: items_of(t, data.tokenizer, **options) for t in self.tasks if isinstance(t, Task)}
+        # A head over classes scores no continuation, so none needs room.
         if not head:
             for items in self.items.values():
                 require_room(items, Reader(data.tokenizer, recipe.batch.seq_len))
@@ -91,6 +92,7 @@ class RunEvaluator:
         if not texts and not tasks:
             return nothing
         losses: JsonObject = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
+        # The line has values only; intervals are in evaluation.json.
         line: JsonObject = {"step": step, **losses}
         if "validation" in texts:
             line["tokens"] = texts["validation"].tokens
@@ -101,13 +103,16 @@ class RunEvaluator:
             }
         writer.metric(**line)
         results = {"texts": texts, "tasks": tasks}
+        # With the values of all rows, so that later results can be compared row by row.
         if step == 0:
             writer.json(BEFORE, {part: {name: serialize(r) for name, r in of.items()} for part, of in results.items()})
         summary: JsonObject = {"step": step, "after": _values(results)}
         # With several processes, only rank 0 reads and writes the run's folder.
+        # Read back rather than kept in memory: a resumed run has no evaluation at step 0 of its own.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
         if run is not None and (values := run.before):
             before = {part: {name: deserialize(r) for name, r in of.items()} for part, of in values.items()}
+            # A list, since entries are deleted in the loop. Rows differ if a file changed, or `before.json` is damaged.
             for part, name in [(part, name) for part, of in before.items() for name in of]:
                 if not comparable(before[part][name], results.get(part, {}).get(name)):
                     run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not the measured ones"
@@ -125,6 +130,7 @@ class RunEvaluator:
         micro = build.slot(Slot.BATCH_SHAPE)(
             1.0
         ).micro  # the shape of the last steps: evaluation rows always have full length
+        # Never above training's, whose peak was planned.
         micro = min(build.recipe.evaluate.micro_batch_size or micro, micro)
         texts = {}
         options: JsonObject = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
@@ -134,6 +140,7 @@ class RunEvaluator:
             texts["forgetting"] = measure_text(build, self.forgetting, **options)
         tasks: dict[str, Result] = {}
         length, classes = self.recipe.batch.seq_len, self.data.classes
+        # One scorer for all tasks, with the shapes of training.
         scorer = Scorer(build, self.data.tokenizer, micro=micro, length=length, classes=classes, say=self.say)
         for task in self.tasks:
             if isinstance(task, Task):

@@ -75,12 +75,14 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                     else ("answer", output)
                 )
                 file.write(to_json(line | {key: content}) + "\n")
+    # Without the prompts: another prompt or number of examples asks the same rows.
     identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # The scorer counts a truncated context once for each choice.
     return Result(values, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
 
 
 def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
+    # The head has a row per class.
     rows = scorer.build.trained[0].get_output_embeddings().out_features  # type: ignore[operator]
     if task.kind != "classification":
         raise RecipeError(
@@ -88,6 +90,7 @@ def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
             f"{task.kind}"
         )
     texts = items[0].texts
+    # A class that the task lacks could be predicted and never be right.
     if scorer.classes and (strange := [name for name in scorer.classes if name not in texts]):
         problem = f"the run was trained on the class {strange[0]!r}, which the task does not have"
         raise RecipeError(f"task {task.name}: choices: {problem}; {nearest(strange[0], list(texts))}")
@@ -106,6 +109,7 @@ def _likelihoods(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:
         for choice in item.choices:
             pairs.append(scorer.pair(item.context, choice, complete=item.complete))
             where.append(item.where)
+    # All choices of all questions in one call, which batches similar lengths.
     flat = iter(scorer.score(pairs, where))
     return [[next(flat) for _ in item.choices] for item in items]
 
@@ -115,13 +119,16 @@ def _by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[
         losses = [-score[0].loglikelihood for score in scores]
         return {
             "accuracy": bootstrap.mean([float(score[0].greedy) for score in scores]),
+            # Per row and not per token, as lm-eval computes it for LAMBADA.
             "perplexity": bootstrap.perplexity(losses, [1.0] * len(losses)),
         }
     gold = [item.gold for item in items]
+    # Sums favor short choices; `accuracy_norm` below corrects for that.
     raw = [int(np.argmax([s.loglikelihood for s in row])) for row in scores]
     accuracy = bootstrap.mean([float(a == b) for a, b in zip(raw, gold, strict=True)])
     if task.kind == "classification":
         return {"accuracy": accuracy, "macro_f1": bootstrap.macro_f1(gold, raw, len(items[0].choices))}
+    # lm-eval's acc_norm: log-likelihood per character, so that long choices are not at a disadvantage.
     by_length = [
         int(np.argmax([s.loglikelihood / len(text) for s, text in zip(row, item.texts, strict=True)]))
         for row, item in zip(scores, items, strict=True)

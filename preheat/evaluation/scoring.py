@@ -62,12 +62,14 @@ class Reader:
     def pair(self, context: str, continuation: str, *, complete: bool = False) -> tuple[list[int], list[int]]:
         """Tokenizes context and continuation together and splits the tokens; spaces between them belong to the
         continuation."""
+        # Most tokenizers join a space to the word after it, so it is encoded with the continuation.
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         head = self.encode(context, complete=complete) if context else []
         if not head:  # scoring the first token needs a token before it
             return self.encoder.begin or [self.encoder.end], self._plain(continuation)
+        # Encoded together, as the text would be in training, and cut after the context's tokens.
         return head, self.encode(context + continuation, complete=complete)[len(head) :]
 
     def require_room(self, continuation: Sequence[int], where: str) -> None:
@@ -119,8 +121,10 @@ class Scorer(Reader):
         rows: dict[tuple[int, ...], list[int]] = {}
         for n, (context, continuation) in enumerate(pairs):
             self.require_room(continuation, where[n] if where else f"pair {n}")
+            # One token more than a row: the last one is predicted and not read.
             sequence = (*context, *continuation)[-(self.length + 1) :]
             self.truncated += len(sequence) < len(context) + len(continuation)
+            # Choices that differ in their last token alone read the same inputs.
             rows.setdefault(sequence[:-1], []).append(n)
         results: list[Score | None] = [None] * len(pairs)
         order = sorted(rows, key=len, reverse=True)  # similar lengths share a batch: less padding
@@ -133,6 +137,8 @@ class Scorer(Reader):
             for row, inputs in enumerate(chunk):
                 for n in rows[inputs]:
                     continuation = pairs[n][1]
+                    # The token at position t + 1 is predicted at t, hence the
+                    # positions one before the continuation's tokens.
                     positions += range(row * length + len(inputs) - len(continuation), row * length + len(inputs))
                     targets += continuation
                     owners.append((n, len(continuation)))
@@ -140,6 +146,7 @@ class Scorer(Reader):
                 self.build, batch_of(chunk, length, self.encoder.pad), torch.tensor(positions), torch.tensor(targets)
             )
             sizes = [count for _, count in owners]
+            # Sums in fp64: long continuations add hundreds of terms.
             for (n, count), s, g in zip(owners, scores.double().split(sizes), best.split(sizes), strict=True):
                 results[n] = Score(float(s.sum()), bool(g.all()), count)
             self.say("scoring", min(first + self.micro, len(order)), len(order))
@@ -155,6 +162,7 @@ class Scorer(Reader):
         for first in range(0, len(order), self.micro):
             chunk = order[first : first + self.micro]
             length = min(self.length, -(-len(rows[chunk[0]]) // MULTIPLE) * MULTIPLE)
+            # The last token of each row, indexed in the flattened batch.
             positions = torch.tensor([row * length + len(rows[n]) - 1 for row, n in enumerate(chunk)])
             batch = batch_of([rows[n] for n in chunk], length, self.encoder.pad)
             for n, number in zip(chunk, likeliest(self.build, batch, positions).tolist(), strict=True):
@@ -171,7 +179,9 @@ class Scorer(Reader):
             strip: remove white space at the beginning, before `stop` is searched, and at the end.
         """
         limit = self.build.model.positions
+        # With a limited number of positions, the prompt leaves room for the answer.
         room = max(1, min(self.length, limit - tokens)) if limit else self.length
+        # Cut at the beginning: the question is at the end.
         prompts = [list(context)[-room:] for context in contexts]
         self.truncated += sum(len(prompt) < len(context) for prompt, context in zip(prompts, contexts, strict=True))
         order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]), reverse=True)

@@ -96,6 +96,7 @@ class Task:
             )
         if self.kind not in ("multiple_choice", "classification") and self.choices is not None:
             problems.append(("choices", f"means nothing for {self.kind}; remove it"))
+        # A repeated choice could make two answers right, of which only one counts.
         if isinstance(self.choices, tuple) and len(set(self.choices)) < max(2, len(self.choices)):
             problems.append(("choices", "needs two or more, each once"))
         if self.text is not None and self.kind != "classification":
@@ -161,9 +162,11 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     """
     values, lines = read(path)
     if settings and isinstance(values, dict):
+        # Values of the command line are YAML, as in the file, so that numbers and lists have their types.
         values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
     task = _read(values, str(path), lines)
     files: JsonObject = {}
+    # Relative to the task's file, except for names given on the command line.
     for key in ("data", "keys"):
         name = getattr(task, key, None)
         if name and key not in (settings or {}) and (path.parent / name).is_file():
@@ -172,7 +175,9 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
 
 
 def _read(values: object, name: str, lines: Mapping[tuple[str, ...], int]) -> Task | LengthTask:
+    # The reader of recipes: unknown keys and wrong values give the same messages as there.
     reader = RecipeReader(name, lines)
+    # The kind decides the class, and so the valid keys.
     of_length = isinstance(values, Mapping) and values.get("kind") in OF_LENGTH
     task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())
     if task is not None:
@@ -208,8 +213,10 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         name, _, data = first.partition("=")
         if bad := [part for part in more if "=" not in part]:
             raise RecipeError(f"{knob} {given}: '{bad[0]}' is not KEY=VALUE")
+        # JSON quotes the name, which is text even if it looks like a number.
         settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
         path = expanded(knob, name)
+        # No file: the kind itself and the given keys are the task.
         if name in OF_LENGTH:
             values = {"name": name} | {
                 key: compose(value, f"{name}, {key}", numbered=False)[0] for key, value in settings.items()
@@ -229,9 +236,11 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
             )
         task = load_task(path, settings)
         if task.data is None and isinstance(task, Task):
+            # The first line of a built-in task says which fields its rows need.
             comment = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
             raise RecipeError(f"{knob} {name}: names no rows; give them: {name}=FILE ({comment})")
         tasks.append(task)
+    # Results are stored by name, so a second task of a name would replace the first.
     names_of = [t if isinstance(t, str) else t.name for t in tasks]
     if twice := next((n for n in names_of if names_of.count(n) > 1), None):
         raise RecipeError(f"{knob}: {twice} is given twice")

@@ -96,11 +96,13 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
     values, lines = compose(text, where)
     values = current_names(values)
     assigned: dict[tuple[str, ...], str] = {}
+    # The values before any override and after each one, to find the override that a problem came with.
     steps = [values]  # after each override
     for item in overrides:
         values = _assign(values, item)
         steps.append(values)
         key = current_key(tuple(item.split("=", 1)[0].strip().split(".")))
+        # An override replaces all keys inside its own, so errors there no longer belong to an earlier line or override.
         for at in [a for a in assigned if a[: len(key)] == key]:
             del assigned[at]
         for at in [a for a in lines if a[: len(key)] == key]:
@@ -116,6 +118,7 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
                 assigned[at] = f"--set {shorten(overrides[n - 1])}"
         reader.refuse()
         raise
+    # Only for a recipe without errors, which would hide among warnings.
     for name, message in warned(recipe) if warn else ():
         _log.warning("%s: %s: %s", reader.location(tuple(name.split("."))), name, message)
     return recipe
@@ -137,10 +140,12 @@ def _assign(values: object, item: str) -> object:
     if not equals or not all(step.strip() for step in key.split(".")):
         raise RecipeError(f"--set {shorten(item)}: write it as key=value, e.g. --set batch.size=64")
     value, _ = compose(raw, f"--set {shorten(item)}", numbered=False)
+    # `key=` sets null, but `compose` reads empty text as an empty mapping.
     value = None if raw.strip() == "" else value
     path = current_key(tuple(key.strip().split(".")))
     if not isinstance(values, Mapping):
         return values  # RecipeReader rejects these
+    # Copies along the path: the caller's values, one of `steps`, must not change.
     values = dict(values)
     at = values
     for step in path[:-1]:
@@ -149,9 +154,11 @@ def _assign(values: object, item: str) -> object:
             raise RecipeError(
                 f"--set {shorten(item)}: '{shorten(step)}' is {quoted(inner)}, which has no settings inside"
             )
+        # A section that is absent or null begins empty.
         at[step] = dict(inner or {})
         at = at[step]
     at[path[-1]] = value
+    # The value itself may be a section with former names.
     return current_names(values)
 
 
@@ -170,6 +177,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         >>> load("demo", ["batch.size=8"]).batch.size
         8
     """
+    # A file takes precedence over a built-in recipe of the same name.
     file = Path(path)
     where = shorten(str(path), 200)
     if not _is_there(file):  # a folder of the same name does not hide a built-in recipe
@@ -205,6 +213,7 @@ def override(recipe: Recipe, *items: str, where: str | None = None) -> Recipe:
     Args:
         where: prefix of messages; by default the recipe's name.
     """
+    # Through plain values and back, so that an override is validated like a file.
     values: object = as_values(recipe)
     for item in items:
         values = _assign(values, item)

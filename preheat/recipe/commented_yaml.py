@@ -41,6 +41,7 @@ def brief(values: JsonObject) -> str:
         elif part.default_factory is not dataclasses.MISSING:
             inside = _keys(part.default_factory, values[part.name])  # type: ignore[arg-type]
         else:
+            # The name is written even if it is the default, since it names the run's folder.
             if part.name == "name" or values[part.name] != part.default:
                 lines += _key(part.name, values[part.name], field_docs(Recipe)[part.name])
             continue
@@ -58,11 +59,13 @@ def _keys(cls: type, values: Mapping[str, object]) -> list[str]:
     lines = []
     for field in dataclasses.fields(cls):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        # Compared as YAML, in which a tuple of the dataclass equals a list of the values.
         if write(values[field.name]) != (None if default is dataclasses.MISSING else write(default)):
             lines += _key(field.name, values[field.name], docs.get(field.name, ""))
     return lines
 
 
 def _key(name: str, value: object, doc: str) -> list[str]:
+    # The first paragraph of the help text is its summary.
     about = textwrap.shorten(doc.split("\n\n")[0], _WIDTH, placeholder=" …")
     return [*([f"# {about}"] if about else []), *write({name: value}).rstrip("\n").split("\n")]

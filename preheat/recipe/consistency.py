@@ -52,7 +52,9 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     """Checks the origin of a model and its sizes."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts")
     explicit = [key for key in sizes if getattr(model, key) is not None]
+    # A model has one origin: a path, a preset, a size, or explicit sizes.
     origin = "path" if model.path else "preset" if model.preset else None
+    # Sizes in the recipe would contradict those of the loaded model.
     if origin and (model.size or explicit):
         extra = "size" if model.size else explicit[0]
         fix = f"remove {extra} (--set 'model={{{origin}: ...}}' does)"
@@ -62,11 +64,13 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
     if model.size is not None and (text := size_problem(model.size)):
         yield "model.size", text
+    # The defaults of a new model with experts.
     experts, chosen = model.num_experts or 8, model.num_experts_per_tok or 2
     if model.family not in ("qwen3_moe", "mixtral") and (given := model.num_experts or model.num_experts_per_tok):
         yield "model.num_experts", f"{given}: {model.family} has no experts; use family: qwen3_moe or mixtral"
     elif chosen > experts:
         yield "model.num_experts_per_tok", f"{chosen} is more than the {experts} experts; lower it"
+    # Each key-value head serves an equal number of query heads.
     if model.num_heads and model.num_kv_heads and model.num_heads % model.num_kv_heads:
         yield "model.num_kv_heads", f"{model.num_kv_heads} does not divide num_heads {model.num_heads}"
     if model.hidden_size and model.num_heads and model.hidden_size % model.num_heads:
@@ -77,12 +81,15 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Rejects sizes that would overflow before the memory prediction could reject them."""
     model, batch = recipe.model, recipe.batch
     width = model.hidden_size or 1
+    # Weights of a layer: 4 width^2 for attention, 3 width x intermediate per expert for the feed-forward.
     of_layer = width * (4 * width + 3 * (model.intermediate_size or 1) * (model.num_experts or 1))
     parameters = (model.num_layers or 1) * of_layer + (model.vocab_size or 1) * width
     if parameters > MOST_PARAMETERS:
         text = f"these sizes make a model of {parameters:.1e} parameters, more than {MOST_PARAMETERS:.0e}; lower them"
         yield "model", text
+    # rows x heads x tokens^2; 256 heads if their number is not stated.
     scores = batch.size * (model.num_heads or 256) * batch.seq_len**2
+    # One message for both: fewer tokens also mean fewer scores.
     if (tokens := batch.size * batch.seq_len) > _MOST_TOKENS:
         yield (
             "batch",
@@ -116,6 +123,7 @@ def _data(data: Data) -> Iterator[tuple[str, str]]:
         yield "data.overlong", "refuse needs all documents read beforehand; set data.streaming: false"
     if not isinstance(data.source, str) and data.streaming:
         yield "data.streaming", "reads one source; name one, or set data.streaming: false"
+    # A number is a fraction, a text a path or a built-in source.
     if isinstance(data.validation, float | int) and not 0 <= data.validation < 1:
         yield "data.validation", f"{data.validation} is not a fraction in [0, 1); use a fraction or a path"
 
@@ -129,6 +137,7 @@ def _source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     )
     if not isinstance(part.get("source"), str):
         yield f"{key}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"
+    # Sources of a list are plain mappings, which pydantic does not check.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
         yield f"{key}.weight", f"must be a number above 0 and at most 100, got {quoted(weight)}"
 
@@ -136,11 +145,13 @@ def _source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Checks the length of the run and the settings that depend on it."""
     stop, streaming = recipe.stop, recipe.data.streaming
+    # An epoch of a stream ends at an unknown step, so the schedule could not be planned.
     if streaming and stop.epochs:
         text = "a streamed source has no known length; use stop.max_steps or stop.tokens, or data.streaming: false"
         yield "stop.epochs", text
     if not (stop.max_steps or stop.tokens or stop.epochs or stop.hours):
         yield "stop", "no stopping condition; set max_steps, tokens, epochs or hours"
+    # The schedule's decay needs the number of steps, which a time limit does not determine.
     if stop.hours and not (stop.max_steps or stop.tokens or stop.epochs) and recipe.schedule.kind != "constant":
         text = f"schedule {recipe.schedule.kind} needs a length in steps, tokens or epochs"
         yield "stop.hours", f"{text}; add one (hours still ends the run early) or use schedule.kind: constant"
@@ -155,10 +166,12 @@ def sample_problems(sample: Sample) -> list[tuple[str, str]]:
 
 
 def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
+    # The values that filter nothing.
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
             text = f"{value:g} filters sampled tokens, and temperature 0 does not sample; set a temperature, e.g. 0.8"
             yield name, text
+    # `True` alone: `auto` may decide against compiling.
     if sample.compile is True and sample.cache not in ("auto", "static"):
         yield "compile", f"needs a cache that does not grow, and this one is {sample.cache}; leave cache out"
     if "" in sample.stop:
@@ -166,6 +179,7 @@ def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
+    # Compared with the default of the dataclass, which is a class attribute.
     if sample.draft_model is None and sample.draft_tokens != type(sample).draft_tokens:
         text = "there is no draft model to propose them; name one (draft_model), or leave it out"
         yield "draft_tokens", f"{sample.draft_tokens} changes nothing: {text}"

@@ -62,6 +62,7 @@ def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
         (('batch', 'seq_len'), ('batch', 'size'))
     """
     name = FORMER_KEYS.get(".".join(_within_recipe(path)))
+    # A former key is in the section of today's: only the last component differs.
     return path if name is None else (*path[:-1], name)
 
 
@@ -73,6 +74,7 @@ def former_names(section: tuple[str, ...]) -> list[str]:
 
 def _within_recipe(path: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the path without what leads to a recipe's part in a chain of steps."""
+    # Steps of a chain have techniques of their own, at a deeper path than in a recipe.
     return path[path.index("techniques") :] if "techniques" in path else path
 
 
@@ -90,12 +92,15 @@ def current_values(section: tuple[str, ...], values: Mapping[str, object]) -> di
     current = {}
     for key, value in values.items():
         path = current_key((*section, str(key)))
+        # Both names are given: keep the former one under its name, which no
+        # section knows, so that the reader reports it.
         name = key if path[-1] in values else path[-1]
         current[name] = _current_value(".".join(_within_recipe(path)), value)
     return current
 
 
 def _current_value(key: str, value: object) -> object:
+    # Each source of a list repeats keys of the section `data`.
     if key == "data.source" and isinstance(value, list | tuple):  # settings per source
         return [current_values(("data",), part) if isinstance(part, Mapping) else part for part in value]
     return FORMER_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value

@@ -24,4 +24,5 @@ def native(recipe: Recipe) -> Recipe:
         >>> sorted(native(deepspeed).techniques), native(deepspeed).parallel.engine
         (['fsdp'], 'native')
     """
+    # zero_stage goes back to its default, since only DeepSpeed reads it.
     return override(recipe, "parallel.engine=native", "parallel.zero_stage=1", *_SAME[recipe.parallel.zero_stage])

@@ -62,11 +62,13 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
     def changed(value: object, change: Callable[[str], str]) -> object:
         if isinstance(value, tuple):
             return tuple(changed(part, change) for part in value)
+        # An item of a list of sources, with settings of its own.
         if isinstance(value, dict):
             return value | {"source": changed(value.get("source"), change)}
         return change(value) if isinstance(value, str) and value and value not in _BUILT_IN else value
 
     changes: dict[str, Any] = {
+        # Values stay of their type: `replace` copies the frozen sections.
         part: replace(
             section, **{key: changed(getattr(section, key), of_name if key in _NAMES else of_path) for key in keys}
         )
@@ -76,6 +78,7 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
     techniques = {}
     for name, technique in recipe.techniques.items():
         names = [field.name for field in dataclasses.fields(technique)]  # type: ignore[arg-type]
+        # By the name of the setting, since the types of paths and of other text are the same.
         keys = [key for key in names if key in _OF_TECHNIQUES]
         moved = {key: changed(getattr(technique, key), of_path) for key in keys}
         techniques[name] = replace(technique, **moved) if moved else technique  # type: ignore[type-var]
@@ -85,6 +88,7 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
 def _anchored(value: str, home: Path) -> str:
     try:
         path = Path(value).expanduser()
+        # An absolute path replaces `home`; a relative one that does not exist may be a name of the hub.
         return str(home / path) if path.is_absolute() or (home / path).exists() else value
     except (OSError, RuntimeError, ValueError):  # too long for a path, `~` without a home, a null byte
         return value

@@ -185,6 +185,7 @@ def _keys_by_last_part() -> dict[str, list[str]]:
             for field in dataclasses.fields(part.default_factory):
                 places.setdefault(field.name, []).append(f"{part.name}.{field.name}")
     for name, technique in registry().items():
+        # First: the technique itself is meant rather than a key of that name in another one.
         places.setdefault(name, []).insert(0, f"techniques.{name}")
         for field in dataclasses.fields(technique):
             places.setdefault(field.name, []).append(f"techniques.{name}.{field.name}")
@@ -210,24 +211,31 @@ def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
     message = f"unknown key {quoted('.'.join(path))}; "
     key = path[-1]
     word = key.lower().replace("-", "_")
+    # No key is as long, and comparing long names is slow.
     if len(word) > 60:
         return message + nearest("", list(known))
     if word in _ELSEWHERE:
         return message + _ELSEWHERE[word]
+    # Only the case or the hyphens differ.
     if word in known:
         return message + f"did you mean '{word}'?"
+    # Exact names of other trainers before similar names of ours: `r` is lora_r, not a typing error.
     if ours := NAMES.get(word):
         return message + f"here it is '{ours}'"
+    # The names that are valid at this level, former ones included.
     at = tuple(path[:-1])
+    # A misspelled former name is as close as a misspelled current one; the message names the current key.
     names = {name: current_key((*at, name))[-1] for name in former_names(at)} | {name: name for name in known}
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.75)
     if close:
         return message + f"did you mean '{names[close[0]]}'?"
+    # A key of another section. Keys of the recipe come before those of techniques, many of which have common names.
     if places := _keys_by_last_part().get(word):
         of_recipe = [place for place in places if not place.startswith("techniques.")] or places
         if len(of_recipe) == 1 or len(path) == 1:
             return message + f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
         return message + "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
+    # Last and with a higher cutoff, since hundreds of names are compared.
     if alike := difflib.get_close_matches(word, [*NAMES, *_keys_by_last_part()], n=1, cutoff=0.85):
         return message + f"did you mean '{NAMES.get(alike[0]) or _keys_by_last_part()[alike[0]][0]}'?"
     return message + nearest(key, list(known))
@@ -242,6 +250,7 @@ def option_hint(name: str) -> str:
         >>> option_hint("--nonsense")
         ''
     """
+    # Options may be dotted (--optimizer.lr) or another trainer's name (--learning-rate).
     path = name.lstrip("-").lower().replace("-", "_")
     word = path.rpartition(".")[2]
     if word in _ELSEWHERE:
@@ -251,5 +260,6 @@ def option_hint(name: str) -> str:
     key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
     if not key:
         return ""
+    # A technique itself has no value: {} adds it with its defaults.
     value = "{}" if key.removeprefix("techniques.") in registry() else "VALUE"
     return f"a recipe's key is set by --set {key}={value}"

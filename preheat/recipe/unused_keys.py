@@ -54,6 +54,7 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
 def _only(recipe: Recipe) -> str | None:
     """Returns the source if the recipe has only one and no other text is read by the same keys; else None."""
     data = recipe.data
+    # The keys of fields are also read for validation and forgetting texts, which may need them if the source does not.
     one = isinstance(data.source, str) and not isinstance(data.validation, str) and recipe.evaluate.forgetting is None
     return str(data.source) if one else None
 
@@ -65,6 +66,7 @@ def _has_fields(recipe: Recipe) -> bool:
 
 def _is_file(recipe: Recipe) -> bool:
     source = _only(recipe)
+    # By the name alone: a folder or a name of `datasets` has none of these suffixes.
     return source in _BUILT_IN or PurePath(source or "").suffix in (*_ONE_TEXT_FORMAT, ".txt", ".md", ".py")
 
 
@@ -103,7 +105,9 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
     )
 
 
+# By section of the recipe. A rule concerns a key only if its value differs from the default.
 RULES: tuple[Rule, ...] = (
+    # The model: sizes of a new one mean nothing for a loaded one, and the other way round.
     Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
     Rule("model.part", lambda r: not _new(r), "a new model has no parts; leave it out", refuse=True),
     Rule(
@@ -137,6 +141,7 @@ RULES: tuple[Rule, ...] = (
         refuse=True,
     ),
     Rule("model.trust_remote_code", lambda r: r.model.path, "only the folder of model.path brings code; leave it out"),
+    # The data: fields, layouts and `datasets` names that the source cannot have. A list of sources may have any.
     _of_rows("layout"),
     _of_rows("columns"),
     _of_rows("prompt"),
@@ -173,6 +178,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.split", lambda r: not _is_file(r), "it is for a `datasets` source, and {source} is not one; leave it out"
     ),
+    # Settings of a tokenizer that is trained, of images, and of files and processes.
     Rule("data.vocab_size", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
     Rule("data.image_pixels", lambda r: not _new(r), "a new model reads only text; leave it out"),
     Rule("data.images", lambda r: not _new(r), "a new model reads only text; leave it out"),
@@ -213,6 +219,7 @@ RULES: tuple[Rule, ...] = (
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
+    # Generation: keys that mean nothing as long as the run writes no samples.
     *map(
         _sampled,
         (
@@ -220,6 +227,7 @@ RULES: tuple[Rule, ...] = (
             *("prompt_lookup_tokens", "compile"),
         ),
     ),
+    # Hardware and parallelism.
     Rule("hardware.segments", lambda r: r.hardware.device != "cpu", "a CPU has no segments of this kind; leave it out"),
     Rule(
         "parallel.zero_stage",
@@ -299,6 +307,7 @@ def non_default_keys(recipe: Recipe) -> dict[str, object]:
         value = getattr(recipe, part.name)
         if part.name == "techniques":
             for name, technique in value.items():
+                # A technique is not a default even if all its settings are.
                 inner = _non_default_keys(technique, f"techniques.{name}")
                 values |= inner or {f"techniques.{name}": {}}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -315,6 +324,7 @@ def _non_default_keys(part: DataclassInstance, name: str) -> dict[str, object]:
 
 def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
     values = non_default_keys(recipe)
+    # Several rules may concern one key, but one reason suffices.
     reported: set[str] = set()
     for rule in RULES:
         if rule.refuse == refuse and rule.key in values and rule.key not in reported and not rule.read(recipe):
@@ -327,6 +337,7 @@ def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
                 if recipe.data.source == "stdlib"
                 else recipe.data.layout,
                 schedule=recipe.schedule.kind,
+                # The only optimizers that a rule names.
                 optimizer="adafactor" if "adafactor" in recipe.techniques else "lion",
             )
             yield rule.key, f"{quoted(values[rule.key], 60)} changes nothing: {why}"

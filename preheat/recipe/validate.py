@@ -34,6 +34,7 @@ def _adapter(cls: type) -> type[BaseModel]:
     """Returns a pydantic model of a flat dataclass, with strict JSON types and bounds, and without unknown keys."""
     import pydantic
 
+    # The messages of `Bound`, not those of pydantic's own constraints.
     def bounded(bound: Bound) -> pydantic.AfterValidator:
         def check(value: object) -> object:
             problem = bound.problem(value) if isinstance(value, int | float) else None
@@ -54,7 +55,10 @@ def _adapter(cls: type) -> type[BaseModel]:
         if origin in (typing.Union, types.UnionType):
             return typing.Union[tuple(convert(a) for a in typing.get_args(kind))]  # noqa: UP007
         if origin is tuple:
-            return tuple[tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))]  # type: ignore[misc]
+            return tuple[  # type: ignore[misc]
+                tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))
+            ]
+        # Numbers without a range still must be finite and within the largest range of all.
         return Annotated[kind, bounded(Bound())] if kind in (int, float) else kind
 
     import typing
@@ -83,6 +87,7 @@ def _words(error: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "string_type" and isinstance(error.get("input"), int | float):
         return "must be text (a number with its unit, or in quotes)"
+    # pydantic's types of errors -> the same in words of YAML.
     texts = {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
@@ -112,12 +117,14 @@ class RecipeReader:
         self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None
     ):
         self.where, self.assigned = where, assigned or {}
+        # Problems name current keys; the file may have the former ones. A line under the name itself takes precedence.
         self.lines = {current_key(at): line for at, line in lines.items()} | dict(lines)
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
 
     def report(self, at: Sequence[object], problem: str | Callable[[], str]) -> None:
         """Records a problem of the key at this path. A callable is called only if its text will be shown."""
+        # A mutated or foreign file may have thousands of problems, each with a search for the closest name.
         if len(self.found) >= _MOST_PROBLEMS:
             self.more += 1
             return
@@ -139,6 +146,7 @@ class RecipeReader:
             RecipeError: there are problems; one line each.
         """
         if self.found:
+            # One override may cause several equal messages: print each once.
             lines = dict.fromkeys(f"{self.location(at)}: {text}" for at, text in self.found)
             more = [f"{self.where}: and {self.more:,} more problems"] if self.more else []
             raise RecipeError("\n".join([*lines, *more]))
@@ -152,21 +160,26 @@ class RecipeReader:
         if not isinstance(values, Mapping):
             self.report(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
             return None
+        # Older recipes and run folders have former names.
         values = current_values(at, values)
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         for key in unknown:
             path = (*at, str(key))
+            # `current_values` leaves a former name only if the current one is given too.
             if (current := current_key(path)) != path:
                 text = f"is the former name of {'.'.join(current)}, which is given too; remove one of them"
                 self.report(path, f"{'.'.join(path)}: {text}")
             else:
                 self.report(path, lambda path=path: unknown_key(path, known))  # type: ignore[misc]
         try:
+            # As JSON: pydantic's strict mode then takes lists for tuples and objects
+            # for mappings, but converts no text to numbers.
             read = _adapter(cls).model_validate_json(
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
             )
         except pydantic.ValidationError as problem:
+            # A union gives one error per alternative: join them to one line per key.
             by_field: dict[str, list[ErrorDetails]] = {}
             for error in problem.errors():
                 by_field.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
@@ -182,12 +195,14 @@ class RecipeReader:
         if unknown:
             return None
         try:
+            # The dataclass itself, so that its own __post_init__ runs.
             return cls(**{k: getattr(read, k) for k in known})
         except ValueError as problem:  # a technique's own __post_init__
             self.report(at, f"{name}: {shorten(str(problem), 400)}")
             return None
 
     def recipe(self, values: object) -> Recipe:
+        # The mistakes that concern the whole file come first, with a remedy each.
         if values is None or values == {}:
             raise RecipeError(
                 f"{self.where}: is empty; write at least a model and a stopping condition, e.g. {{model: {{size: "
@@ -203,6 +218,7 @@ class RecipeReader:
         parts = {f.name: f for f in dataclasses.fields(Recipe)}
         top = _top_scalars()
         settings: dict[str, Any] = {}
+        # `flat` reads one level, so the two scalars at the top are a section of their own.
         scalars = self.flat(top, {k: v for k, v in values.items() if k in ("name", "seed")}, ())
         if scalars is not None:
             settings.update(dataclasses.asdict(scalars))
@@ -216,6 +232,7 @@ class RecipeReader:
                 assert dataclasses.is_dataclass(cls)
                 settings[key] = self.flat(cls, value, (key,))  # type: ignore[arg-type]
         self.refuse()
+        # Each key is valid by itself; the keys together are checked next.
         recipe = Recipe(**settings)
         for key, text in problems(recipe):
             self.report(key.split("."), f"{key}: {text}")
@@ -239,7 +256,9 @@ class RecipeReader:
             if one not in known:
                 self.report(
                     (*at, one),
-                    lambda one=one: f"unknown technique {quoted(str(one))}; {nearest(str(one), list(known))}",  # type: ignore[misc]
+                    lambda one=one: (  # type: ignore[misc]
+                        f"unknown technique {quoted(str(one))}; {nearest(str(one), list(known))}"
+                    ),
                 )
                 continue
             techniques[one] = self.flat(known[one], settings, (*at, one))
@@ -274,6 +293,7 @@ def json_schema() -> JsonObject:
     for f in dataclasses.fields(Recipe):
         if f.name not in ("name", "seed", "techniques"):
             properties[f.name] = flat(f.default_factory)  # type: ignore[arg-type]
+    # A technique without settings may be null: `lora:` with nothing after it.
     properties["techniques"] = {
         "type": "object",
         "description": field_docs(Recipe)["techniques"],

@@ -63,6 +63,7 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
+# The core schema of YAML 1.2.2, section 10.3.2, with the characters that a scalar of each type begins with.
 _SCALARS = {
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "tag:yaml.org,2002:int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
@@ -73,6 +74,7 @@ _SCALARS = {
     "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", "~nN\0"),
 }
 for _class in (_Loader, _Dumper):
+    # Assigned, not changed: PyYAML's own classes share the dictionary.
     _class.yaml_implicit_resolvers = {}
     for _tag, (_pattern, _first) in _SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first])
@@ -93,6 +95,7 @@ def _scalar(read: Callable[[str], object], rule: str) -> Callable[[yaml.SafeLoad
 def _integer(text: str) -> int:
     if len(text) > 70:  # Python refuses to read integers of more than 4,300 digits
         raise ValueError
+    # int(text, 0) refuses leading zeros, which are decimal in YAML 1.2.
     value = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if not -(2**63) <= value < 2**63:
         raise ValueError
@@ -125,8 +128,11 @@ for _name, _read, _rule in (
 ):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _scalar(_read, _rule))
 _Dumper.add_representer(
-    tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+    # In flow style, [0.9, 0.95] on one line, as a person writes short sequences; lists have one item a line.
+    tuple,
+    lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
 )
+# `repr` is the shortest text that reads back as the same float.
 _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
 
 
@@ -148,6 +154,7 @@ def read_text(path: Path, where: str | None = None) -> str:
     try:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise RecipeError(f"{where}: is {'a folder' if path.is_dir() else 'not a file'}; name a YAML file")
+        # Before reading: a file of weights given by mistake may have gigabytes.
         if path.stat().st_size > LARGEST_FILE:
             raise RecipeError(f"{where}: is larger than {LARGEST_FILE >> 20} MiB, which no recipe is; name a YAML file")
         return path.read_text(encoding="utf-8")
@@ -194,6 +201,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
 
     def walk(node: yaml.Node, at: tuple[str, ...]) -> None:
         nonlocal nodes
+        # PyYAML shares the node of an alias; walking it at each use counts the values that it would expand to.
         nodes += 1
         line = f"{where}:{node.start_mark.line + 1}" if numbered else where
         if len(at) > _DEEPEST:  # an anchor that is used within itself ends here too
@@ -207,6 +215,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
                 _require_plain_key(key, line, at)
                 key.tag = f"{_TAG}str"  # 1, null and true are names like others
                 here = (*at, key.value)
+                # PyYAML would silently keep the last one.
                 if here in lines:
                     name = shorten(".".join(here))
                     first = lines[here]
@@ -229,9 +238,11 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
             except _Unusable as error:  # reported here, since the key is known
                 raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
 
+    # Nodes first, values last: nodes have the line and the tag of each value.
     node, loader = _composed(text, where, numbered=numbered)
     if node is None:
         return {}, lines
+    # All checks, before the values are constructed as a whole.
     walk(node, ())
     with _short_yaml_errors(where, numbered=numbered):
         return loader.construct_document(node), lines
@@ -257,6 +268,7 @@ def _short_yaml_errors(where: str, *, numbered: bool) -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and numbered else ""
         problem = (getattr(error, "problem", None) or str(error)).removeprefix("but ")
+        # PyYAML describes a tab only as a character that cannot start a token.
         if "'\\t'" in problem:
             problem += "; indent with spaces, not tabs"
         kind = "" if isinstance(error, _Unusable) else "not YAML: "
@@ -274,6 +286,7 @@ def nodes(text: str, where: str) -> yaml.Node | None:
     count, todo = 0, [(root, 0)] if root is not None else []
     while todo:
         node, depth = todo.pop()
+        # As in `compose`, an aliased node is counted at each use.
         count += 1
         if depth > _DEEPEST:  # an anchor that is used within itself ends here too
             raise RecipeError(f"{where}:{node.start_mark.line + 1}: is nested more than {_DEEPEST} levels deep")

@@ -13,6 +13,7 @@ _TOOL_JSON = """\
 {%- endmacro -%}
 """
 
+# ChatML with tools as in Qwen2.5. SYSTEM is the system prompt of conversations without one: Qwen's, or none.
 _CHATML = (
     _TOOL_JSON
     + """BEGIN
@@ -53,6 +54,7 @@ _CHATML = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
 
+# Llama 3.1: a call is bare JSON with `parameters`, and the role of a tool's result is ipython.
 _LLAMA3 = """\
 {%- macro written(c) -%}{"name": {{ c.function.name | tojson }}, "parameters": {{ c.function.arguments | tojson }}}\
 {%- endmacro -%}
@@ -82,6 +84,7 @@ _LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
+# Mistral has no system role: the system message precedes the text of the first question.
 _MISTRAL = (
     _TOOL_JSON
     + """{{- bos_token }}
@@ -112,6 +115,7 @@ _MISTRAL = (
 {%- endfor %}"""
 )
 
+# Gemma has neither a system role nor tools: the system message precedes the text of the first question.
 _GEMMA = """{{- bos_token }}
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
 {%- set told = namespace(system=first is none) %}
@@ -131,6 +135,7 @@ _GEMMA = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 
+# Phi-3 and Phi-4 differ in their marks alone, which `_phi` fills in.
 _PHI = """{%- if tools %}{{- raise_exception('this format has no tools') }}{%- endif %}
 {%- for m in messages %}
   {%- if m.tool_calls %}{{- raise_exception('this format has no tool calls') }}{%- endif %}
@@ -144,6 +149,7 @@ _PHI = """{%- if tools %}{{- raise_exception('this format has no tools') }}{%- e
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'OPENassistantSEPARATOR' }}{%- endif %}"""
 
+# Plain text for models without special tokens of chats: only the end of text ends a turn.
 _ALPACA = """BEGIN
 {%- if tools %}{{- raise_exception('this format has no tools') }}{%- endif %}
 {%- for m in messages %}
@@ -162,6 +168,7 @@ _ALPACA = """BEGIN
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '### Response:\\n' }}{%- endif %}"""
 
+# For encoder-decoders: the question is the encoder's input and the answer the decoder's; an end of text ends each.
 _T5 = """{%- if tools %}{{- raise_exception('this format has no tools') }}{%- endif %}
 {%- for m in messages %}
   {%- if m.tool_calls %}{{- raise_exception('this format has no tool calls') }}{%- endif %}

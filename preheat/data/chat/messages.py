@@ -79,6 +79,7 @@ def messages_of(value: object, field: str) -> list[JsonObject]:
 def _message(turn: object, where: str) -> JsonObject:
     if not isinstance(turn, Mapping):
         raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
+    # The names of OpenAI's format, or ShareGPT's.
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     if role_key not in turn:
         raise Unreadable(
@@ -91,18 +92,22 @@ def _message(turn: object, where: str) -> JsonObject:
     content, message = turn.get(content_key), dict(turn)
     for key in ("role", "from", "content", "value"):
         message.pop(key, None)
+    # Arrow tables have every key in every message, with null for the absent ones.
     message = {"role": ROLES[name], **{k: v for k, v in message.items() if v is not None}}
     # ShareGPT's role for a call: its text is the call itself.
     if name == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
     calls = _tool_calls(message.pop("tool_calls", None), where)
+    # OpenAI's content parts: [{"type": "text", ...}, {"type": "image_url", ...}].
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, images = _joined(content, where)
         message |= {"images": images} if images else {}
+    # In OpenAI's format a message that only calls tools has null content.
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise Unreadable("fields", f"{where} has a '{content_key}' that is {kind_of(content)}, not text")
+    # An empty system message is common and harmless.
     if not content.strip() and not calls and message["role"] != "system":
         raise Unreadable("fields", f"{where} has an empty '{content_key}'")
     message["content"] = content
@@ -115,9 +120,11 @@ def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
     """Joins the parts of a message; returns the text and the files of its images."""
     texts, images = [], []
     for part in parts:
+        # A part is plain text, {"type": "text", "text": ...}, or an image.
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url") and not isinstance(text, str):
             file = next((part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None)
+            # OpenAI nests the address: {"image_url": {"url": ...}}.
             images.append(file["url"] if isinstance(file, Mapping) and "url" in file else file)
             text = PLACE
         if not isinstance(text, str):
@@ -149,9 +156,11 @@ def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:
         raise Unreadable("fields", f"{where} has tool_calls that are {kind_of(calls)}, not a list")
     parsed = []
     for call in calls:
+        # OpenAI nests the name and the arguments in `function`, ShareGPT does not.
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unreadable("fields", f"{where} has a tool call without a function name")
+        # Llama 3's name for arguments is `parameters`.
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):  # text in OpenAI's API, objects in templates
             arguments = _json(arguments, where) if arguments.strip() else {}
@@ -164,6 +173,7 @@ def tools_of(value: object, field: str) -> list[JsonObject] | None:
     """Reads tools from a list of schemas or its JSON text; bare functions are wrapped as in OpenAI's API."""
     if value is None or value in ("", "[]"):
         return None
+    # Data sets often store tools as JSON text, since schemas have no common Arrow type.
     tools = _json(value, f"field '{field}'") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Unreadable("fields", f"field '{field}' is {kind_of(tools)}, not a list of tools")
@@ -183,6 +193,8 @@ def order_problem(messages: Sequence[Message]) -> str | None:
     before = None
     for n, message in enumerate(messages, 1):
         role = message["role"]
+        # The previous role -> roles that may follow it. `messages[n - 2]` is
+        # the previous message, since n counts from 1.
         allowed = {
             None: ("system", "user"),
             "system": ("user",),
@@ -207,4 +219,5 @@ def texts_of(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     for n, message in enumerate(messages, 1):
         yield f"message {n}", message["content"]
         if message.get("tool_calls"):
+            # Templates render calls into the text, so special tokens within them do the same harm.
             yield f"message {n}", json.dumps(message["tool_calls"], ensure_ascii=False, default=str)

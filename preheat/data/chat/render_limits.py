@@ -76,6 +76,7 @@ class _MemoryLimit:
         self.lock, self.threads = threading.Lock(), 0
         self.before: tuple[int, int] | None = None
 
+    # The limit is the process's own: the first thread lowers it and the last one restores it.
     def __enter__(self) -> None:
         with self.lock:
             self.threads += 1
@@ -93,9 +94,11 @@ class _MemoryLimit:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         try:
             with open("/proc/self/statm", "rb") as file:
+                # The first number is the size of the address space in pages.
                 limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
         except OSError:  # not Linux, which alone enforces the limit
             return
+        # RLIM_INFINITY is -1.
         if any(0 <= known <= limit for known in (soft, hard)):
             return  # the present limit is low enough
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -122,6 +125,7 @@ def _alarm() -> Iterator[None]:
             raise _TimeLimit
 
     handler = signal.signal(signal.SIGALRM, ring)
+    # A process has one such timer: an earlier alarm, a test's time limit for example, is restored afterwards.
     left, every = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
@@ -129,6 +133,7 @@ def _alarm() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
+            # Without the time that has passed; at least 1 ms, since 0 would cancel it.
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3), every)
 
 
@@ -165,6 +170,7 @@ class _Watcher:
             self.changed.notify()
         try:
             yield
+        # The watchdog has removed the entry.
         except _TimeLimit:
             raise
         except BaseException:
@@ -194,6 +200,7 @@ class _Watcher:
                     # As in `_alarm`, only if the thread itself used the time.
                     late = time.clock_gettime(watched.clock) - watched.begun >= SECONDS / 2
                     if late and self.watched.pop(ident, None) is not None:
+                        # Takes effect between two bytecodes of that thread, so a long call in C is not interrupted.
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_TimeLimit))
                 looks = [watched.deadline for watched in list(self.watched.values())]
                 self.changed.wait(max(min(looks) - now, 0.0) if looks else None)
@@ -204,6 +211,7 @@ _threads = _Watcher()
 
 def require_small(name: str, text: str, messages: object) -> None:
     """Raises TemplateLimit if a rendered text is far longer than its messages."""
+    # repr is slow for long messages, so it is taken only of long texts.
     if len(text) > TEXT and len(text) > TEXT + TIMES * len(repr(messages)):
         raise TemplateLimit(f"{name}: makes {len(text):,} characters of a conversation; use another template")
 
@@ -216,6 +224,7 @@ def require_template(name: str, text: str) -> None:
 
     if len(text) > LARGEST:
         raise TemplateLimit(f"{name}: has {len(text):,} characters, and no chat template more than {LARGEST:,}")
+    # Nearly all templates lack the operator and need no parsing.
     if "**" not in text:
         return
     with limited(name):

@@ -57,6 +57,7 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, kn
         >>> load_template("chatml", tokenizer).prompt([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
         '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
     """
+    # Values that are lists (additional special tokens) are no variables of templates.
     variables = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
     special = special_tokens(tokenizer)
     with_tools = None
@@ -67,6 +68,7 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, kn
                 f"{knob}: the tokenizer has no chat template of its own; name one ({SUGGESTIONS}) or a .jinja file"
             )
         name = "the tokenizer's own template"
+        # Several named templates, such as Command R's.
         if isinstance(own, dict):
             text, with_tools = own.get("default") or next(iter(own.values())), own.get("tool_use")
         else:
@@ -74,6 +76,8 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, kn
     else:
         text, name = _read(setting, knob)
         if setting in FORMATS:
+            # Rendered text is encoded as it is (`Document.complete`), so the
+            # template must write the beginning-of-text token.
             text = text.replace("BEGIN", "{{- bos_token }}" if beginning(tokenizer) else "", 1)
     return Template(text, name, variables, special, with_tools)
 
@@ -92,6 +96,7 @@ def _read(setting: str, knob: str) -> tuple[str, str]:
             )
         raise missing(knob, path)
     try:
+        # utf-8-sig drops a byte order mark, which would be rendered into every row.
         return path.read_text(encoding="utf-8-sig"), display_path(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{knob} {display_path(path)}: cannot be read ({shorten(str(error), 120)})") from None
@@ -171,6 +176,7 @@ class Template:
         Raises:
             DataError: the template does not render the messages, or the assistant's text cannot be proven.
         """
+        # The spans of the assistant: by the template's marks if it has any, else proven by rendering.
         text, marks = self._render_marked(messages, tools)
         if train_on == "all":
             return (TextSpan(text),)
@@ -179,6 +185,7 @@ class Template:
             spans = [self._proven(text, messages, tools, n) for n in turns]
         else:
             spans = self._by_turn([mark for mark in marks if mark[0] < mark[1]], messages, tools, turns)
+        # Cutting the text into spans needs them in order and disjoint.
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise DataError(f"{self.name}: the assistant's turns overlap in what it renders; use another template")
         wanted = turns[-1:] if train_on == "last" else turns
@@ -195,6 +202,7 @@ class Template:
         """The special token that ends an assistant's turn, or None."""
         if not self._probe or _SEAL not in self._probe:
             return None
+        # The special token directly after the answer, apart from white space.
         match = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
         return match[1] if match else None
 
@@ -208,6 +216,7 @@ class Template:
 
     @functools.cached_property
     def _any(self) -> str:
+        # (?!) never matches: without special tokens an empty pattern would match everywhere.
         return "|".join(map(re.escape, self.special)) or "(?!)"
 
     # --- rendering
@@ -229,6 +238,7 @@ class Template:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        # Before rendering: the time limit cannot interrupt a huge power.
         require_template(self.name, self._chosen(tools))
         with limited(self.name):
             try:
@@ -262,6 +272,7 @@ class Template:
         except DataError:
             return
         inside = "\0".join(text[a:b] for a, b in marks)
+        # Each answer that is rendered must lie within a mark, and no question may.
         if any(a in text and a not in inside for a in answers) or "?" in inside:
             raise DataError(
                 f"{self.name}: its {{% generation %}} marks do not enclose the assistant's text (marks inside a macro "
@@ -274,6 +285,7 @@ class Template:
             return marks
         spans, before = [], 0
         for n in turns:
+            # The non-empty marks of the conversation up to this turn; each turn must add one at least.
             upto = len([1 for a, b in self._rendered(messages[: n + 1], tools, False, True)[1] if a < b])
             if not before < upto <= len(marks):
                 raise DataError(
@@ -287,10 +299,12 @@ class Template:
 
     def _proven(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
         """Returns the start and end of the turn of message `n` in the rendered text."""
+        # The prompt of generation for this turn: if the text begins with it, the turn begins at its end.
         before = self._render(messages[:n], tools, asks=True)
         upto = text if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
         start = len(before) if text.startswith(before) else self._begin(text, messages, tools, n)
         if start is None:
+            # Two causes with different advice: a generation prompt that training never sees, or a history that changes.
             history = self._render(messages[:n], tools)
             if before.startswith(history) and text.startswith(history):
                 raise DataError(
@@ -316,10 +330,12 @@ class Template:
         """Returns the end of a turn, after its end-of-turn token; text behind that belongs to no turn."""
         turn = text[start:stop]
         run = re.search(rf"(?:(?:{self._any})\s*)+\Z", turn)
+        # No special token ends the turn: the white space at its end is the template's.
         if run is None:
             return start + len(turn.rstrip())
         if self.end_of_turn and self.end_of_turn in run[0]:
             return start + run.start() + run[0].index(self.end_of_turn) + len(self.end_of_turn)
+        # Another token than in the probe ends this turn, such as <|eom_id|> after a tool call of Llama 3.1.
         first = re.match(self._any, run[0])
         assert first
         return start + run.start() + first.end()
@@ -329,6 +345,7 @@ class Template:
             place = self._seal_position(text, messages, tools, n, changed)
             if place is None:
                 continue
+            # A seal in a call's name is not at the end of the turn, and no token shows the end.
             if self.end_of_turn is None:
                 return None if messages[n].get("tool_calls") else place
             marker = text.find(self.end_of_turn, place)
@@ -338,6 +355,7 @@ class Template:
     def _begin(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         message = messages[n]
         history, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
+        # The generation prompt alone.
         opening = before[len(history) :] if before.startswith(history) else ""
         for changed in _sealed_before(message):
             place = self._seal_position(text, messages, tools, n, changed)
@@ -350,9 +368,11 @@ class Template:
                 alone = self._seal_position(answered, [*talk, message], tools, len(talk), changed)
                 if alone is None or not answered.startswith(prompt):
                     continue
+                # The text of the turn before the seal: reasoning, or the opening of a call.
                 lead = answered[len(prompt) : alone]
                 if text.endswith(opening + lead, 0, place):
                     return place - len(lead)
+                # History leaves out the lead, so the turn begins at the seal.
                 if opening and text.endswith(opening, 0, place):
                     return place
         return None
@@ -372,6 +392,7 @@ def _sealed_behind(message: Message) -> Iterator[Message]:
         yield _sealed_call(message, -1)
         return
     content = message.get("content") or ""
+    # Before trailing white space, which templates may trim.
     text = content.rstrip()
     yield {**message, "content": text + _SEAL + content[len(text) :]}
 
@@ -381,6 +402,7 @@ def _sealed_before(message: Message) -> Iterator[Message]:
     if message.get("tool_calls"):
         yield _sealed_call(message, 0)
     content = message.get("content") or ""
+    # After leading white space, which templates may trim, or after reasoning, which they may drop.
     begins = [len(content) - len(content.lstrip()), *(m.end() for m in re.finditer(r"</think>\s*", content))]
     for at in begins:
         yield {**message, "content": content[:at] + _SEAL + content[at:]}
@@ -409,6 +431,7 @@ def _line(error: BaseException) -> str:
     """Returns ', line N' for the line of the template that raised an error, or ''."""
     line, trace = None, error.__traceback__
     while trace is not None:
+        # Jinja rewrites tracebacks: frames of a template have its own line numbers.
         if trace.tb_frame.f_code.co_filename == "<template>":
             line = trace.tb_lineno
         trace = trace.tb_next

@@ -12,6 +12,7 @@ __all__ = ["examples_of", "require_examples"]
 
 def examples_of(recipe: Recipe) -> ExampleKind:
     """Returns the kind of examples that a recipe's objective requires."""
+    # A technique with an objective of its own decides; without one it is next-token prediction on text.
     kinds = (t.examples() for t in recipe.techniques.values())
     return next((kind for kind in kinds if kind is not None), ExampleKind())
 
@@ -46,8 +47,10 @@ def require_examples(recipe: Recipe, data: PreparedData, *, encoder: bool = Fals
         "next-token training",
     )
     for side in (data.train, data.validation):
+        # A streamed source and an empty side have no tokens to judge by.
         if isinstance(side, Rows) and len(side.tokens.offsets):
             _compare(required, side.tokens.examples, owner, data.source)
+            # An encoder reads the prompt, the tokens that are not trained on: plain text has none.
             if encoder and side.tokens.loss_mask is None:
                 raise DataError(
                     f"{data.source}: is text to continue, all of it trained on, and an encoder-decoder "
@@ -63,6 +66,7 @@ def _compare(required: ExampleKind, actual: ExampleKind, owner: str, source: str
             f"{source}: holds {_HOLDS[actual.kind]}, but {owner} reads {_HOLDS[required.kind]}; "
             f"{_FIX[actual.kind].format(technique=owner)}, or name other data"
         )
+    # Fewer classes are fine: the data may lack some of them.
     if actual.classes > required.classes:
         raise RecipeError(
             f"{owner}.classes: {required.classes}, but the data has class {actual.classes - 1} (they are "

@@ -82,7 +82,9 @@ def expanded(knob: str, name: str | Path) -> Path:
         DataError: there is no such home folder, or the path is invalid.
     """
     try:
+        # Raises RuntimeError for an unknown user, as in ~nobody/data.
         path = Path(name).expanduser()
+        # Only to find paths that the system refuses; a missing path is no error yet.
         path.stat()
     except RuntimeError:
         raise DataError(f"{knob} {quoted(str(name))}: there is no such home folder; write the absolute path") from None
@@ -101,7 +103,9 @@ def missing(knob: str, path: Path) -> DataError:
             f"{knob} {display_path(path)}: is a link to {display_path(os.readlink(path))}, which does not exist; fix "
             "the link"
         )
+    # The closest name in the folder is more helpful than the whole path.
     parent, wanted = path.parent, path.name
+    # Climb to the deepest folder that exists: the wrong part of the path is a name in it.
     while not parent.is_dir() and parent != parent.parent:
         parent, wanted = parent.parent, parent.name
     names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
@@ -132,6 +136,7 @@ def listed(names: Iterable[object], most: int = 8) -> str:
 
 def closest(word: str, known: Sequence[str]) -> str:
     """Returns `nearest` for names in a user's file, which may be many and long."""
+    # Comparing is quadratic in the length of names, and a file may have thousands of fields.
     candidates = [shorten(name, 40) for name in known[:100]]
     near = nearest(shorten(word, 40), candidates)
     return near if near.startswith("did") else f"known: {listed(known)}" if known else "there are none here"
@@ -160,6 +165,8 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
     every, left = _under(knob, path)
     for suffixes in ((".jsonl", ".parquet", ".csv"), (".json",), TEXT):
         chosen = [p for p in every if p.suffix in suffixes]
+        # Tables of `datasets` without their index. Files of rows take
+        # precedence; .json and text files are only metadata then.
         if ".jsonl" not in suffixes and any(p.suffix == ".arrow" for p in every):
             raise DataError(
                 f"{knob} {display_path(path)}: has .arrow files without the state.json that datasets.save_to_disk "
@@ -186,7 +193,9 @@ def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
     for place, folders, names in os.walk(folder, onerror=unreadable):
         at = Path(place)
         left["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
+        # os.walk does not follow them, so that a link to a parent cannot loop.
         left["links to folders"] += sum((at / name).is_symlink() for name in folders if not name.startswith("."))
+        # In place, since os.walk descends into the folders that remain in this very list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (at / name for name in names if not name.startswith(".")):
             if not file.is_file():
@@ -195,6 +204,7 @@ def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
                 left[f"empty {file.suffix}"] += 1
             else:
                 files.append(file)
+    # Sorted, since the file system's order differs between machines. The plus drops counts of 0.
     return sorted(files), +left
 
 
@@ -202,6 +212,7 @@ def _kind(path: Path) -> str:
     """Returns the kind of a path that is neither a file nor a folder."""
     if path.is_symlink() and not path.exists():
         return "a link to nothing"
+    # Opening a pipe or a device may wait forever, so these are never read.
     mode = path.stat().st_mode
     known = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return known.get(stat.S_IFMT(mode), "a special file")
@@ -228,6 +239,7 @@ def columns_of(path: Path) -> list[str] | None:
                 return list(pyarrow.parquet.read_schema(path).names)
             except (pyarrow.ArrowException, UnicodeDecodeError) as error:
                 raise DataError(f"{display_path(path)}: not a readable Parquet file: {_first_line(error)}") from None
+        # (line, names, values) of the first row.
         return next(read_csv(path), (0, [], []))[1] if path.suffix == ".csv" else None
     except OSError as error:
         raise _unread(path, error) from None
@@ -299,8 +311,10 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
     with path.open("rb") as file:
         for number, raw in enumerate(_raw_lines(file, longest), 1):
             where = f"{display_path(path)}:{number}"
+            # A compressed or binary file with a text suffix: say what it is, not which byte is wrong.
             if number == 1 and (what := next((w for mark, w in OTHER_FORMATS.items() if raw.startswith(mark)), None)):
                 raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
+            # `_raw_lines` reads one byte more than allowed, so a longer line is found without reading all of it.
             if longest is not None and len(raw) > longest:
                 raise DataError(
                     f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; "
@@ -349,6 +363,7 @@ def _cut(path: Path) -> Iterator[tuple[str, str]]:
     parts: list[str] = []
     size = first = 0
     for number, line in read_lines(path, longest=None):
+        # One pass for usual lines; a file of a single line is cut within it.
         for start in range(0, len(line), CUT_AT_ANY_LINE):
             if not parts:
                 first = number
@@ -372,6 +387,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
 
 def read_json(path: Path) -> Any:
     """Returns the content of a .json file; an empty list for a blank file."""
+    # A .json file is often a single line, so the limit on lines does not apply.
     text = "".join(line for _, line in read_lines(path, longest=None))
     if not text.strip():
         return []
@@ -381,6 +397,7 @@ def read_json(path: Path) -> Any:
 def _json(path: Path, keyed: bool) -> Iterator[tuple[str, object]]:
     rows = read_json(path)
     if keyed and isinstance(rows, dict):
+        # An object of objects, such as PubMedQA's files: the key identifies the row.
         rows = [{"key": key, **row} if isinstance(row, dict) else row for key, row in rows.items()]
     if not isinstance(rows, list):
         of_objects = " or an object of them" if keyed else ""
@@ -396,12 +413,14 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
     import csv
 
     csv.field_size_limit(2**31 - 1)  # process-wide; the default of 128 KiB is too short for documents
+    # strict: without it, an unclosed quote swallows the rest of the file as one value.
     reader = csv.reader((line for _, line in read_lines(path)), strict=True)
     names: list[str] = []
     try:
         for values in reader:
             if not values:
                 continue
+            # The first line that is not blank names the fields.
             if not names:
                 names = values
                 if len(set(names)) < len(names) or not all(name.strip() for name in names):
@@ -422,11 +441,14 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            # Columns that are not read are not decoded.
             known = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            # In batches, since row groups may have gigabytes when decoded.
             for batch in file.iter_batches(batch_size=1024, columns=known):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{display_path(path)}: row {number}", row
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+        # The row after the last one that was read; before any row, the file itself is at fault.
         where = f"{display_path(path)}: row {number + 1}" if number else display_path(path)
         raise DataError(f"{where}: not a readable Parquet file: {_first_line(error)}") from None

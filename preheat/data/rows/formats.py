@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "class_names", "layout_of"]
 
+# True and False also match the numbers 1 and 0, which are equal keys.
 _DESIRABLE = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
 _BROKEN = re.compile("[ÂÃ][\x80-\xbf]|â€[\x80-\xff\u0152-\u2122]|ï»¿|ðŸ|[\ufffd\x80-\x9f]")
 """Signs of a wrong encoding: UTF-8 read as Latin-1 or Windows-1252, replacement characters, C1 controls."""
@@ -66,6 +67,7 @@ class Layout:
     @property
     def chat_template(self) -> Template | None:
         """The template that renders the rows; None for plain text, even if the tokenizer has a template."""
+        # Prompts, pairs and judged answers are often plain text: they become chats only if data.template is set.
         chats = self.kind in ("alpaca", "messages", "sharegpt") or (self.wraps and self.kind not in ("classes", "text"))
         return self.template if chats else None
 
@@ -83,6 +85,7 @@ class Layout:
         template = (
             (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
         )
+        # Relative image paths depend on the folder.
         images = (self.eye.key(), str(self.folder)) if self.eye else None
         kind = "unpaired" if self.kind == "kto" else self.kind  # its former name: older runs and caches have it
         return kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
@@ -99,10 +102,12 @@ class Layout:
         Raises:
             DataError: the layout needs a chat template and there is none.
         """
+        # The source `docstrings` yields documents.
         if isinstance(row, Document):
             return row
         notes: list[tuple[str, str]] = []
         try:
+            # A file without fields: its text takes the role of the field.
             if isinstance(row, str):
                 row = {self.columns.get("text", "text"): row}
             if not isinstance(row, Mapping):
@@ -112,6 +117,7 @@ class Layout:
                 raise Unreadable(
                     "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
                 )
+        # Not an error yet: `preflight` counts such rows, and the recipe decides if they block the run.
         except Unreadable as problem:
             return Document((), where=where, notes=((problem.check, problem.message),))
         return document._replace(
@@ -123,8 +129,10 @@ class Layout:
             raise Unreadable(
                 "images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages"
             )
+        # Plain text: all of it is trained on.
         if self.kind == "text":
             return Document.of(self._text(row, "text", notes, empty=True))
+        # The text is only read; the label is its class.
         if self.kind == "classes":
             text = self._text(row, "text", notes, empty=False)
             return Document(((TextSpan(text, False),),), label=self._class(row))
@@ -135,11 +143,14 @@ class Layout:
             return self._chat(self._instruction(row), None, notes)
         if self.kind == "preference":
             return self._pair(row, notes)
+        # The layouts prompt and kto.
         before, answers = self._prompt_and_answer(row, "completion", notes)
         label = self._desirable(row) if self.kind == "kto" else None
         if isinstance(answers, str):
+            # Both are plain text: the prompt is read and the answer trained on.
             prompt = before if isinstance(before, str) else ""
             return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
+        # Both are messages, rendered together: all before the answer is only read.
         chat = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
         return self._judged(chat)._replace(label=label) if self.kind == "kto" else chat
 
@@ -170,6 +181,7 @@ class Layout:
 
     def _check_text(self, where: str, text: str, notes: list[tuple[str, str]]) -> None:
         """Checks a text for a wrong encoding and for special tokens, and notes the findings."""
+        # ASCII text, the usual case, has none of these faults and skips the search.
         if not text.isascii():
             try:
                 text.encode()
@@ -182,6 +194,7 @@ class Layout:
                     f"{where} holds {match[0]!r} at character {match.start()}, as text read in a wrong encoding has"
                 )
                 notes.append(("encoding", message))
+        # Most texts lack even the first character of all special tokens, such as `<`.
         if any(first in text for first in self._firsts):
             token = next((t for t in self.special if t in text), None)
             if token is not None:
@@ -195,6 +208,7 @@ class Layout:
 
     def _class(self, row: Fields) -> int:
         value = self._value(row, "label")
+        # A number is first taken for the name of a class, then for its index.
         if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
             if 0 <= value < len(self.classes):  # the index of a class with a given name
                 return value
@@ -221,6 +235,7 @@ class Layout:
     def _talk(self, row: Fields, role: str) -> list[Message]:
         messages: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
         system = self._optional(row, "system")
+        # A system message in the conversation itself takes precedence over the field.
         if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": system}, *messages]
         return messages
@@ -232,11 +247,13 @@ class Layout:
         extra = self._optional(row, "input")
         if extra is not None and not isinstance(extra, str):
             raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(extra)}, not text")
+        # As in Alpaca's data, the optional input is context that follows the instruction.
         question = values["instruction"] + (f"\n\n{extra}" if extra and extra.strip() else "")
         talk: list[Message] = []
         if isinstance(system := self._optional(row, "system"), str) and system.strip():
             talk.append({"role": "system", "content": system})
         history = self._optional(row, "history") or []
+        # Anything but a list becomes [None], which the check of pairs rejects.
         for pair in history if isinstance(history, Sequence) and not isinstance(history, str) else [None]:
             if (
                 not isinstance(pair, Sequence)
@@ -262,6 +279,7 @@ class Layout:
         """
         if self.template is None:
             raise DataError(self.lacking)
+        # Checked before images become tokens: below, special tokens in the text are intended.
         for where, text in texts_of(talk):
             self._check_text(where, text, notes)
         if problem := order_problem(talk):
@@ -272,11 +290,14 @@ class Layout:
                 "images", ("has images, and data.train_on: all would train on their positions; use assistant")
             )
         if read:
+            # `Template.spans` renders turns of weight 0 without training on them.
             talk = [{**m, "weight": 0} if n < read else m for n, m in enumerate(talk)]
         if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
             raise Unreadable("untrained", "has no message of the assistant to train on")
         try:
+            # complete: the template writes the special tokens, so the encoder adds none.
             return Document((self.template.spans(talk, tools, self.train_on),), complete=True, images=pictures)
+        # The template rejects this conversation, not all: count the row.
         except DataError as error:
             raise Unreadable("template", str(error)) from None
 
@@ -300,14 +321,17 @@ class Layout:
         else:
             answer = list(messages_of(answer, self.columns[role]))
         before: Any = None
+        # The first of these fields that the row has. A required one must exist.
         for asks in ("messages", "conversations", "prompt"):
             needed = asks in LAYOUTS[self.kind][0]
             if (value := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
                 chat = isinstance(value, list | Mapping)
                 before = self._talk(row, asks) if chat else self._text(row, asks, notes, empty=True)
                 break
+        # All is plain text and no template is asked for: no messages are made.
         if isinstance(answer, str) and (before is None or isinstance(before, str)) and not (self.wraps and before):
             return before or "", answer
+        # Text and messages are mixed, or text is to be rendered: turn the text into a message of its role.
         if isinstance(before, str):
             before = [{"role": "user", "content": before}] if before.strip() else []
         if isinstance(answer, str):
@@ -328,12 +352,14 @@ class Layout:
         if same:
             raise Unreadable("equal_answers", f"'{self.columns['chosen']}' and '{self.columns['rejected']}' are equal")
         if isinstance(good, str):
+            # Without a prompt, the beginning that both texts share is the prompt, as in Anthropic's HH data.
             shared = before or _shared(good, bad)
             cut = 0 if before else len(shared)
             if not good[cut:].strip() or not bad[cut:].strip():
                 raise Unreadable("fields", "one of the two answers is the beginning of the other")
             prompt = (TextSpan(shared, False),) if shared else ()
             return Document(((*prompt, TextSpan(good[cut:])), (*prompt, TextSpan(bad[cut:]))))
+        # The messages that both conversations begin with are read, not compared.
         shared = _common_prefix(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
         chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
         return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
@@ -373,6 +399,7 @@ def layout_of(data: Data, names: Sequence[str], first: object, where: str, **mor
     kinds = get_args(get_type_hints(Data)["layout"])
     if data.layout not in kinds:
         raise DataError(f"{where}: data.layout {data.layout}: no such layout; {nearest(str(data.layout), list(kinds))}")
+    # data.columns takes precedence over data.prompt and data.completion.
     named = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
     if data.text != "text":
         named.setdefault("text", data.text)
@@ -389,6 +416,7 @@ def layout_of(data: Data, names: Sequence[str], first: object, where: str, **mor
                 f"{', '.join((*needs, *reads))}; state data.layout"
             )
     columns = {role: named.get(role, role) for role in needs}
+    # Both formats occur under either field name.
     if kind == "sharegpt" and "conversations" not in names and "messages" in names and "conversations" not in named:
         columns["conversations"] = "messages"
     if kind == "messages" and "messages" not in names and "conversations" in names and "messages" not in named:
@@ -397,6 +425,7 @@ def layout_of(data: Data, names: Sequence[str], first: object, where: str, **mor
     if "images" in reads and "images" not in columns and "image" in names:
         columns["images"] = "image"  # the field's name in LLaVA's data
     special = tuple(more.pop("special", ()))
+    # Text was only the last resort: the message about the missing field then lists all fields.
     strange = kind == "text" and data.layout == "auto" and isinstance(first, Mapping) and columns["text"] not in names
     return Layout(
         kind, columns, why, special=special, strange=strange, _firsts=frozenset(t[0] for t in special), **more
@@ -416,10 +445,12 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -
             named.get(role, role) for role in roles
         )
 
+    # The most specific layouts first: a row of kto or preference may also have a prompt and a completion.
     for kind in ("preference", "kto", "classes", "prompt", "alpaca"):
         needs = LAYOUTS[kind][0]
         if kind == "classes" and "label" not in named:  # a field of this name may mean anything
             continue
+        # A label that is no truth value may be a class or a score.
         if kind == "kto" and "label" not in named and not isinstance(first.get("label"), bool):
             continue
         if has(*needs):
@@ -430,6 +461,7 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -
         value = first.get(named.get(role, role))
         if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
             return "sharegpt" if "from" in value[0] else "messages", fields(role)
+        # The first conversation is empty or broken, so only the name of the field decides.
         if has(role) and not isinstance(value, str):
             return {"messages": "messages", "conversations": "sharegpt"}[role], fields(role)
     if "prompt" in named or "completion" in named:

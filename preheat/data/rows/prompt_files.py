@@ -45,6 +45,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Message
 
 def _prompt(row: object, where: str) -> str | list[Message]:
     if isinstance(row, Mapping):
+        # A row of training data may have both: the conversation takes precedence.
         row = row.get("messages", row.get("prompt"))
     if isinstance(row, str):
         return row
@@ -60,6 +61,7 @@ def _prompt(row: object, where: str) -> str | list[Message]:
             f'{where}: is not a prompt; write {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
             f'"content": "..."}}]}}'
         )
+    # The template adds the generation prompt after the last message, which must be a question.
     if row[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the chat ends with the assistant's message, so there is nothing to answer; leave it out"

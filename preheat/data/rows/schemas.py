@@ -44,6 +44,7 @@ def columns_advice(known: Sequence[str]) -> str:
         [shorten(name, 40) for name in known[:100]],
     )
     for name in known:
+        # A high cutoff: a wrong suggestion would train on the wrong field.
         if near := difflib.get_close_matches(name.lower(), roles, n=1, cutoff=0.8):
             return f"set data.text: {name}" if near[0] == "text" else f"set data.columns={{{near[0]}: {name}}}"
     if len(known) == 1:
@@ -72,6 +73,7 @@ def class_names(values: Iterable[object], where: str) -> tuple[str, ...]:
             "by data.columns.label"
         )
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in distinct)
+    # Numbers by value, so that 2 precedes 10.
     if numbers:
         return tuple(map(str, sorted(distinct)))  # type: ignore[type-var]
     return tuple(sorted(map(class_name, distinct)))
