@@ -130,6 +130,7 @@ class _Balance:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             self.ledger.open = True
             try:
+                # By index: a dry run recognizes the first pass by it (planning/dry_run.py).
                 for n in range(len(batches)):
                     batch = transform(self.build, batches[n])
                     self.build.slot(Slot.UNSHARD_SCOPE)(part, functools.partial(self._layers, part, batch))
