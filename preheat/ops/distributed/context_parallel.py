@@ -118,8 +118,8 @@ def _split_heads_gather_positions(tensors: Sequence[Tensor], group: ProcessGroup
     flat = [t.unflatten(1, (degree, -1)).movedim(1, 0).flatten(1) for t in tensors]
     # Slice i now has the positions of rank i, for this rank's heads.
     received = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
-    # [degree, rows, heads / degree, positions, dim] -> [rows, heads / degree, degree * positions, dim]: positions in order,
-    # because the chunks are.
+    # [degree, rows, heads / degree, positions, dim] -> [rows, heads / degree, degree * positions, dim]; the positions
+    # are in order, because ranks hold the chunks in order.
     return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
