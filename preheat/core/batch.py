@@ -31,6 +31,7 @@ class MaskSpec:
 
     causal: bool = True
     window: int | None = None
+    # Tuples: hashable, so that masks and tiles can be cached by them.
     documents: tuple[tuple[int, ...], ...] | None = None
     global_tokens: int = 0
     read: tuple[tuple[int, ...], ...] | None = None
@@ -69,11 +70,13 @@ class Batch:
         images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
     """
 
+    # Every batch has these five.
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     mask: MaskSpec
     weight: int
+    # What follows depends on the data and on techniques.
     rows: tuple[int, ...] = ()
     group: int = 1
     desirable: tuple[tuple[int, ...], ...] = ()
