@@ -70,13 +70,11 @@ class Batch:
         images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
     """
 
-    # Every batch has these five.
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     mask: MaskSpec
     weight: int
-    # What follows depends on the data and on techniques.
     rows: tuple[int, ...] = ()
     group: int = 1
     desirable: tuple[tuple[int, ...], ...] = ()

@@ -544,7 +544,6 @@ def _state(path: Path) -> State:
     kinds |= {"fingerprints": dict, "build": dict, "generators": list}
     for name, kind in kinds.items():
         value = values.get(name)
-        # True and False are ints for isinstance.
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
             raise ValueError(f"state.json has an invalid {name} ({quoted(value, 40)})")
     if not 0 < values["world"] == len(values["generators"]) or not all(map(_generators, values["generators"])):

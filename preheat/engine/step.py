@@ -63,7 +63,6 @@ def _model_loss(build: Build, batch: Batch) -> LossSum:
 
 def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which FSDP's hooks traverse."""
-    # A stack, because the number of contexts depends on the techniques.
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
             stack.enter_context(context())
@@ -298,7 +297,6 @@ def _optimizer(build: Build) -> Callable[..., torch.optim.Optimizer]:
 def install_defaults(build: Build) -> None:
     """Installs the default of every slot."""
     plain: dict[Slot, SlotFunction] = {
-        # Without sharding, weights are always complete.
         Slot.UNSHARD_SCOPE: lambda part, run: run(),
         Slot.STAGE_LOSS: functools.partial(_stage_loss, build),
         Slot.MODEL_LOSS: _model_loss,

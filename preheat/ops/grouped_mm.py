@@ -404,7 +404,6 @@ class Exchange:
         devices = self.group.size()
         # [devices, experts of this rank]: rows from each sender
         arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
-        # experts of this rank
         own = arriving.shape[1]
         # The only synchronization: the next all-to-all needs its sizes on the host.
         split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))

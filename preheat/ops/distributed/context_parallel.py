@@ -69,7 +69,6 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
         ValueError: rows that need padding have a mask that is not causal.
     """
     rows, length = batch.tokens.shape
-    # Without documents each row is one.
     documents = batch.mask.documents or ((length,),) * rows
     more = padded(length, degree, zigzag=zigzag) - length
     tokens, labels, positions = batch.tokens, batch.labels, batch.positions

@@ -79,7 +79,6 @@ def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tens
     # In the order of the first appearance, which is the same on every rank.
     for (mesh, cut), members in groups.items():
         partial = squares(members)
-        # One all-reduce per sharded axis: [] each.
         for dimension in cut:
             torch.distributed.all_reduce(partial, group=mesh.get_group(dimension))
         total = partial if total is None else total + partial

@@ -54,7 +54,6 @@ class _Replicated(ParallelStyle):
     """A module replicated on all ranks; `output` may shard its result along the sequence."""
 
     def __init__(self, output: Placement | None = None):
-        # By default the result is complete on each rank.
         self.output = output or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

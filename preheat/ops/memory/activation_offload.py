@@ -43,7 +43,6 @@ class Saved:
 
     def fetch(self) -> None:
         """Starts the copy back to the device."""
-        # Neither here nor on its way.
         if self.here is None and self.coming is None:
             assert self.host is not None
             # The copy out must be complete before the copy back reads the host's memory.

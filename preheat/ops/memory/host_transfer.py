@@ -125,7 +125,6 @@ class Copy:
 
     def for_host(self) -> Tensor:
         """Returns the target after the host has waited for the copy."""
-        # Synchronous copies have no event.
         if self.event is not None:
             self.event.synchronize()
         self.source = None
@@ -163,7 +162,6 @@ class AsyncHostCopy(HostCopy):
         self._out.wait_stream(torch.cuda.current_stream())  # waits until `t` is computed
         with torch.cuda.stream(self._out):
             copy = super().out(t, into)
-            # After the copy, still within the stream.
             copy.event = self._out.record_event()
         return copy
 

@@ -111,7 +111,6 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        # The mode only observes: the operator runs as it is.
         out = func(*args, **(kwargs or {}))
         # Views own no memory, and torch's checkpoint never asks about the others.
         if func in SAC_IGNORED_OPS or func.is_view:

@@ -68,7 +68,6 @@ class HostAdamW(Guarded):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        # A list, because the copies below and the updates traverse it in the same order.
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         # The flag first: it is tiny, and every update waits for it.
         flag = None if self.found_inf is None else self.link.out(self.found_inf)

@@ -171,7 +171,6 @@ class LowBitAdamW(StochasticAdamW):
                 (share * self.bits // 8,), zero * (1 if self.bits == 8 else 17), dtype=torch.uint8, device=p.device
             )
             state |= {name: codes, f"{name}_scale": torch.zeros(-(-share // self.block), device=p.device)}
-        # Not sharded, so the state is a plain tensor.
         if share == count or not isinstance(p, DTensor):
             return state
         return {key: t if key == "step" else _joined(t, count // share, p) for key, t in state.items()}

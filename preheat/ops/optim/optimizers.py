@@ -406,7 +406,6 @@ class Muon(Guarded):
         )
 
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        # One moment instead of AdamW's two.
         return {"momentum": torch.zeros_like(p)} if group["muon"] else adamw_state(p)
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
@@ -467,7 +466,6 @@ class Adafactor(Guarded):
             update = update * row.unsqueeze(-1) * new["column"].rsqrt().unsqueeze(-2)
         # [..., 1, 1]: the root mean square per matrix, of each expert in a stack.
         size = update.square().mean(dim=(-2, -1) if p.ndim >= 2 else -1, keepdim=True).sqrt()
-        # Updates above `clip` are scaled down to it; smaller ones stay.
         update /= (size / group["clip"]).clamp_(min=1.0)
         here = local(p)
         value = here * (1 - group["lr"] * group["weight_decay"])

@@ -176,7 +176,6 @@ class ZeROAdamW(torch.optim.Optimizer):
             square += torch.linalg.vector_norm(g, dtype=torch.float32).square()
         if self.world > 1:
             torch.distributed.all_reduce(square)
-        # On one process with plain parameters nothing is left to add.
         norm = square.sqrt()
         for g in local:
             g.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -210,7 +209,6 @@ class ZeROAdamW(torch.optim.Optimizer):
         for p, grad in grads.items():
             state = self.state[p]
             if not state:
-                # At the first step, as torch's optimizers do.
                 home = torch.device("cpu") if self.offload else p.device
                 state["step"] = torch.zeros((), device=home)
                 # like p: under FSDP2 the moments are sharded as the weights are
