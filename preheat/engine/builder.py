@@ -263,8 +263,7 @@ def _apply(techniques: Sequence[Technique], model_build: Build, first: Stage, la
     """Applies the techniques of the stages `first` to `last`, both included."""
     for t in techniques:
         if first <= t.stage <= last:
-            # Sorted: a set of strings has another order in each process, and ranks must create their groups in one
-            # order.
+            # Sorted: a set of strings has another order in each process, and ranks must create groups in one order.
             for role in sorted(t.roles & model_build.parts.keys()):
                 for part in model_build.parts[role]:
                     model_build.changes.setdefault(t.name(), []).append(_applied(t, model_build, part))

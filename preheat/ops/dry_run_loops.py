@@ -63,8 +63,7 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
         return
     # The first may allocate what later ones reuse, and the last may be shorter.
     yield turns[0]
-    # The generator resumes after the caller's loop body: the counts between mark and `again` are those of one
-    # iteration.
+    # The generator resumes after the caller's loop body: the counts since the mark are those of one iteration.
     before = counters[-1].mark()
     yield turns[1]
     counters[-1].again(before, len(turns) - 3)

@@ -97,8 +97,7 @@ class _Blocks(NamedTuple):
         last = blocks.cumsum(0)
         # Upper bound of the number of blocks: each expert adds at most one that is not full.
         number = torch.arange(rows // size + experts, device=device)
-        # The expert of block n is the first whose blocks end behind n; surplus blocks clamp to the last expert and hold
-        # padding.
+        # The expert of block n is the first whose blocks end behind n; surplus blocks are padding of the last expert.
         expert = torch.bucketize(number, last, right=True).clamp(max=experts - 1)
         # First row of each block: the expert's first row plus the size of its earlier blocks.
         first = begins[expert] + (number - (last - blocks)[expert]) * size

@@ -176,8 +176,7 @@ class MatmulTiles:
         # For each rank the global positions of its keys.
         self.places = [local_positions(length, degree, n, zigzag=True) for n in range(degree)]
         cuts = mask.documents if packed(mask) and mask.documents else ((length,),)
-        # [rows, length]: where the document of each position starts; two positions with equal starts are in one
-        # document.
+        # [rows, length]: start of each position's document; equal starts mean the same document.
         self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
 
     def _blocks(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:

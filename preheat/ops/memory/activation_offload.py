@@ -88,8 +88,7 @@ class _OnDevice:
             base = t if t._base is None else t._base
             return any(shape == base.shape and dtype != base.dtype for shape, dtype in self.frozen)
         node, cast = t.grad_fn, False
-        # Follows the graph back through casts and reshapes to the parameter's gradient accumulator, which has
-        # `variable`.
+        # Back through casts and reshapes to the parameter's gradient accumulator, whose `variable` is the parameter.
         while node is not None and node.name().removesuffix("0") in _RESHAPES:
             cast = cast or node.name().startswith("ToCopy")
             node = node.next_functions[0][0]

@@ -48,8 +48,7 @@ def to_host(t: Tensor) -> Tensor:
 
 @to_host.register_fake
 def _(t: Tensor) -> Tensor:
-    # Under fake tensors this is one more tensor on the fake device; the recorder knows the operator's result by its
-    # name.
+    # Under fake tensors, one more tensor on the fake device; the recorder knows the result by the operator's name.
     return torch.empty_like(t, device="cpu")
 
 

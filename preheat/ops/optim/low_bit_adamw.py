@@ -163,8 +163,7 @@ class LowBitAdamW(StochasticAdamW):
         share = self._local_numel(p)
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            # The code of 0. The 4-bit second moment has none: it starts at the smallest value, and a scale of 0 makes
-            # it 0.
+            # The code of 0. The 4-bit second moment has none, but its scale of 0 makes any code 0.
             zero = code_book(self.bits, signed=signed).index(0.0) if signed or self.bits == 8 else 0
             # 17 is 0x11: the code in both halves of the byte.
             codes = torch.full(

@@ -51,8 +51,7 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
     )  # torch's fused update takes tensors of one mesh
     for matrix in (True, False):
         for _, p in named:
-            # Decay pulls weights towards 0; the scale of a norm belongs near 1. Stacks of experts (3-D) count as
-            # matrices.
+            # Decay pulls weights towards 0; a norm's scale belongs near 1. Stacks of experts (3-D) are matrices too.
             if (p.ndim >= 2) == matrix:
                 groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
     return [
@@ -157,8 +156,7 @@ class Guarded(torch.optim.Optimizer):
             same = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    # Equal shapes, dtypes and placements run the same operators, so a dry run executes one of each
-                    # group.
+                    # Equal shapes, dtypes and placements run the same operators: a dry run executes one of each.
                     same[
                         p.shape,
                         p.dtype,
@@ -277,8 +275,7 @@ class StochasticAdamW(Numbered):
         # Chunk borders are those of the full parameter: a shard that begins within a chunk has a shorter first one.
         starts = [0, *range(self.chunk - first % self.chunk, end, self.chunk)]
         for start in fold_identical(starts):
-            # `number`: chunk of the full parameter, which seeds the random bits; `skip`: elements of it on earlier
-            # ranks.
+            # `number`: chunk of the full parameter, which seeds the random bits; `skip`: its elements on earlier ranks.
             number, skip = divmod(first + start, self.chunk)
             part = slice(start, min(start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
@@ -318,8 +315,7 @@ class Lion(Guarded):
         self.chunk = chunk
 
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        # fp32 even for bf16 weights: a step adds 1 % of the gradient to the momentum, and bf16's spacing is 0.4 to 0.8
-        # %.
+        # fp32 even for bf16 weights: a step adds 1 % of the gradient, and bf16's spacing is 0.4 to 0.8 %.
         return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
