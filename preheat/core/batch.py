@@ -31,6 +31,7 @@ class MaskSpec:
 
     causal: bool = True
     window: int | None = None
+    # Tuples: hashable, so that masks and tiles can be cached by them.
     documents: tuple[tuple[int, ...], ...] | None = None
     global_tokens: int = 0
     read: tuple[tuple[int, ...], ...] | None = None

@@ -25,6 +25,7 @@ class Bound:
 
     def problem(self, value: float) -> str | None:
         """Returns the error message for an invalid number, or None."""
+        # First, because every comparison with NaN is false: NaN would pass all bounds.
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
@@ -36,6 +37,7 @@ class Bound:
 
 Count = Annotated[int, Bound(1)]
 NonNegativeInt = Annotated[int, Bound(0)]
+# Beyond LARGEST, because a run may read trillions of tokens; no tensor has such a size.
 Long = Annotated[int, Bound(1, 10**15)]
 """A count of tokens, steps or documents of a whole run."""
 Seed = Annotated[int, Bound(0, 2**32 - 1)]

@@ -65,6 +65,7 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
         >>> sizes_of([Tensor()], 8)[Axis.SHARD]
         4
     """
+    # All axes, so that no caller needs a default.
     sizes = dict.fromkeys(Axis, 1)
     rest: dict[Axis, str] = {}
     for t in techniques:
@@ -72,9 +73,11 @@ def sizes_of(techniques: Iterable[Spread], world: int) -> dict[Axis, int]:
             if size == 0:
                 rest[axis] = t.name()
             else:
+                # The maximum, because 1 is no request (fsdp's `replicate` by default).
                 sizes[axis] = max(sizes[axis], size)
     fixed = math.prod(sizes.values())
     product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
+    # Two axes that both take the rest have no unique answer.
     if len(rest) > 1:
         raise ValueError(f"{' and '.join(sorted(rest.values()))} both take the devices that are left; leave one out")
     if world % fixed or (not rest and world != fixed):
@@ -115,6 +118,7 @@ class Mesh:
 
         if math.prod(sizes.values()) == 1:
             return cls()
+        # The enum's order is that of the ranks: row-major, the last axis innermost.
         order = list(Axis)
         devices = init_device_mesh(kind, tuple(sizes[a] for a in order), mesh_dim_names=tuple(map(str, order)))
         mesh = cls(dict(sizes), dist.get_rank(), devices)
@@ -135,6 +139,7 @@ class Mesh:
     def index(self, *axes: Axis) -> int:
         """Returns this device's index along some axes combined, from 0; their order matters."""
         coordinates, remainder = {}, self.rank
+        # Row-major: the innermost axis is the remainder of the first division.
         for axis in reversed(Axis):
             remainder, coordinates[axis] = divmod(remainder, self.sizes[axis])
         index = 0
@@ -150,6 +155,7 @@ class Mesh:
             (<Axis.SHARD: 'shard'>,)
         """
         meshes = [Mesh(self.sizes, rank) for rank in ranks]
+        # Several coordinates along an axis mean that the devices differ there.
         return tuple(axis for axis in Axis if len({mesh.index(axis) for mesh in meshes}) > 1)
 
     def sub(self, *axes: Axis) -> DeviceMesh:
@@ -157,6 +163,7 @@ class Mesh:
 
         Every process must request the same meshes in the same order: creating groups is a collective operation.
         """
+        # Axes of size 1 change nothing: dropping them lets equal groups share one mesh, created once.
         return self._sub(tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1])
 
     @functools.cache  # noqa: B019  # a mesh lives as long as the process groups
@@ -185,6 +192,7 @@ class Mesh:
         """Combines two one-dimensional torch meshes into a two-dimensional one."""
         from torch.distributed.device_mesh import DeviceMesh
 
+        # torch has no public function for it.
         return DeviceMesh._concatenate([outer, inner])
 
     def group(self, *axes: Axis) -> ProcessGroup:
@@ -196,6 +204,7 @@ class Mesh:
         import torch.distributed as dist
 
         if self.size(*(axes or Axis)) > 1:
+            # None is the default group of all ranks, which needs no mesh.
             dist.all_reduce(value, group=self.group(*axes) if axes else None)
         return value
 
@@ -223,6 +232,7 @@ def pretended(world: int, rank: int = 0) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a dry run of several devices is made before the real ones meet"
+    # The fake backend of torch's own tests: shapes are right, values are not.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield

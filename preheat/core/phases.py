@@ -39,6 +39,7 @@ class Phase(StrEnum):
         >>> Phase.of("making gradients"), Phase.of("update"), Phase.of("lunch")
         (<Phase.GRADIENTS: 'gradients'>, <Phase.UPDATE: 'update'>, None)
         """
+        # Files of earlier versions hold the names of `_EARLIER`.
         return cls(name) if name in set(cls) else _EARLIER.get(name)
 
 

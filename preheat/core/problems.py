@@ -58,5 +58,6 @@ class TechniqueError(RecipeError):
     """
 
     def __init__(self, problems: Iterable[Problem], message: str = ""):
+        # Kept for code that decides by their codes; the message is for people only.
         self.problems = tuple(problems)
         super().__init__(message or "\n".join(f"techniques.{problem}" for problem in self.problems))

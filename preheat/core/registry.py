@@ -56,17 +56,21 @@ def _load() -> None:
     """
     package = importlib.import_module(GROUP)  # by name, because techniques import this package
     modules = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    # Our own first: a foreign technique that takes one of their names is then the one to be reported.
     for module in [*modules, *sorted(point.value for point in entry_points(group=GROUP))]:
         before = len(_REGISTRY)
         try:
             importlib.import_module(module)
+            # The second test: a module that was imported earlier registers nothing now.
             if module not in modules and len(_REGISTRY) == before and module not in _modules():
                 raise ImportError("it defines no technique")
         except _IMPORT_ERRORS as error:
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
+            # `Tag.MISSPELLED` in a class body: names the nearest tag instead of Python's message.
             if isinstance(error, AttributeError) and error.obj is Tag and error.name:
                 reason = f"there is no tag {error.name}; {nearest(error.name, list(Tag.__members__))}"
             raise RunError(f"{_file_of(module)}: cannot be imported ({reason})") from error
+    # At the first use of the registry, so that no run begins with an incomplete technique.
     for name, cls in _REGISTRY.items():
         if reason := _incomplete(cls):
             raise RunError(f"{_file_of(cls.__module__)}: technique {name}: {reason}")
@@ -91,6 +95,7 @@ def _modules() -> set[str]:
 
 def _incomplete(cls: type[Technique]) -> str:
     """Returns what a technique's declaration lacks or has wrong; empty if it is complete."""
+    # The docstring is the technique's page in the documentation.
     document = sys.modules[cls.__module__].__doc__
     if not (document or "").strip():
         return "has no docstring; describe in its module what it does, when it helps, when it hurts, and its source"
@@ -99,6 +104,7 @@ def _incomplete(cls: type[Technique]) -> str:
             return f"states no {attribute}; see preheat.core.Technique"
     if cls.__abstractmethods__:
         return f"does not define {', '.join(sorted(cls.__abstractmethods__))}; see preheat.core.Technique"
+    # A method that only a search calls would never run, without any message.
     if not issubclass(cls, Searchable) and (lost := [name for name in _SEARCH if name in vars(cls)]):
         return f"defines {lost[0]}, which only a preheat.core.Searchable has; extend that"
     for attribute in ("provides", "needs", "conflicts"):
@@ -124,6 +130,7 @@ def has_room(plan: JsonObject) -> bool:
 
 def problems_of(t: Technique, context: Context) -> list[Problem]:
     """Returns why a technique cannot be used here, whatever else the recipe has; empty if it can."""
+    # Settings that do nothing are excused from general rules, but their own check still runs.
     if not t.acts():
         reasons = t.check(context)
     elif context.model.encoder and not t.supports_encoder_decoder:
@@ -153,6 +160,7 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
     """
     problems: list[Problem] = []
     owner: dict[Slot, str] = {}
+    # In the order of application, so that messages do not depend on the recipe's order.
     chosen = sorted((t for t in techniques if t.acts()), key=lambda t: (t.stage, t.name()))
     provided = {t.name(): t.provided() for t in chosen}
     for t in chosen:
@@ -161,11 +169,14 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
             if slot in owner:
                 text = f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"
                 problems.append(Problem(name, ProblemCode.SLOT_TAKEN, text))
+            # The first owner: further ones are each reported against it.
             owner.setdefault(slot, name)
         for tag in sorted(t.needs - tags):
             text = f"needs {tag}, which nothing in this recipe provides; {_providers(tag)}"
             problems.append(Problem(name, ProblemCode.MISSING_TAG, text))
         for other, tags_of_other in provided.items():
+            # One-sided: it is enough that one of the two declares the conflict. A technique may exclude a tag of its
+            # own, so that no second one provides it.
             if other != name and (shared := t.conflicts & tags_of_other):
                 problems.append(
                     Problem(name, ProblemCode.CONFLICT, f"cannot go with {other} ({', '.join(sorted(shared))})")
@@ -182,6 +193,7 @@ def _providers(tag: Tag) -> str:
 def conflicts_of(techniques: Iterable[Technique], context: Context) -> list[Problem]:
     """Returns why these techniques cannot be used together here, including their own checks."""
     chosen = sorted(techniques, key=lambda t: (t.stage, t.name()))
+    # Together with each technique's own reasons, so that the user sees all problems of a technique in one place.
     together = incompatibilities(chosen, context.tags)
     problems: list[Problem] = []
     for t in chosen:

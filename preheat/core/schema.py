@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from preheat.core.field_types import Bound, Count, Fraction, Long, NonNegative, NonNegativeInt, Positive
 
+# The standard file first; the others are those of families whose tokenizer has no tokenizer.json.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
@@ -152,6 +153,7 @@ class Data:
         if isinstance(self.source, str):
             return [(self, 1.0)]
         listed = [{"source": part} if isinstance(part, str) else dict(part) for part in self.source]
+        # `weight` is no field of `Data`; what remains overrides this section's fields for one source.
         weights = [float(part.pop("weight", 1)) for part in listed]
         return [(replace(self, **part), weight) for part, weight in zip(listed, weights, strict=True)]
 
@@ -328,6 +330,7 @@ class Sample:
         """The cache type, with `compile: auto` counted as false."""
         if self.cache != "auto":
             return self.cache
+        # `auto` compiles only if it pays, which the generation decides later; a static cache serves compiled models.
         return "static" if self.compile is True else "dynamic"
 
     @property
@@ -345,11 +348,14 @@ class Sample:
 def field_docs(cls: type) -> dict[str, str]:
     """Returns the text under each field of a dataclass: the source of help, schema and comments."""
     docs: dict[str, str] = {}
+    # Base classes first, so that a subclass's text replaces theirs.
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
+        # Python discards these strings when it runs a class, so they are read from its source.
         tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(tree, ast.ClassDef)
+        # A field's text is the string right behind it.
         for node, after in zip(tree.body, tree.body[1:], strict=False):
             if (
                 isinstance(node, ast.AnnAssign)

@@ -13,19 +13,20 @@ __all__ = ["Change", "Finish", "Order", "Slot", "SlotFunction", "Stage"]
 class Stage(IntEnum):
     """The stage of the build at which a technique is applied; defines their order."""
 
-    STRUCTURE = 0
-    COMPRESS = 1
-    ADAPT = 2
-    FAKE_QUANTIZE = 3
-    KERNEL = 4
-    PIPELINE_SPLIT = 5
-    PARALLEL = 6
-    CHECKPOINT = 7
-    COMPILE = 8
-    SHARD = 9
-    MATERIALIZE = 10
-    OPTIMIZER = 11
-    LOADER = 12
+    # The order is explained at `_apply` in engine/builder.py, where the stages run.
+    STRUCTURE = 0  # which modules there are: classification, upcycling, tied_embeddings
+    COMPRESS = 1  # base weights in few bits: nf4
+    ADAPT = 2  # adapters: lora, peft_adapter
+    FAKE_QUANTIZE = 3  # trained weights in few bits: quantization_aware, fp8
+    KERNEL = 4  # other code for the same modules and slots: efficient_attention, liger
+    PIPELINE_SPLIT = 5  # cuts stages and adds teachers or references: pipeline_parallel, preference
+    PARALLEL = 6  # splits within layers: tensor_parallel, context_parallel, expert_parallel
+    CHECKPOINT = 7  # wraps layers: activation_checkpointing, activation_offload
+    COMPILE = 8  # each layer becomes a graph
+    SHARD = 9  # last on meta: fsdp, data_parallel
+    MATERIALIZE = 10  # needs values on the device: expert_balancing
+    OPTIMIZER = 11  # adamw's replacements, zero1, optimizer_offload
+    LOADER = 12  # groups rows into batches, and wraps the finished build: gradient_accumulation, dynamic_batch
 
 
 class Slot(StrEnum):
@@ -62,17 +63,17 @@ class Order(IntEnum):
     """The order of transforms on a batch."""
 
     SHIFT = 0
-    PACK = 1
-    SPLIT = 2
-    MOVE = 3
+    PACK = 1  # on full rows: what needs complete documents
+    SPLIT = 2  # context parallelism: this rank's positions only, so that no more are copied
+    MOVE = 3  # to the device, and what computes there
 
 
 class Finish(IntEnum):
     """The order in which gradients are finished before clipping."""
 
-    REDUCE = 0
-    TIE = 1
-    UNSCALE = 2
+    REDUCE = 0  # over ranks: replicated weights under tensor parallelism
+    TIE = 1  # copies of a tied weight on other pipeline stages
+    UNSCALE = 2  # last: on the complete sums
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Change:
     detail: str = ""
     """Details that are too long for a line, e.g. the bits of each layer."""
 
+    # A technique that matches no module (a misspelled name, an unknown family) must not look applied.
     def __post_init__(self) -> None:
         if self.count < 1 or not self.what:
             raise ValueError(f"an empty change ({self.what!r}, {self.count}): the technique found nothing to act on")

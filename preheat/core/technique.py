@@ -55,6 +55,7 @@ class ModelFacts:
     vocabulary: int
     positions: int
     tied: bool
+    # Below: what only some families have. The defaults mean that the model does not.
     window: int | None = None
     score_softcap: float | None = None  # attention scores are cap * tanh(score / cap), as in Gemma 2
     logit_softcap: float | None = None  # the same for logits
@@ -70,6 +71,7 @@ class ModelFacts:
 
     def mixer_problems(self) -> list[str]:
         """Returns the problem of a technique that splits or compiles sequences, if a mixer needs whole documents."""
+        # `[...] * False` is the empty list.
         return [f"{self.family} has {self.special_mixers}, which it does not support yet; leave it out"] * bool(
             self.special_mixers
         )
@@ -113,6 +115,7 @@ class Technique(ABC):
     states what it does, when it helps, when it hurts, and its source.
     """
 
+    # Without defaults: a technique must state both, and the registry reports one that does not.
     stage: ClassVar[Stage]
     numerics: ClassVar[Numerics]
     """exact: same result up to the order of sums; rounding: same up to the number format; different: another model or
@@ -158,17 +161,20 @@ class Technique(ABC):
     @classmethod
     def name(cls) -> str:
         """Returns the key in the recipe: the module's name."""
+        # From the file, so that the recipe's key, the module and the documentation cannot differ.
         return cls.__module__.rpartition(".")[2]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__module__ == __name__:  # Searchable
             return
+        # Final: a subclass would share slots and tags with its base in ways that nobody checks.
         for base in cls.__mro__[1:]:
             if base not in (Technique, Searchable) and issubclass(base, Technique) and base.name() in _REGISTRY:
                 raise TypeError(
                     f"{cls.__name__} extends the technique {base.name()}: techniques are not subclassed twice"
                 )
+        # The same module may define its class again (importlib.reload).
         if (other := _REGISTRY.get(cls.name())) is not None and other.__module__ != cls.__module__:
             raise TypeError(f"{other.__module__} has a technique of the name {cls.name()} already; rename the module")
         _REGISTRY[cls.name()] = cls
@@ -195,6 +201,7 @@ class Technique(ABC):
     @classmethod
     def is_parallel(cls) -> bool:
         """Returns True if it splits the work of one device across several; results are unchanged."""
+        # Overriding `degrees` is the definition of a parallel technique.
         return cls.degrees is not Technique.degrees
 
     def check(self, context: Context) -> list[str]:
@@ -255,6 +262,7 @@ class Searchable(Technique):
         return self
 
 
+# Here and not in the registry's module, because `__init_subclass__` fills it and the registry imports this module.
 _REGISTRY: dict[str, type[Technique]] = {}
 """Filled as technique modules are imported; `preheat.core.registry` imports them all."""
 
@@ -322,7 +330,9 @@ class Hooks:
         transfer: the transform that copies batches to the device; None if they are there already.
     """
 
+    # Pairs, so that techniques of any stage can add one at the right position of the order.
     transforms: list[tuple[Order, Callable[[Batch], Batch]]] = field(default_factory=list)
+    # Functions, because a context manager can be entered only once.
     around_forward: list[Callable[[], AbstractContextManager[object]]] = field(default_factory=list)
     before_backward: list[Callable[[bool], None]] = field(default_factory=list)
     finish_gradients: list[tuple[Finish, Callable[[Build], None]]] = field(default_factory=list)
@@ -432,8 +442,10 @@ class Build:
     def transformed(self, batch: Batch) -> Batch:
         """Returns the batch as the model takes it, after all transforms."""
         transfer = self.hooks.transfer
+        # The transforms before MOVE ran when the prefetch began: they must not run twice.
         moved = transfer.begun(batch) if transfer is not None else None
         batch = moved if moved is not None else self._changed(batch, Order.SHIFT, Order.SPLIT)
+        # The rest of MOVE runs in either case; the transfer itself is left out if its work is done.
         return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
 
     def begin(self, batch: Batch) -> None:
@@ -442,6 +454,7 @@ class Build:
             self.hooks.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
 
     def _changed(self, batch: Batch, first: Order, last: Order, but: object = None) -> Batch:
+        # `sorted` is stable: transforms of one order run as techniques added them.
         for order, change in sorted(self.hooks.transforms, key=lambda pair: pair[0]):
             if first <= order <= last and (but is None or change is not but):
                 batch = change(batch)
@@ -464,8 +477,10 @@ class Build:
     def claim(self, slot: Slot, function: SlotFunction, owner: str) -> None:
         """Installs `function` in a slot for `owner`. The engine's default ('plain') may be replaced, once."""
         current = self._slots.get(slot)
+        # The conflict of two techniques; `conflicts_of` normally finds it before the build.
         if current is not None and current[0] not in ("plain", owner):
             raise ValueError(f"slot '{slot}' is owned by {current[0]} already; {owner} cannot own it too")
+        # `owns` must be complete: conflicts are found by it, before any code runs.
         assert owner == "plain" or slot in _REGISTRY[owner].owns, f"{owner} does not declare that it owns {slot}"
         self._slots[slot] = (owner, function)
 

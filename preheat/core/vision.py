@@ -50,6 +50,7 @@ class Vision:
             >>> Vision(2, 16, 2, 3, 2, 48, 3, 0, 1, 2).grid(1024 * 1024)
             (64, 64)
         """
+        # A multiple of `merge`, so that patches merge without a remainder.
         side = max(int(pixels**0.5) // (self.patch * self.merge), 1) * self.merge
         return side, side
 
@@ -87,4 +88,5 @@ class Images:
         patches, taps, shares, grid, places = map(
             change, (self.patches, self.taps, self.shares, self.grid, self.positions)
         )
+        # `sizes` stays on the host.
         return Images(patches, taps, shares, grid, places, self.sizes)

@@ -29,6 +29,7 @@ _PEAK_FACTOR = 2.5
 
 def room(build: Build) -> int:
     """Bytes of host memory that writing a checkpoint takes on top of the build's tensors, set by its largest file."""
+    # The largest file alone counts: files are written one after the other.
     sizes = {name: t.nbytes for name, t in checkpoint._tensors(build).items()}
     numbers = checkpoint._files(sizes)
     return round(
@@ -78,8 +79,10 @@ class Saving:
         self._group: ProcessGroup | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._begun: tuple[Future[tuple[Path, float]], int, float, float] | None = None
+        # No thread, no group: `save` then writes synchronously.
         if not checkpoint.is_async(build.recipe, build.device):
             return
+        # One thread, so that writes finish in the order of their steps.
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         # For the whole process: warning filters are not per thread. See checkpoint.save.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -113,6 +116,7 @@ class Saving:
         state = checkpoint.snapshot(self.build, progress, copied=True)
         future = self._writer.submit(self._write, state)
         self._begun = (future, progress.step, start, time.perf_counter() - start)
+        # Optimistic, so that the loop does not save the step again; `wait` takes it back if the write fails.
         self.last_step = progress.step
         return finished
 
@@ -126,12 +130,14 @@ class Saving:
         Raises:
             RunError: it could not be written.
         """
+        # `wait` returns at once if the future is done, and raises its error here, in the training thread.
         return self.wait() if self._begun is not None and self._begun[0].done() else []
 
     def wait(self) -> list[Saved]:
         """Waits for the checkpoint that is being written and returns it, if any."""
         if self._begun is None:
             return []
+        # Cleared first: after an error the next `save` must not wait for the same write again.
         (future, step, start, waited), self._begun = self._begun, None
         self.last_step, newest = -1, self.last_step  # in case it could not be written
         path, end = future.result()
@@ -142,6 +148,7 @@ class Saving:
         """Finishes the pending write after a failure, or returns the message of the error that prevents it."""
         try:
             self.wait()
+        # The run has failed already: this error must not hide the first one.
         except (PreheatError, RuntimeError, MemoryError) as error:
             return str(error)
         return None

@@ -55,6 +55,7 @@ def world_of(recipe: Recipe) -> int:
     """World size of the run: of the process group if one is initialized, otherwise what the recipe names."""
     import torch.distributed as dist
 
+    # A plan has no process group and believes the recipe; a real run counts the processes that it has.
     return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
 
 
@@ -76,6 +77,7 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
         from preheat.engine.deepspeed import DeepSpeed
 
         chosen.append(DeepSpeed(zero=recipe.parallel.zero_stage))
+    # The name breaks ties, so that the order does not depend on that of the recipe's keys.
     return sorted(chosen, key=lambda t: (t.stage, t.name()))
 
 
@@ -89,11 +91,13 @@ def context_of(recipe: Recipe, config: PretrainedConfig, device: Device, world: 
         RecipeError: the mesh axes do not multiply to the number of devices.
     """
     techniques = techniques_of(recipe)
+    # All tags before the first check: a technique's `check` may ask for a tag that a later one provides.
     tags = frozenset(tag for t in techniques for tag in t.provided()) | {Tag(device.kind)}
     try:
         sizes = sizes_of(techniques, world or world_of(recipe))
     except ValueError as error:
         raise RecipeError(f"techniques: {error}") from None
+    # A device without rows would leave its peers waiting in the reduction.
     if (devices := math.prod(sizes[axis] for axis in DATA)) > recipe.batch.size:
         raise RecipeError(
             f"batch.size: {recipe.batch.size} rows cannot be split across {devices} devices; use {devices} or more, "
@@ -201,10 +205,12 @@ def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry:
     model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
     model_build.mesh = Mesh.form(context.sizes, where.type)
     model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)
+    # One part; pipeline_parallel replaces it with the rank's stages.
     model_build.parts["trained"] = [model]
     if not config.is_encoder_decoder:
         _record_recurrent(model_build, model)
     model_build.weights = WeightSource(_weights_folder(recipe))
+    # The modules must match the folder's tensors before any technique sees the model.
     if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(model_build, stored, reading)
     return model_build
@@ -217,6 +223,7 @@ def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
     if not count:
         return
     device = model_build.device
+    # A device that is only planned for (not at hand) may have other packages than this machine.
     missing = missing_kernels(layers) if device.kind == "cuda" and device.at_hand else []
     kernels = f"; by PyTorch's operators, slower: {' and '.join(missing)} not installed" if missing else ""
     message = f"{count} recurrent mixers run each document of a packed row apart, exact{kernels}"
@@ -227,6 +234,7 @@ def _record_dropout(model_build: Build, vocabulary: int | None, source: Pretrain
     """Records which dropout is off: pretraining configurations often carry some that the recipe did not ask for."""
     recipe = model_build.recipe
     off = configs.without_dropout(configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source))
+    # A key that the recipe sets itself is no surprise to the user.
     off = {key: value for key, value in off.items() if key not in recipe.model.config}
     if off:
         keys = ", ".join(f"{key} {value:g}" for key, value in sorted(off.items()))
@@ -245,6 +253,7 @@ def _install_defaults(model_build: Build, config: PretrainedConfig, *, dry: bool
         model_build.hooks.transforms.append(
             (Order.PACK, encoder_decoder.divided_evenly if dry else encoder_decoder.divided)
         )
+    # `torch_device`, not `device`: a dry run of a GPU keeps its fake tensors on the CPU and moves nothing.
     if model_build.torch_device.type != "cpu":
         model_build.hooks.transfer = transfer = Transfer(model_build.torch_device)
         model_build.hooks.transforms.append((Order.MOVE, transfer))
@@ -254,6 +263,7 @@ def _apply(techniques: Sequence[Technique], model_build: Build, first: Stage, la
     """Applies the techniques of the stages `first` to `last`, both included."""
     for t in techniques:
         if first <= t.stage <= last:
+            # Sorted: a set of strings has another order in each process, and ranks must create groups in one order.
             for role in sorted(t.roles & model_build.parts.keys()):
                 for part in model_build.parts[role]:
                     model_build.changes.setdefault(t.name(), []).append(_applied(t, model_build, part))
@@ -271,6 +281,7 @@ def _materialize(model_build: Build, *, dry: bool) -> None:
             )
             if not dry:
                 source = model_build.sources.get(role, model_build.weights)
+                # The seed of the recipe on every rank: shards are cut from the same full values.
                 source.fill(part, seed=model_build.recipe.seed)
                 if source.notes:
                     model_build.changes.setdefault("weights", []).extend(Change(note, 1) for note in source.notes)
@@ -319,6 +330,7 @@ def _lies_on_host(parameter: Tensor) -> None:
 
     lies_on_host(local(parameter))
     if parameter.requires_grad:
+        # The gradient does not exist before the first backward pass, so a hook marks it when it does.
         parameter.register_post_accumulate_grad_hook(lambda p: lies_on_host(local(p.grad)))
 
 
@@ -347,7 +359,9 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
     ]
     if not names:
         return
+    # The tokenizer numbers added tokens after all others.
     first = vocabulary - count
+    # A rule for reading, because the parameters have no values before MATERIALIZE.
     model_build.weights.map(
         rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, model_build.model.vocabulary, first, vocabulary)
     )
@@ -364,6 +378,7 @@ def peak_learning_rate(model_build: Build) -> float:
     if lr != "auto":
         return float(lr)
     model = hf.full_model(model_build.trained[0])  # type: ignore[arg-type]
+    # The rule's N leaves out the embedding and the head (Kaplan et al. 2020).
     ends = {id(p) for p in hf.ends(model)}
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 
@@ -374,6 +389,7 @@ def _optimizer(model_build: Build) -> Any:
     settings = model_build.recipe.optimizer
     groups = decay_groups(model_build.parameters(), settings.weight_decay)
     make = model_build.slot(Slot.OPTIMIZER)
+    # Wrappers get the function, not its result: zero1 must create the inner optimizer over shards of the parameters.
     for around in model_build.hooks.around_optimizer:
         make = around(make)
     return make(groups, lr=peak_learning_rate(model_build), betas=settings.betas, eps=settings.eps)
@@ -389,6 +405,7 @@ def _weights_folder(recipe: Recipe) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
+        # No .bin files: they are pickles, which preheat does not load.
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise RecipeError(

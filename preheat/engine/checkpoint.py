@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
+# Resuming refuses any other number; it does not convert.
 FORMAT = 3
 """Version of state.json: increased when the contents of a checkpoint change."""
 
@@ -72,6 +73,7 @@ T = TypeVar("T")
 class Progress:
     """Progress of a run: what the loop needs to resume."""
 
+    # Counts of the whole run so far, over all devices. `elapsed` is seconds of training, earlier processes included.
     step: int = 0
     samples: int = 0
     tokens: int = 0
@@ -99,15 +101,19 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]:
         for name, p in part.named_parameters():
             if p.requires_grad or frozen_too:
                 tensors[f"model.{name}"] = build.parallel.full_parameter(p)
+                # An optimizer without state yet (or DeepSpeed's, which keeps its own) contributes nothing.
                 for key, value in build.optimizer.state.get(p, {}).items():
                     if torch.is_tensor(value):
                         tensors[f"optimizer.{name}.{key}"] = value
+        # Training moves these buffers of routers without gradients, so they are neither parameters nor constants.
         tensors |= {f"model.{name}": bias for name, bias in biases(part).items()}
     # A state of a parameter that was replaced would be lost here without a word.
     known = {id(p) for part in build.trained for p in part.parameters()}
     assert all(id(p) in known for p in build.optimizer.state), (
         "the optimizer's state is of parameters that the model does not have now"
     )
+    # Other roles (the reference of preference tuning) begin as copies of the model: a folder has their values, but
+    # random weights exist only here. A role with a source of its own (a teacher) is read from its own folder.
     for role in sorted(build.parts.keys() - {"trained"} - build.sources.keys()) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
             tensors |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
@@ -129,9 +135,11 @@ def _files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str,
     Args:
         sizes: name -> bytes.
     """
+    # A 32nd of the checkpoint, within 8 and 64 MiB: the three copies of such a file are a tenth of what is saved.
     limit = 0 if file_per_tensor else min(_FILE_BYTES, max(8 << 20, sum(sizes.values()) // 32))
     numbers, number, size = {}, 1, 0
     for name, bytes in sizes.items():
+        # A tensor above the limit gets a file of its own: `size` is 0 only before the first tensor of a file.
         if size and size + bytes > limit:
             number, size = number + 1, 0
         numbers[name] = number
@@ -149,6 +157,7 @@ def all_gather_object(build: Build, value: T, group: ProcessGroup | None = None)
         return [value]
     import torch.distributed as dist
 
+    # By pickle, but only between the processes of this run and never on disk.
     values: list[Any] = [None] * build.mesh.world
     dist.all_gather_object(values, value, group=group)
     return values
@@ -158,6 +167,7 @@ def torch_generators(build: Build, rank: int) -> dict[str, Tensor]:
     """The states of torch's random generators by name, as tensors."""
     import torch
 
+    # The rank in the name: each rank saves its own state, and names must differ within a checkpoint.
     states = {f"generator.cpu.{rank}": torch.get_rng_state()}
     if build.torch_device.type == "cuda":
         states[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -176,15 +186,20 @@ def restore_torch_generators(states: dict[str, Tensor], rank: int) -> None:
 def host_generators() -> JsonObject:
     import numpy
 
+    # As lists, because JSON has neither tuples nor arrays. `legacy`: the tuple, not a dictionary of arrays.
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)  # type: ignore[misc]
-    return {"python": [version, list(state), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
+    return {
+        "python": [version, list(state), gauss],
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+    }
 
 
 def restore_host_generators(states: JsonObject) -> None:
     import numpy
 
     version, state, gauss = states["python"]
+    # `setstate` accepts a tuple of tuples only, and JSON returns lists.
     random.setstate((version, tuple(state), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
@@ -196,6 +211,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
+    # fsync works on any handle of a file, also one opened for reading, and this way on folders too.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -240,6 +256,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
 
     tensors = _tensors(build)
     if copied:
+        # `copy`: on a CPU, `to` would return the same tensor, which the next step changes.
         tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
     state = {
         "format": FORMAT,
@@ -288,6 +305,7 @@ def write(
 
     final = folder / f"step-{content.step}"
     temporary = folder / f"step-{content.step}.writing"
+    # The content goes to a name that no reader looks for; the last act is the rename.
     lead, many = build.mesh.rank == 0, build.mesh.world > 1
     try:
         if lead:
@@ -296,6 +314,7 @@ def write(
             temporary.mkdir(parents=True)
         # Each rank needs the names of all tensors, including those of other ranks. This also waits for the folder.
         own = {name: t.nbytes for name, t in content.tensors.items()}
+        # Merged in the order of ranks, so that every rank derives the same file numbers.
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
         numbers = _files(sizes, file_per_tensor=file_per_tensor)
         # safetensors aborts the process if it gets no memory, so the room is tested where an error can be raised.
@@ -303,19 +322,23 @@ def write(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
         )
         writer = dcp.HuggingFaceStorageWriter(str(temporary), fqn_to_index_mapping=numbers, save_distributed=many)
+        # A collective: torch's planner makes each rank write its shards, and one rank what all of them hold.
         dcp.save(content.tensors, storage_writer=writer, process_group=group, no_dist=not many)
         # Random generators differ by rank, and each rank resumes with its own.
         generators = all_gather_object(build, content.generators, group)
+        # Each rank hashes and syncs the files that it wrote, in parallel with the others.
         mine = temporary.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
         # Content before names: after a crash, a renamed folder whose files were not synced could hold empty files.
         for name in files:
             _sync(temporary / name)
+        # This gather also waits until every rank has synced its files.
         manifest = {name: entry for part in all_gather_object(build, files, group) for name, entry in part.items()}
         if lead:
             file = temporary / "state.json"
             file.write_text(json.dumps({**json.loads(content.state), "generators": generators}, allow_nan=False))
             manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            # Last of the files: a folder without it is incomplete, whatever else it has.
             (temporary / "manifest.json").write_text(to_json(manifest, indent=1))
             for p in (file, temporary / "manifest.json", temporary):
                 _sync(p)
@@ -326,10 +349,13 @@ def write(
             # The new name is an entry of the parent folder, which must be synced for it to survive a crash.
             _sync(folder)
         all_gather_object(build, None, group)  # barrier: no rank continues before the checkpoint is complete
+    # torch reports a full disk as OSError, RuntimeError or CheckpointException, by the layer that noticed it.
     except (OSError, RuntimeError, MemoryError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
         shutil.rmtree(temporary, ignore_errors=True)
+        # MemoryError: the loop tries again with one file per tensor before it gives up on this checkpoint.
         if is_oom(error):
             raise MemoryError(f"{final}: out of memory while writing it: {str(error).splitlines()[-1]}") from None
+        # Anything else (a broken collective, a bug) keeps its type and its traceback.
         if not isinstance(error, OSError) and "No space left" not in str(error) and "write" not in str(error).lower():
             raise
         reason = "no space left on the device" if "space left" in str(error) else str(error).strip().splitlines()[-1]
@@ -353,6 +379,7 @@ def step_of(name: str) -> int | None:
         >>> step_of("step-12"), step_of("step-012"), step_of("step-²")
         (12, None, None)
     """
+    # No leading zeros, so that each step has one name; not \d, which matches the digits of every script.
     match = re.fullmatch(r"step-(0|[1-9][0-9]{0,14})", name)
     return int(match[1]) if match else None
 
@@ -375,14 +402,17 @@ def _is_of(path: Path, run: str) -> bool:
 def _remove(path: Path) -> None:
     """Removes the files that a checkpoint's manifest names, and its folder if it is then empty."""
     try:
+        # Without a readable manifest nothing shows that preheat wrote the folder: it stays.
         names = [name for name in _manifest(path) if name != "state.json"]
     except ValueError:
         return
+    # A link's target belongs to the user, and so does the link.
     if path.is_symlink():
         return
     with contextlib.suppress(OSError):  # files that cannot be removed stay
         for name in (*names, "state.json", "manifest.json"):  # last: what identifies the run
             (path / name).unlink(missing_ok=True)
+        # Fails, and is suppressed, if the user has put other files into the folder.
         path.rmdir()
 
 
@@ -391,6 +421,7 @@ def _clear_path(path: Path, run: str) -> None:
     if not path.is_symlink() and _is_of(path, run):
         _remove(path)
     number = 1
+    # Nothing is overwritten: the first free number. Also after `_remove`, which leaves files that it does not know.
     while os.path.lexists(path):
         aside = path.with_name(f"{path.name}.aside-{number}")
         if not os.path.lexists(aside):
@@ -413,9 +444,11 @@ def _manifest(path: Path) -> dict[str, JsonObject]:
     if not isinstance(manifest, dict) or "state.json" not in manifest:
         raise ValueError("manifest.json is not a list of its files")
     for name, entry in manifest.items():
+        # These names are read and deleted later: one that leads out of the folder could reach any file.
         if name in ("", ".", "..", "manifest.json") or "/" in name or "\0" in name:
             raise ValueError(f"manifest.json names {quoted(name)}, which is not a file next to it")
         size, mark = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        # Not isinstance: True is an int too.
         if type(size) is not int or not isinstance(mark, str):
             raise ValueError(f"manifest.json does not have the size and checksum of {quoted(name)}")
     return manifest
@@ -429,6 +462,7 @@ def _damage(path: Path, run: str = "") -> str | None:
             file = path / name
             if not file.is_file():
                 return f"{shorten(name)} is missing"
+            # The size first: a truncated file, the usual damage, is found without hashing gigabytes.
             if file.stat().st_size != entry["bytes"]:
                 return f"{shorten(name)} has {file.stat().st_size:,} of {entry['bytes']:,} bytes"
             if _sha256(file) != entry["sha256"]:
@@ -438,6 +472,7 @@ def _damage(path: Path, run: str = "") -> str | None:
         return f"it cannot be read ({error.strerror})"
     except ValueError as error:
         return str(error)
+    # After the files: a checkpoint of another run is reported as such only if it is intact.
     if state.run != run:
         return "it belongs to another run"
     if state.step != step_of(path.name):
@@ -494,11 +529,13 @@ def _state(path: Path) -> State:
         raise ValueError(f"state.json is incomplete: {error}") from None
     if not isinstance(values, dict) or "format" not in values:
         raise ValueError("state.json is not one of a checkpoint")
+    # Before the fields: another format may have other ones.
     if values["format"] != FORMAT:
         raise ValueError(
             f"it was written in format {quoted(values['format'], 20)} by another version of preheat, and this one "
             f"reads {FORMAT}; resume with the version that started the run"
         )
+    # The expected types are those of the dataclass's defaults; fields with a factory have none there and follow below.
     kinds: dict[str, Any] = {
         name: (int, float) if name == "elapsed" else type(f.default)
         for name, f in State.__dataclass_fields__.items()
@@ -518,8 +555,10 @@ def _generators(value: Any) -> bool:
     """True if a value could be the result of `host_generators`."""
     try:
         (version, state, gauss), (kind, keys, position, has_gauss, cached) = value["python"], value["numpy"]
+        # A throwaway generator validates Python's state; numpy's would be changed by a test, so its form is checked.
         random.Random().setstate((version, tuple(state), gauss))
         numbers = [*keys, position, has_gauss, cached]
+        # 624 words of 32 bits are the state of the Mersenne Twister.
         return kind == "MT19937" and len(keys) == 624 and all(isinstance(n, int | float) for n in numbers)
     except (KeyError, TypeError, ValueError, OverflowError):
         return False
@@ -589,10 +628,12 @@ def load(build: Build, path: Path) -> Progress:
     tensors = _tensors(build, rank)
     with _reading(path):
         dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)
+    # torch returned copies of the generators' states, so the loaded values must be handed back.
     restore_torch_generators(tensors, rank)
     restore_host_generators(state.generators[rank])
     for name, saved in state.build.items():
         build.state.saved[name].load_state_dict(saved)
+    # Stochastic rounding draws its bits by this number (`Numbered` in ops/optim/optimizers.py).
     build.state.step = state.step
     return Progress(**{key: getattr(state, key) for key in Progress.__dataclass_fields__})
 
@@ -605,6 +646,7 @@ def load_weights(build: Build, path: Path) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
+    # A subset is enough: torch reads the requested names only and ignores the rest.
     tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
     with _reading(path):
         dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)

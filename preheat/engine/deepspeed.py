@@ -37,6 +37,7 @@ class _PartModule(nn.Module):
 
     def __init__(self, part: nn.Module, function: SlotFunction):
         super().__init__()
+        # DeepSpeed hooks this module's forward: weights that ZeRO-3 has sharded are complete only inside.
         self.part, self.function = part, function
 
     def forward(self, batch: Batch) -> object:
@@ -65,6 +66,7 @@ def _gathered(p: Tensor) -> Tensor:
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([p]):
+        # A clone, because the gathered values are freed when the context ends.
         return p.detach().clone()
 
 
@@ -87,6 +89,7 @@ class DeepSpeed(Technique):
 
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "exact"
+    # Everything from the loss to the update: DeepSpeed's engine does all of it in `backward` and `step`.
     owns: ClassVar[frozenset[Slot]] = frozenset(
         {Slot.UNSHARD_SCOPE, Slot.FORWARD_BACKWARD, Slot.CLIP, Slot.UPDATE, Slot.OPTIMIZER}
     )
@@ -96,6 +99,7 @@ class DeepSpeed(Technique):
     zero: Literal[1, 2, 3] = 1
 
     def degrees(self) -> Mapping[Axis, int]:
+        # All devices that are left. The axis says how rows are split; DeepSpeed shards states along it by itself.
         return {Axis.REPLICATE: 0}
 
     def check(self, context: Context) -> list[str]:
@@ -111,12 +115,14 @@ class DeepSpeed(Technique):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        # `plain` before the claim below replaces it: the wrapped module calls it inside of DeepSpeed's forward.
         plain, world = build.slot(Slot.UNSHARD_SCOPE), build.mesh.size(Axis.REPLICATE)
         engine: DeepSpeedEngine  # set by `make`, which the build calls last
 
         # The step is DeepSpeed's own from here on: the optimizer that the build gets only shows its groups.
         def make(groups: list[ParamGroup], **settings: Any) -> _Optimizer:
             nonlocal engine
+            # DeepSpeed replaces its parameters by flat shards and calls its `step` on those.
             fused = torch.optim.AdamW(groups, fused=True, **settings)
             engine = self._engine(build, _PartModule(part, plain), fused)
             return _Optimizer(engine)
@@ -128,6 +134,7 @@ class DeepSpeed(Technique):
             metrics: dict[str, Tensor] = {}
             total: Tensor | None = None
             for number, batch in enumerate(batches):
+                # DeepSpeed's step updates only after a backward pass at a boundary.
                 engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
                 loss = forward(build, transform(build, batch))
                 add_up(metrics, loss.metrics)
@@ -138,6 +145,7 @@ class DeepSpeed(Technique):
             return LossSum(total, global_weight, metrics)
 
         def clip(build: Build) -> Tensor:
+            # In CLIP, because DeepSpeed clips and updates in one call, and the norm is known only afterwards.
             engine.step()
             return torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=build.torch_device)
 
@@ -171,11 +179,14 @@ class DeepSpeed(Technique):
         deepspeed.init_distributed(dist_init_required=False)
         rows = build.recipe.batch.size // build.mesh.size(Axis.REPLICATE)
         config = {
+            # Required. DeepSpeed's own data loader and its throughput log use it, and neither runs here.
             "train_micro_batch_size_per_gpu": max(1, rows // build.state.accumulation),
             "gradient_accumulation_steps": 1,  # forward_backward sets the boundary for each micro-batch itself
             "gradient_clipping": build.recipe.optimizer.max_grad_norm,
+            # Threshold 0: by default, ZeRO-3 leaves parameters below 100,000 elements whole on every device.
             "zero_optimization": {"stage": self.zero, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
+            # Never: preheat prints its own progress.
             "steps_per_print": 1 << 30,
         }
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]

@@ -40,6 +40,7 @@ def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
 
     Data-parallel ranks take the batches in turns and exchange the results: every rank yields the losses of all batches.
     """
+    # Devices of the other axes (tensor, context, pipeline) work together on the same batch.
     many, mine = build.mesh.size(*DATA), build.mesh.index(*DATA)
     for group in _groups(batches, many):
         # In the last group some ranks repeat a batch: all must take part in the collective.
@@ -48,9 +49,12 @@ def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
             loss = forward(build, transform(build, batch))
         results = flattened(loss.total, loss.metrics)
         if build.mesh.world > 1:
+            # Each rank fills its row and the sum completes the table: an all-gather and, over context-parallel ranks,
+            # the sum of their parts of a row, in one collective.
             table = results.new_zeros(many, len(results))
             table[mine] = results
             results = build.mesh.add(table, *DATA, Axis.CONTEXT)
+        # Not strict: in the last group the table has more rows than there are batches.
         for batch, row in zip(group, results.view(many, -1).cpu(), strict=False):
             total, metrics = unflattened(row, loss.metrics)
             yield LossSum(total, batch.weight, metrics)
@@ -81,6 +85,7 @@ def summed(build: Build, losses: Iterable[LossSum]) -> Measured:
     """Combines the partial sums of an evaluation."""
     total, weight, metrics = 0.0, 0, dict[str, Tensor]()
     for part in losses:
+        # In Python's fp64, in the order of batches, which does not depend on the number of ranks.
         total += float(part.total)
         weight += int(part.weight)
         add_up(metrics, part.metrics)
@@ -113,7 +118,9 @@ def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) ->
     """
 
     def judge(numbers: Tensor, logits: Tensor) -> Tensor:
+        # `numbers` select the positions of this chunk: logits are [some, vocabulary].
         wanted = targets[numbers].to(logits.device)
+        # log softmax at one column, without a second tensor of the vocabulary's width.
         scores = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)
         return torch.stack([scores, logits.argmax(dim=1) == wanted], dim=1)
 
@@ -139,6 +146,7 @@ def _of_logits(
     # Context parallelism splits labels along with their tokens: positions in their place tell each rank which it has.
     with eval_mode(build):
         mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
+    # Index on this rank of each position of the full batch, -1 on all other ranks. Padding has the label -100.
     own = mine.labels.flatten().cpu()
     at = torch.full((rows * length,), -1)
     at[own[own >= 0]] = torch.arange(len(own))[own >= 0]
@@ -149,12 +157,15 @@ def _of_logits(
             for context in build.hooks.around_forward:
                 stack.enter_context(context())
             hidden = build.slot(Slot.HIDDEN)(part, mine).flatten(0, 1)
+            # Zeros for positions of other context-parallel ranks: the sum below fills them in.
             table = torch.zeros(len(places), columns, dtype=torch.float64, device=hidden.device)
             hidden = hidden.index_select(0, at[places[numbers]].to(hidden.device))
+            # As the training loss does (engine/step.py), so that scores and losses agree.
             if build.loss.head_dtype is not None:
                 stack.enter_context(torch.autocast(build.device.kind, enabled=False))
                 hidden = hidden.to(build.loss.head_dtype)
             size = max(1, LOGITS // build.model.vocabulary)
+            # In chunks, because [positions, vocabulary] in fp32 may exceed the step's own peak.
             for some, states in zip(numbers.split(size), hidden.split(size), strict=True):
                 if len(some):
                     table[some.to(table.device)] = judge(some, hf.logits(part, states)).double()

@@ -59,6 +59,7 @@ def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
         >>> float(balance_part(even, even, 1))
         1.0
     """
+    # f_e = counts_e / routed and P_e = sums_e / routed, so E * sum f_e P_e divides by routed twice.
     routed = counts.sum() / chosen  # tokens times layers
     return counts.numel() * (counts * sums).sum() / routed.square()
 
@@ -71,6 +72,7 @@ class _Balance:
         self.coefficient = moe.coefficient(config)
         self.chosen = moe.sizes_of(config)[1]
         moe.compute_by(build.trained[0], functools.partial(compute_experts, stepped=build.device.kind == "cpu"))
+        # Records only while `open`: a layer that is recomputed in the backward pass would count its tokens twice.
         self.ledger = moe.record_routers(build.trained[0])
         self.weight: float | Tensor | None = None  # of the global batch; None between batches
         self.counts: Tensor | None = None  # of the global batch, if there was a first pass
@@ -82,12 +84,14 @@ class _Balance:
         if self.coefficient:
             if not isinstance(batches, Sequence):
                 batches = list(batches)  # dynamic_batch yields them one by one, and they are read twice
+            # A single micro-batch counts its tokens in its own forward pass, before its loss.
             self.counts = self._expert_loads(batches) if len(batches) > 1 else None
         loss: LossSum = plain(build, batches, weight)
         self.weight = None
         return loss
 
     def forward(self, plain: SlotFunction, part: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        # Evaluations report the loss without the balance term.
         if not torch.is_grad_enabled():
             return plain(part, batch)  # type: ignore[no-any-return]
         self.ledger.open = True
@@ -95,6 +99,7 @@ class _Balance:
             total, metrics = plain(part, batch)
         finally:
             self.ledger.open = False
+        # [layers, experts] each; `sums` carries the gradient.
         tokens, sums = moe.routed(part)
         metrics = {**metrics, TOKENS: tokens}
         if self.coefficient:
@@ -102,6 +107,7 @@ class _Balance:
                 "the pass over a global batch is not the engine's: the balance of its experts is not known"
             )
             counts = self.counts if self.counts is not None else self._everywhere(tokens.sum(0))
+            # Times the weight, because the caller divides the sum of losses by it.
             term = balance_part(counts, sums.sum(0), self.chosen) * self.weight
             total = total + self.coefficient * term
             metrics[TERM] = term.detach()
@@ -110,6 +116,7 @@ class _Balance:
     def _layers(self, part: nn.Module, batch: Batch) -> Tensor:
         """Runs the layers alone, to record the routers' choices."""
         with ExitStack() as stack:
+            # Autocast and the like, so that the routers see the same numbers as in training.
             for context in self.build.hooks.around_forward:
                 stack.enter_context(context())
             self.build.slot(Slot.HIDDEN)(part, batch)
@@ -123,6 +130,7 @@ class _Balance:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             self.ledger.open = True
             try:
+                # By index: a dry run recognizes the first pass by it (planning/dry_run.py).
                 for n in range(len(batches)):
                     batch = transform(self.build, batches[n])
                     self.build.slot(Slot.UNSHARD_SCOPE)(part, functools.partial(self._layers, part, batch))
@@ -134,6 +142,7 @@ class _Balance:
         return self._everywhere(total)
 
     def _everywhere(self, counts: Tensor) -> Tensor:
+        # Not over the tensor axis, whose devices see the same tokens.
         return self.build.mesh.add(counts.clone(), *DATA, Axis.CONTEXT) if self.build.mesh.world > 1 else counts
 
 
@@ -195,6 +204,7 @@ def scores(
     """Wraps the objective's metrics: adds the load of experts (see `loads`) and the balance loss."""
 
     def with_load(metrics: Mapping[str, Tensor], weight: float) -> JsonObject:
+        # The objective's own function knows only its own metrics.
         rest = {name: value for name, value in metrics.items() if name not in (TOKENS, TERM)}
         values = inner(rest, weight)
         if TOKENS in metrics:

@@ -53,7 +53,9 @@ def forward(build: Build, batch: Batch) -> LossSum:
 
 def _model_loss(build: Build, batch: Batch) -> LossSum:
     part = build.trained[0]
+    # FSDP gathers weights around this call, so everything that touches the part's weights runs inside.
     total, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
+    # Loss scaling multiplies the gradient only: the reported loss stays in nats.
     for change in build.loss.scaling:
         total = change(total)
     return LossSum(total, batch.weight, metrics)
@@ -75,11 +77,13 @@ def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tens
         ) -> Tensor:
             if row_loss is None:
                 owned: RowLoss = build.slot(Slot.ROW_LOSS)  # type: ignore[assignment]
+                # Evaluation leaves out label smoothing and z-loss, so that recipes can be compared.
                 row_loss = owned if part.training else owned.measured
             if (cap := hf.softcap(of)) is not None:  # the model caps its logits, whatever the loss
                 row_loss = Softcapped(row_loss, cap)
             if build.loss.head_dtype is None:
                 return build.slot(Slot.OVER_LOGITS)(hidden, hf.head(of), row_loss, *aligned)
+            # Autocast would cast the head's matmul back to half precision.
             with torch.autocast(build.torch_device.type, enabled=False):
                 return build.slot(Slot.OVER_LOGITS)(hidden.to(build.loss.head_dtype), hf.head(of), row_loss, *aligned)
 
@@ -90,6 +94,7 @@ def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tens
 def add_up(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
     """Adds the metrics of a micro-batch to `sums`, in place."""
     for name, value in metrics.items():
+        # Not `+=`, which would also change the first micro-batch's own metric in place.
         sums[name] = sums[name] + value if name in sums else value
 
 
@@ -100,13 +105,16 @@ def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -
         lr: the rate of this step, for builds that update weights in the backward pass; the previous step's by default.
     """
     if lr is not None:
+        # Also here, not in `update` alone: an optimizer in the backward pass steps before `update` runs.
         _set_rate(build, lr)
     weight: float | Tensor = sum(batch.weight for batch in batches)
+    # Ranks may have different numbers of trained tokens; dividing by their own would weigh tokens unequally.
     if build.mesh.size(*DATA) > 1:  # summed over the data-parallel devices, without a synchronization
         weight = build.mesh.add(torch.full((), float(weight), device=build.torch_device), *DATA).clamp(min=1)
     # The weight is known before the first backward pass, so each micro-batch's loss is divided by that of all.
     loss: LossSum = build.slot(Slot.FORWARD_BACKWARD)(build, batches, weight)
     build.loss.metrics = loss.metrics
+    # Sums over ranks, tied copies, unscaling (`Finish`): after the last micro-batch, before anything reads a norm.
     for _, finish in sorted(build.hooks.finish_gradients, key=lambda pair: pair[0]):
         finish(build)
     return loss
@@ -126,6 +134,7 @@ def update(build: Build, lr: float) -> Tensor:
         after(build)
     # Freed rather than zeroed: gradients take no memory outside of a step.
     build.optimizer.zero_grad(set_to_none=True)
+    # A skipped update counts too: its rows are consumed.
     build.state.step += 1
     return torch.stack([norm, finite])
 
@@ -148,13 +157,17 @@ def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[b
         more: numbers that are the same on all devices, [n].
         flags: of this process; each is raised for all if one raises it.
     """
+    # One vector for the loss and its metrics, so that a single all-reduce adds them up.
     flat, raised = flattened(loss.total, loss.metrics), tuple(flags)
     if build.mesh.world > 1:
+        # Flags travel as numbers in the same message: a sum above 0 means that some rank raised it.
         flat = build.mesh.add(torch.cat([flat, torch.tensor(flags, dtype=flat.dtype).to(flat.device)]))
         flat, ends = flat.split([len(flat) - len(flags), len(flags)])
         flat = flat / build.mesh.size(Axis.TENSOR)  # tensor-parallel devices have the same rows and losses
+        # `more` is equal on all ranks already, so it is not reduced; the summed flags only ride along to the host.
         more = torch.cat([more.double(), ends])
     weight = torch.as_tensor(loss.weight).to(flat).view(1)
+    # The host waits here for everything that the step has queued.
     read = torch.cat([flat, weight, more.double()]).cpu()
     total, metrics = unflattened(read[: len(flat)], loss.metrics)
     divisor, *rest = read[len(flat) :].tolist()
@@ -165,6 +178,7 @@ def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[b
 
 def flattened(total: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
     """Packs a loss and its metrics into one fp64 vector, to be sent or read at once."""
+    # fp64: a count of tokens above 2**24 is not exact in fp32.
     return torch.cat([total.double().view(1), *(value.double().flatten() for value in metrics.values())])
 
 
@@ -184,6 +198,7 @@ def _set_rate(build: Build, lr: float) -> None:
 
 def _hidden(build: Build) -> Callable[[PreTrainedModel, Batch], Tensor]:
     def hidden(part: PreTrainedModel, batch: Batch) -> Tensor:
+        # Looked up in each call: techniques may claim the slots after this default was installed.
         attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
         return hf.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden, batch.images)
 
@@ -198,12 +213,14 @@ def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Ca
 def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: float | Tensor) -> LossSum:
     metrics: dict[str, Tensor] = {}
 
+    # Only with hooks: `dynamic_batch` passes an iterator, which has no length.
     left = len(batches) if build.hooks.before_backward else 0
 
     def loss_sum(batch: Batch) -> Tensor:
         nonlocal left
         left -= 1
         for tell in build.hooks.before_backward:
+            # FSDP postpones the reduction of gradients to the last micro-batch.
             tell(left == 0)
         loss = forward(build, batch)
         add_up(metrics, loss.metrics)
@@ -224,6 +241,7 @@ def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
         ready = [transform(build, following)]
         following = next(left, None)
         if following is not None:
+            # Before the yield: the copy overlaps with the computation that the consumer queues next.
             build.begin(following)
         yield ready.pop()  # keep no reference, so that its memory is free while the next one computes
 
@@ -237,6 +255,7 @@ def _clip(build: Build) -> Tensor:
     counted = (grad for name, grad in named if name not in build.parallel.duplicated_params)
     norm = total_norm(counted, together=together)
     if build.mesh.size(Axis.PIPELINE) > 1:  # each stage has parameters of its own
+        # Squares add up, norms do not.
         norm = build.mesh.add(norm.square(), Axis.PIPELINE).sqrt()
     limit = build.recipe.optimizer.max_grad_norm
     if limit > 0:
@@ -261,6 +280,7 @@ def _update(build: Build, norm: Tensor) -> Tensor:
 
 def _shape(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
+    # Rounded up twice: the last rank and the last micro-batch may have fewer rows.
     rows = -(-batch.size // build.mesh.size(*DATA))  # per data-parallel device
     return lambda progress: Shape(batch.size, batch.seq_len, -(-rows // build.state.accumulation))
 

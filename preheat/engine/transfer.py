@@ -19,6 +19,7 @@ __all__ = ["Transfer"]
 class _Begun:
     """A prefetched micro-batch: the host batch, the device batch, and the copies that must finish first."""
 
+    # The batch before its transforms: what the step will ask for.
     read: Batch
     moved: Batch
     copies: list[Copy]
@@ -51,6 +52,7 @@ class Transfer:
 
         def send(t: Tensor) -> Tensor:
             # Only copies from pinned memory are asynchronous.
+            # The loader pins its batches; transforms may have replaced some of their tensors.
             pinned = t if self.device.type == "cpu" or t.is_pinned() else t.pin_memory()
             copies.append(self.link.back(pinned, torch.empty_like(t, device=self.device)))
             return copies[-1].value
@@ -60,6 +62,7 @@ class Transfer:
     def begun(self, read: Batch) -> Batch | None:
         """The micro-batch on the device if it is the prefetched one; the compute stream waits for its copies."""
         # Compared by identity: a batch that was read again, after recovery for example, is not the prefetched one.
+        # Also if it is another batch: `_drop` then frees the device memory before the right one is copied.
         prefetched = self._begun
         self._drop()
         return prefetched.moved if prefetched is not None and prefetched.read is read else None
@@ -77,6 +80,7 @@ class Transfer:
 
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    # Tensors that every batch has, then those of techniques; `hidden` is made on the device and never moves.
     tokens, labels, positions, *extras = (
         change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.aligned)
     )

@@ -24,10 +24,12 @@ def give_classes(model: PreTrainedModel, classes: int) -> str:
     `draw_head` initializes it.
     """
     old = model.get_output_embeddings()
+    # Families name their head differently (lm_head, embed_out).
     name = next(name for name, module in model.named_modules() if module is old)
     head = ClassHead(old.in_features, classes, bias=False, device=old.weight.device, dtype=old.weight.dtype)
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, head)
+    # The new attribute must be the one that the family returns as its head.
     assert model.get_output_embeddings() is head
     model.config.num_labels = classes
     return name
@@ -37,6 +39,7 @@ def draw_head(head: nn.Module, std: float) -> None:
     """Initializes a head's weights as transformers initializes its classifiers."""
     assert isinstance(head, ClassHead)
     with torch.no_grad():
+        # Drawn on the CPU, so that the values do not depend on the device.
         head.weight.copy_(torch.randn(head.weight.shape) * std)
 
 
@@ -71,12 +74,15 @@ def as_sequence_classifier(model: PreTrainedModel, *, pad: int) -> PreTrainedMod
     name = next(name for name, module in model.named_modules() if module is head)
     config = copy.deepcopy(model.config)
     config.pad_token_id, config.num_labels = pad, head.out_features
+    # No memory for weights that `assign` replaces.
     with torch.device("meta"):
         classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     state: dict[str, Tensor] = {
+        # transformers' classifiers name their head `score`.
         f"score{key.removeprefix(name)}" if key.startswith(f"{name}.") else key: v
         for key, v in model.state_dict().items()
     }
+    # `assign`: takes the tensors themselves, without a copy.
     missing, unexpected = classifier.load_state_dict(state, assign=True, strict=False)
     if missing or unexpected:
         raise ValueError(

@@ -48,6 +48,7 @@ def named_failures(operator: Operator) -> Iterator[None]:
     try:
         yield
     except _failures() as error:
+        # Recovery handles a lack of memory, but not a failed kernel.
         if is_oom(error):
             raise
         lines = str(error).strip().splitlines() or [""]
@@ -60,5 +61,6 @@ def named_failures(operator: Operator) -> Iterator[None]:
 def _failures() -> tuple[type[Exception], ...]:
     """Returns what compiling and launching a kernel can raise: torch, Triton, its compilers, outdated libraries."""
     kinds = (ImportError, AttributeError, RuntimeError, OSError, subprocess.SubprocessError)
+    # Only if something has imported it: without CUDA, it may not be installed.
     triton = sys.modules.get("triton")
     return kinds if triton is None else (*kinds, triton.TritonError)

@@ -52,6 +52,7 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
         [0, 2, 4, 6, 8]
     """
     counters = _counters.get()
+    # Three iterations run for real (one if `wholly`): with no more than those there is nothing to fold.
     if not counters or len(turns) < (2 if wholly else 4):
         yield from turns
         return
@@ -60,7 +61,9 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
         yield turns[0]
         counters[-1].again(before, len(turns) - 1)
         return
+    # The first may allocate what later ones reuse, and the last may be shorter.
     yield turns[0]
+    # The generator resumes after the caller's loop body: the counts since the mark are those of one iteration.
     before = counters[-1].mark()
     yield turns[1]
     counters[-1].again(before, len(turns) - 3)

@@ -55,6 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if torch.is_autocast_enabled(kind)
         else torch.promote_types(x.dtype, weight.dtype)
     )
+    # The second result, the scale of each row, is for the backward pass only.
     out: Tensor = _norm(x, weight, eps, dtype)[0]
     return out
 
@@ -74,11 +75,13 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
+        # In place on silu's result, which nothing else uses: one tensor less.
         return functional.silu(a).mul_(b)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
+        # d(silu(a) b) = silu'(a) b da + silu(a) db; silu is computed again instead of saved.
         return torch.ops.aten.silu_backward(grad * b, a), functional.silu(a).mul_(grad)
 
 
@@ -86,11 +89,13 @@ class _GatedSilu(torch.autograd.Function):
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the norm and the reciprocal root mean square of each row, [..., 1] fp32."""
     if x.is_cuda:
+        # torch's CUDA kernel requires x and weight in one dtype.
         out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         return out.to(dtype), scale
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     wide = weight.float()
+    # y = x * rsqrt(mean(x^2) + eps) * w; `one` [rows, 1] is written in place and saved for backward.
     for row, to, one in _rows(x, out, scale):
         row = row.float()
         torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=one)
@@ -115,8 +120,10 @@ def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tu
     by_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     by_weight = torch.zeros_like(weight, dtype=torch.float32)
     wide = weight.float()
+    # With n = x * scale and g = grad * w: dx = scale * (g - n * mean(n g)), dw = sum over rows of n * grad.
     for row, to, one, given in _rows(x, by_x, scale, grad):
         normed, given = row * one, given.float()  # fp32: the scale is
+        # fp32 over all chunks, rounded once at the end.
         by_weight += torch.linalg.vecdot(normed, given, dim=0)
         given = given * wide
         along = torch.linalg.vecdot(normed, given).unsqueeze(-1).div_(x.shape[-1])
@@ -138,6 +145,7 @@ def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *_ = inputs
     ctx.save_for_backward(x, output[1], weight)
+    # The scale exists for the backward pass only and has no gradient.
     ctx.mark_non_differentiable(output[1])
 
 
@@ -157,10 +165,13 @@ def shared_by_rows() -> None:
 
     @register_sharding(torch.ops.preheat.rms_norm.default)
     def _(x: DTensorSpec, weight: object, eps: float, dtype: torch.dtype) -> list[Sharding]:
+        # All dimensions but the last, whose elements the norm mixes.
         placements = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
+        # Results: norm and scale; arguments: x, weight, and two that are no tensors.
         return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
     def _(grad: object, x: DTensorSpec, scale: object, weight: object) -> list[Sharding]:
+        # Results: by_x and by_weight; arguments: grad, x, scale, weight. With rows sharded, by_weight is a partial sum.
         replicated = ([Replicate()] * 2, [Replicate()] * 4)
         return [replicated, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]

@@ -35,11 +35,14 @@ def accumulate(
         tensor([3., 4.])
     """
     total = None
+    # A batch without trained tokens has a loss of 0, and 0 / 0 would be NaN.
     if isinstance(global_weight, int | float):
         global_weight = max(global_weight, 1)
     for batch in micro_batches:
         loss = loss_sum(batch)
+        # Divided before the backward pass, so that gradients add up to those of the mean over the whole global batch.
         (loss / global_weight).backward()
+        # Detached: the sum must not keep the micro-batches' graphs alive. On the device, without a synchronization.
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a global batch has at least one micro-batch"
     return total

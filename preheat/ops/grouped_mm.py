@@ -45,8 +45,10 @@ def _native(*tensors: Tensor) -> bool:
     It needs 16-byte rows and no fp64; on CUDA, bf16 on Hopper or Blackwell. Otherwise it reads the bounds back.
     """
     device = tensors[0].device
+    # 9 is Hopper, 10 Blackwell; on others torch loops over the experts after reading `ends` from the device.
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
+    # Both sides of a matrix stack, since one of the operands may be read transposed.
     aligned = all(size * t.element_size() % 16 == 0 for t in tensors for size in t.shape[-2:] if t.ndim == 3)
     aligned = aligned and all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
     kinds = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cpu" else (torch.bfloat16,)
@@ -55,6 +57,7 @@ def _native(*tensors: Tensor) -> bool:
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
     last = [int(n) for n in ends.tolist()]
+    # Expert e has the rows [ends[e - 1], ends[e]).
     return list(zip([0, *last[:-1]], last, strict=True))
 
 
@@ -84,13 +87,19 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, ends: Tensor, rows: int) -> _Blocks:
         experts, device = ends.shape[0], ends.device
+        # The mean rows of an expert, at most 256: with larger blocks most of the work would be padding.
         size = min(_BLOCK, -(-rows // experts))
         ends = ends.long()
+        # [experts]: first row of each expert
         begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+        # [experts]: blocks of each expert, the last one possibly partly filled; none for an expert without rows
         blocks = (ends - begins + size - 1) // size
         last = blocks.cumsum(0)
+        # Upper bound of the number of blocks: each expert adds at most one that is not full.
         number = torch.arange(rows // size + experts, device=device)
+        # The expert of block n is the first whose blocks end behind n; surplus blocks are padding of the last expert.
         expert = torch.bucketize(number, last, right=True).clamp(max=experts - 1)
+        # First row of each block: the expert's first row plus the size of its earlier blocks.
         first = begins[expert] + (number - (last - blocks)[expert]) * size
         at = first[:, None] + torch.arange(size, device=device)
         real = at < ends[expert][:, None]
@@ -103,7 +112,9 @@ def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     blocks = _Blocks.of(ends, count)
     out = rows.new_empty(count + 1, matrices.shape[2])  # the last row receives the padding
     for n in range(len(blocks.at)):
+        # Indexed by a tensor on the device, so that the host need not know which expert it is.
         matrix = matrices.index_select(0, blocks.expert[n : n + 1])[0]
+        # Padding reads the last row, and writes to the extra row behind it.
         out.index_copy_(0, blocks.at[n], rows[blocks.at[n].clamp(max=count - 1)] @ matrix)
     return out[:count]
 
@@ -115,6 +126,7 @@ def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1], dtype=wide)
     for n in range(len(blocks.at)):
         at = blocks.at[n].clamp(max=left.shape[0] - 1)
+        # Sums over rows: padding must contribute zeros.
         rows = left[at].masked_fill(~blocks.real[n][:, None], 0)
         out.index_add_(
             0, blocks.expert[n : n + 1], (rows.t() @ right[at].masked_fill(~blocks.real[n][:, None], 0)).to(wide)[None]
@@ -127,6 +139,7 @@ def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
 
     `weight` is [experts, in, out], or [experts, out, in] with `flip`.
     """
+    # A view: neither torch's grouped matmul nor `mm` needs it contiguous.
     matrices = weight.transpose(1, 2) if flip else weight
     if _native(rows, weight):
         return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
@@ -140,6 +153,7 @@ def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
 
 @torch.library.custom_op("preheat::grouped_linear", mutates_args=())
 def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    # Weights are stored [out, in], as in nn.Linear.
     return _multiply(rows, weight, ends, True)
 
 
@@ -182,7 +196,9 @@ def _keep(ctx: AutogradContext, inputs: tuple[Tensor, ...], output: object) -> N
 
 def _back(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
+    # Y = X W^T per expert: dX = dY W
     of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
+    # dW = dY^T X: [experts, out, in]
     of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
     return of_rows, of_weight, None
 
@@ -192,6 +208,7 @@ _products.register_autograd(_back, setup_context=_keep)
 
 @register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
 def _products_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    # Each row meets one expert's matrix, so the number of experts does not count.
     return int(2 * rows[0] * weight[1] * weight[2])
 
 
@@ -228,7 +245,9 @@ def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         order [n] (row at each sorted position), place [n] (sorted position of each row), counts [experts] int64.
     """
+    # Stable, so that rows of one expert are summed in a fixed order: training is deterministic.
     order = expert.argsort(stable=True)
+    # The inverse permutation.
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(
         0, expert, torch.ones_like(expert)
@@ -276,15 +295,18 @@ def compute_experts(
         [tokens, width], in the dtype of `hidden`.
     """
     exchange = getattr(experts, EXCHANGE, None)
+    # tokens * k rows, sorted by expert
     order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+    # Row i of the flattened choices is of token i // k.
     rows = hidden.to(dtype)[order // chosen.shape[1]]
     if exchange is None:
         out = _compute(experts, rows, counts, stepped)
     else:
         received, numbers, split = exchange.send(rows, counts)
         out = exchange.back(_compute_unsorted(experts, received, numbers, stepped), split)
+    # [tokens, k, width]
     out = out[place].view(*chosen.shape, -1)
     return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
 
@@ -292,28 +314,36 @@ def compute_experts(
 def _compute_unsorted(experts: Experts, rows: Tensor, numbers: Tensor, stepped: bool) -> Tensor:
     """Computes the experts on unsorted rows [n, width]; `numbers` [n] is the expert of each."""
     count = rows.shape[0]
+    # No token of any rank chose an expert of this rank.
     if not count:  # a row of zeros, since an empty matmul has no backward pass
         rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
+    # Received rows are sorted by sender first, and the matmul needs them sorted by expert.
     order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
     return _compute(experts, rows[order], counts, stepped)[place][:count]
 
 
 def _compute(experts: Experts, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
     count, n_experts = rows.shape[0], counts.shape[0]
+    # Only if the padding adds at most about a quarter of the rows.
     if stepped and rows.element_size() == 2 and count >= 4 * _STEP * n_experts:
         # The maximum number of rows, so that shapes do not depend on the routing; the last expert gets the rest.
         total = -(-count // _STEP) * _STEP + n_experts * _STEP
+        # [experts], each count rounded up
         wide = (counts + _STEP - 1) // _STEP * _STEP
         ends = wide.cumsum(0)
+        # [rows]: how far each row shifts to make room for the padding of earlier experts
         moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=count)
         at = torch.arange(count, device=rows.device) + moved
         ends[-1] = total
+        # Zero rows in between cost some matmul, and `[at]` drops their results.
         return _product(experts, rows.new_zeros(total, rows.shape[1]).index_copy(0, at, rows), ends)[at]
     return _product(experts, rows, counts.cumsum(0))
 
 
 def _product(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
+    # torch's grouped matmul takes int32.
     ends = ends.to(torch.int32)
+    # gate and up in one stack: one matmul instead of two.
     if experts.has_gate:
         inner = experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends))
     else:
@@ -329,6 +359,7 @@ def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     out = grouped_linear(rows, weight.transpose(1, 2) if experts.is_transposed else weight, ends)
     if experts.has_bias:
         bias = local(getattr(experts, f"{name}_bias"))
+        # [rows]: the first expert whose end lies behind the row
         expert = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends, right=True)
         # Rows that pad the last expert lie behind its end.
         out = out + bias.to(rows.dtype)[expert.clamp(max=bias.shape[0] - 1)]
@@ -336,6 +367,7 @@ def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     if adapter is None or adapter.off:
         return out
     small, large = (local(getattr(experts, f"{name}_lora_{part}")).to(rows.dtype) for part in "AB")
+    # scale * B (A x), each rank-r matrix per expert
     return out + adapter.scale * grouped_linear(grouped_linear(rows, small, ends), large, ends)
 
 
@@ -369,10 +401,14 @@ class Exchange:
         from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
         devices = self.group.size()
+        # [devices, experts of this rank]: rows from each sender
         arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
         own = arriving.shape[1]
+        # The only synchronization: the next all-to-all needs its sizes on the host.
         split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))
+        # Its backward pass sends gradients the other way, by the same sizes.
         received = all_to_all_single_autograd(rows, split[1], split[0], self.group)
+        # 0 1 ... own - 1 for each sender; repeated below by the rows of each.
         numbers = torch.arange(own, device=rows.device).repeat(devices)
         if _is_fake(counts):
             return received, numbers.new_empty(received.shape[0]), split
@@ -389,6 +425,7 @@ class Exchange:
             devices = self.group.size()
             even = [rows // devices + (n < rows % devices) for n in range(devices)]
             return even, even
+        # Stacked, so that one copy to the host brings both.
         both = torch.stack([out, into]).tolist()
         return both[0], both[1]
 

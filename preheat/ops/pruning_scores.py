@@ -28,6 +28,7 @@ def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
         [[1, 1, 0, 0], [1, 1, 0, 0]]
     """
     flat = scores if by_row else scores.reshape(1, -1)
+    # A fixed number per row (or in all), so that the sparsity is exact even with equal scores.
     count = round(share * flat.shape[1])
     order = flat.argsort(dim=1, stable=True)[:, :count]
     return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, order, True).view_as(scores)
@@ -38,6 +39,7 @@ def two_of_four(scores: Tensor) -> Tensor:
 
     NVIDIA's sparse tensor cores run this 2:4 pattern at up to twice the rate (Mishra et al. 2021, arXiv:2104.08378).
     """
+    # [out, in / 4, 4]
     fours = scores.reshape(scores.shape[0], -1, 4)
     order = fours.argsort(dim=2, stable=True)[..., :2]
     return torch.zeros_like(fours, dtype=torch.bool).scatter_(2, order, True).view_as(scores)
@@ -50,6 +52,7 @@ def moments(x: Tensor, units: int) -> Tensor:
         >>> moments(torch.tensor([[1.0, 2], [3, 4]]), 2).flatten().tolist()
         [10.0, 20.0]
     """
+    # [units, tokens, size]
     parts = x.reshape(-1, units, x.shape[-1] // units).transpose(0, 1)
     return parts.transpose(1, 2) @ parts
 
@@ -57,6 +60,7 @@ def moments(x: Tensor, units: int) -> Tensor:
 def blocks(gram: Tensor, units: int) -> Tensor:
     """Extracts the `moments` of each unit from a Gram matrix: [in, in] -> [units, size, size]."""
     size = len(gram) // units
+    # The diagonal blocks of [units, size, units, size]; `diagonal` puts the units last.
     return gram.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
@@ -71,7 +75,9 @@ def added(weight: Tensor, second: Tensor) -> Tensor:
     Returns:
         [units]; exactly 0 if removing the unit changes nothing.
     """
+    # [units, width, size]
     parts = weight.reshape(weight.shape[0], *second.shape[:2]).transpose(0, 1)
+    # The trace of P S P^T per unit, without the [width, width] product. Rounding may make a zero slightly negative.
     return ((parts @ second) * parts).sum(dim=(1, 2)).clamp(min=0)
 
 
@@ -110,8 +116,11 @@ def refit(weight: Tensor, gram: Tensor, remaining: Tensor, ridge: float = 0.01) 
     """
     gone = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
     gone[remaining] = False
+    # fp64: Gram matrices of activations are close to singular.
     inside = gram[remaining][:, remaining].double()
     damp = ridge * inside.diagonal().mean().clamp(min=1e-12)
     inside.diagonal().add_(damp)
+    # [out, remaining]: the correlation of the removed inputs' output with the remaining inputs
     lost = weight[:, gone].double() @ gram[gone][:, remaining].double()
+    # W' = W_r + W_g G_gr (G_rr + damp I)^-1
     return (weight[:, remaining].double() + torch.linalg.solve(inside, lost.t()).t()).to(weight.dtype)

@@ -22,7 +22,9 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
+        # [batch, heads, length, head_dim] each
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        # [batch, heads, length, length]
         scores = q @ k.transpose(-2, -1) * (dim // self.heads) ** -0.5
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1).to(v.dtype)
@@ -53,6 +55,7 @@ class Decoder(nn.Module):
         self.embedding, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
         self.layers = nn.ModuleList(_Layer(dim, attention()) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        # GPT-2's standard deviation; torch's default is 1.
         for table in (self.embedding, self.positions):
             nn.init.normal_(table.weight, std=0.02)
 

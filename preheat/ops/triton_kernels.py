@@ -22,15 +22,19 @@ def nf4_kernel(codes, scales, ranges, pairs, levels, out, n_bytes, last, DOUBLE:
         pairs: fp32 [256, 2], the two weights of a byte. The first 16 rows hold each level in turn, in few cache lines.
         levels: fp32 [256], levels of an 8-bit scale.
     """
+    # int64: a large embedding has more than 2**31 elements.
     at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     mask = at < n_bytes
     byte = tl.load(codes + at, mask=mask, other=0).to(tl.int32)
+    # Blocks of 64 weights share a scale: 32 bytes.
     block = at // 32
     if DOUBLE:
         level = tl.load(scales + block, mask=mask, other=0).to(tl.int32)
+        # Double quantization: scale = level * range of its 256 scales + the mean of all.
         scale = tl.load(levels + level) * tl.load(ranges + block // 256, mask=mask, other=0.0) + tl.load(ranges + last)
     else:
         scale = tl.load(scales + block, mask=mask, other=0.0)
+    # [BYTES, 2], flat in the order of the weights. Column 1 of row n is level n for the first 16 rows.
     both = tl.join(tl.load(pairs + 2 * (byte >> 4) + 1) * scale, tl.load(pairs + 2 * (byte & 15) + 1) * scale)
     to = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
     tl.store(out + to, tl.reshape(both, (2 * BYTES,)).to(out.dtype.element_ty), mask=to < 2 * n_bytes)
@@ -39,6 +43,7 @@ def nf4_kernel(codes, scales, ranges, pairs, levels, out, n_bytes, last, DOUBLE:
 @triton.jit
 def _one_less_power(y):
     """1 - exp(y) for y <= 0, precise near 0, as Adam's bias correction of the first steps needs."""
+    # -(e^y - 1) = -y (1 + y/2 (1 + y/3 (1 + ...))): nine terms of the Taylor series, in two lines.
     series = 1.0 + y / 6 * (1.0 + y / 7 * (1.0 + y / 8 * (1.0 + y / 9)))
     series = 1.0 + y / 2 * (1.0 + y / 3 * (1.0 + y / 4 * (1.0 + y / 5 * series)))
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
@@ -76,11 +81,15 @@ def adamw_kernel(
         base, shift: the shard starts `shift` elements after the start of block `base`; without a shift, loads are wide.
         decay: 1 - lr * weight_decay. more1, more2: 1 - beta. less2: beta2. log1, log2: natural logarithms of the betas.
     """
+    # 31 bits each: Triton passes an int argument below 2**31 as int32 and a larger one as int64, which are two kernels.
     low, high = seed_low.to(tl.uint64), seed_high.to(tl.uint64)
     block = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
+    # Four uint32 for each lane: one for each part of the block.
     random = tl.randint4x((high << 31) | low, ((base + block) * LANES + lanes).to(tl.int32))
+    # The caller advances the step after the kernel.
     t = tl.load(step) + 1.0
+    # 1 - beta^t = 1 - exp(t log beta)
     size = lr / _one_less_power(t * log1)
     root = tl.sqrt(_one_less_power(t * log2))
     if GUARDED:
@@ -88,6 +97,7 @@ def adamw_kernel(
     for part in tl.static_range(4):
         at = block * (4 * LANES) + part * LANES + lanes
         mask = at < n
+        # The random bits belong to positions of the full parameter; the shard begins `shift` elements into its block.
         if SHIFTED:
             at -= shift
             mask = (at >= 0) & (at < n)
@@ -97,13 +107,16 @@ def adamw_kernel(
         w0 = tl.load((master if MASTER else weight) + at, mask=mask, other=0.0).to(tl.float32)
         m = m0 + more1 * (g - m0)
         v = v0 * less2 + more2 * g * g
+        # w (1 - lr wd) - lr mhat / (sqrt(vhat) + eps), with mhat = m / (1 - beta1^t) and vhat = v / (1 - beta2^t)
         w = w0 * decay - size * m / (tl.sqrt(v) / root + eps)
         if GUARDED:
             m, v, w = tl.where(bad, m0, m), tl.where(bad, v0, v), tl.where(bad, w0, w)
         half = w
         if not MASTER:  # an unchanged weight is already a bf16 number, which the noise below its last bit cannot change
+            # As `stochastic_round_`: 16 random bits below bf16's last one, then truncation.
             noise = (random[part] >> 8).to(tl.int32, bitcast=True) & 0xFFFF
             rounded = ((w.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
+            # Infinity and NaN stay: noise would turn infinity into NaN.
             half = tl.where(tl.abs(w) < float("inf"), rounded, w)
         tl.store(mean + at, m, mask=mask)
         tl.store(square + at, v, mask=mask)
@@ -123,12 +136,16 @@ def eight_bits_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     for start in range(0, inputs, INPUTS):
+        # [INPUTS]: this step's part of the sum
         place = start + tl.arange(0, INPUTS)
         left_mask = (row < rows)[:, None] & (place < inputs)[None, :]
+        # [ROWS, INPUTS]
         left = tl.load(x + row.to(tl.int64)[:, None] * inputs + place[None, :], mask=left_mask, other=0.0)
         right_mask = (output < outputs)[None, :] & (place < inputs)[:, None]
+        # [INPUTS, OUTPUTS], transposed by its strides
         right = tl.load(codes + output.to(tl.int64)[None, :] * inputs + place[:, None], mask=right_mask, other=0)
         sums += tl.dot(left, right.to(left.dtype))
+    # One scale per output, so it can be applied after the sum.
     scale = tl.load(scales + output, mask=output < outputs, other=0.0).to(tl.float32)
     to = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(

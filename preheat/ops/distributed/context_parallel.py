@@ -41,7 +41,9 @@ def local_positions(length: int, degree: int, rank: int, *, zigzag: bool) -> num
         >>> local_positions(8, 2, 0, zigzag=True).tolist(), local_positions(8, 2, 1, zigzag=False).tolist()
         ([0, 1, 6, 7], [4, 5, 6, 7])
     """
+    # [chunks, length of a chunk]
     pieces = numpy.arange(length).reshape(2 * degree if zigzag else degree, -1)
+    # An early chunk sees few keys and a late one many: every pair sees about as many.
     return numpy.concatenate([pieces[rank], pieces[-1 - rank]]) if zigzag else pieces[rank]
 
 
@@ -88,6 +90,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
 
 def landed(t: Tensor) -> Tensor:
     """Waits for the result of a collective."""
+    # Functional collectives may return before the data has arrived.
     return t.wait() if isinstance(t, collectives.AsyncCollectiveTensor) else t
 
 
@@ -110,13 +113,18 @@ def _split_heads_gather_positions(tensors: Sequence[Tensor], group: ProcessGroup
     """Converts each [rows, heads, places, dim] to [rows, heads / degree, places * degree, dim] in one all-to-all."""
     shapes = [(t.shape[0], t.shape[1] // degree, *t.shape[2:]) for t in tensors]
     # Queries, keys and values travel in one message, though keys and values may have fewer heads.
+    # Heads to the front by destination: [degree, rows * heads / degree * positions * dim]
     flat = [t.unflatten(1, (degree, -1)).movedim(1, 0).flatten(1) for t in tensors]
+    # Slice i now has the positions of rank i, for this rank's heads.
     received = _AllToAll.apply(torch.cat(flat, dim=1), group).split([f.shape[1] for f in flat], dim=1)
+    # [degree, rows, heads / degree, positions, dim] -> [rows, heads / degree, degree * positions, dim]; the positions
+    # are in order, because ranks hold the chunks in order.
     return [c.view(degree, *shape).movedim(0, 2).flatten(2, 3) for c, shape in zip(received, shapes, strict=True)]
 
 
 def _split_positions_gather_heads(t: Tensor, group: ProcessGroup, degree: int) -> Tensor:
     """Inverse of `_heads_for_places`: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
+    # [rows, heads / degree, degree, positions, dim]: each rank gets its positions back, from all ranks' heads.
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 
 
@@ -149,6 +157,7 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Cal
         # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
         if (copies := _copies(shared, degree)) > 1:
             k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
+        # The kernel sees full rows, so any mask and any kernel work unchanged.
         out = kernel(*_split_heads_gather_positions((q, k, v), group, degree), mask, scale, **more)
         return _split_positions_gather_heads(out, group, degree)
 
@@ -167,4 +176,5 @@ def ulysses_bytes(*, places: int, heads: int, shared: int, head_dim: int, degree
         >>> ulysses_bytes(places=1024, heads=32, shared=8, head_dim=128, degree=4, size=2) / 2**20
         15.0
     """
+    # Queries and output have `heads`, keys and values `shared` heads each; 1 / degree remains on the rank.
     return 2 * (heads + shared * _copies(shared, degree)) * places * head_dim * size * (degree - 1) // degree

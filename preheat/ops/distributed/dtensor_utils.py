@@ -30,11 +30,13 @@ def local_shard(value: Tensor, like: Tensor) -> Tensor:
     """Returns this rank's shard of a replicated tensor under the placements of `like`, without communication."""
     if not isinstance(like, DTensor):
         return value
+    # No source rank: every rank slices its own copy, which is equal.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def spread_as(share: Tensor, like: DTensor) -> DTensor:
     """Wraps a local shard as a DTensor with the placements of `like`."""
+    # With shape and stride: from a local shard alone, DTensor would assume that all shards are equal.
     return DTensor.from_local(
         share, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -51,6 +53,7 @@ def first_element(t: Tensor) -> int:
         return 0
     with _disable_current_modes():  # the mesh's own tensors are not fake
         _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    # Row-major: the offset in each dimension times its stride.
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
 
 
@@ -73,6 +76,7 @@ def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tens
         else:
             groups[(None, ())].append(t)
     total = None
+    # In the order of the first appearance, which is the same on every rank.
     for (mesh, cut), members in groups.items():
         partial = squares(members)
         for dimension in cut:
@@ -119,4 +123,5 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: boo
     tensors = list(tensors)
     if any(isinstance(t, DTensor) for t in tensors):
         return square_sum(tensors, lambda some: norms(some).square().sum()).sqrt()
+    # The norm of norms is that of all elements.
     return torch.linalg.vector_norm(norms(tensors))

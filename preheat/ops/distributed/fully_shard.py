@@ -75,12 +75,14 @@ def shard_fully(
     Example:
         >>> shard_fully(model, model.model.layers, init_device_mesh("cuda", (8,)))  # doctest: +SKIP
     """
+    # fp32 for sums: in bf16 the gradients of many ranks would lose their small contributions.
     settings: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
     }
+    # `alone`: parameters that one rank holds by itself and FSDP must ignore.
     listed, alone = list(layers), set[nn.Parameter]()
     for layer in listed:
         for inner, own in _with_own_mesh(layer):
@@ -88,6 +90,7 @@ def shard_fully(
                 alone |= set(inner.parameters())  # FSDP would copy these unsharded weights for each use
             else:  # shards dimension 1, because expert parallelism has sharded dimension 0
                 fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
+        # Inner modules before their layer, for the same reason as layers before the whole.
         fully_shard(layer, **settings, ignored_params=alone)
     # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.
     fully_shard(module, **settings, ignored_params=alone)
@@ -106,6 +109,7 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMe
         The number of buckets.
     """
     listed, alone = list(layers), set[nn.Parameter]()
+    # Weights are whole on each rank: nothing is gathered, and only the dtype of reductions matters.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in listed:
         for inner, own in _with_own_mesh(layer):
@@ -129,6 +133,7 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     """
 
     def let_go(module: nn.Module, *_: object) -> None:
+        # With gradients, FSDP frees the weights itself after the backward pass.
         if not torch.is_grad_enabled():
             for m in module.modules():
                 if isinstance(m, FSDPModule):
@@ -140,10 +145,12 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     part.register_forward_hook(let_go)
 
     def forward(module: Any, run: Callable[[], T]) -> T:
+        # Another model of the build, such as the reference of preference tuning, may not be sharded.
         shared_out = isinstance(module, FSDPModule)
         if not shared_out:
             return run()
         result: T = module.preheat_forward(run)
+        # Here too: `run` does not pass through the part's own forward, whose hook does the same.
         let_go(module)
         return result
 
@@ -163,6 +170,7 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
     def reporting(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        # After the original, which creates the buffers.
         tell(self.all_gather_outputs)
 
     FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
@@ -183,6 +191,7 @@ def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
         try:
             return reduce(*args, **kwargs)
         finally:
+            # In `finally`: the recorder must not attribute the rest of the step to the reduction after an error.
             tell(False)
 
     _fsdp_param_group.foreach_reduce = reporting

@@ -62,6 +62,7 @@ class Span:
 
 def ranks_of(stages: int, devices: int, schedule: str) -> list[int]:
     """Returns the rank of each stage: round-robin, or for zbv in a V: the first rank also holds the last stage."""
+    # zbv: 0 1 2 ... 2 1 0, so that the loss is on the rank of the first stage.
     turn = list(range(devices))
     if schedule == "zbv":
         turn += turn[::-1]
@@ -70,12 +71,14 @@ def ranks_of(stages: int, devices: int, schedule: str) -> list[int]:
 
 def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
     """Pads to at least `count` micro-batches of equal row count, as schedules require; padding has no labels."""
+    # Stages exchange tensors of one shape, fixed when the schedule is built.
     rows = max(len(batch.tokens) for batch in batches)
 
     def grown(batch: Batch, weight: int) -> Batch:
         missing = rows - len(batch.tokens)
         if not missing:
             return batch
+        # Repeats the last row, whose tokens are valid for any model; labels of -100 give it no loss.
         last, documents = len(batch.tokens) - 1, batch.mask.documents
         tokens, positions = (torch.cat([t, t[last:].expand(missing, -1)]) for t in (batch.tokens, batch.positions))
         labels = torch.cat([batch.labels, torch.full_like(batch.labels[last:], -100).expand(missing, -1)])
@@ -83,6 +86,7 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
         return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight)
 
     padded = [grown(batch, batch.weight) for batch in batches]
+    # A micro-batch of weight 0 takes time, but adds nothing to the loss or the gradients.
     empty = replace(padded[-1], labels=torch.full_like(padded[-1].labels, -100), weight=0)
     return padded + [empty] * (count - len(padded))
 
@@ -94,6 +98,7 @@ def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None
         other: group rank with the copies, which must call this too.
     """
     buffers = [torch.empty_like(grad) for grad in grads]
+    # Both directions in one batch: two ranks that each send first would wait for each other.
     ops = [dist.P2POp(dist.isend, grad, group=group, group_peer=other) for grad in grads]
     ops += [dist.P2POp(dist.irecv, grad, group=group, group_peer=other) for grad in buffers]
     if ops:
@@ -122,7 +127,9 @@ class _Stage(PipelineStage):
             number,
             pipeline.count,
             pipeline.device,
+            # Meta tensors: only shapes and dtypes matter.
             input_args=() if number == 0 else (hidden,),
+            # The last stage returns its loss, [1].
             output_args=(torch.empty(1, device="meta", requires_grad=True),) if last else (hidden,),
             group=pipeline.group,
         )
@@ -144,6 +151,7 @@ class _Stage(PipelineStage):
     # micro-batches more than a stage's activations. Here each is allocated just before it is filled and freed after
     # the micro-batch's backward pass.
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        # For one micro-batch, whose buffers are dropped at once; the infos of all others are copies of it.
         super()._setup_forward_recv_info(1, has_backward)
         received = _empty(self.args_recv_info[0])
         self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
@@ -158,17 +166,20 @@ class _Stage(PipelineStage):
         return super()._get_recv_ops(recv_infos)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        # `forward_maybe_with_nosync` is not given the number.
         self.micro = fwd_chunk_id
         with self.pipeline.noted(self.stage_index, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **_: object) -> Tensor:
+        # The module itself is not called: the engine's slots (loss, sharding, autocast) compute the stage.
         return self.pipeline.compute(self.stage_index, self.micro, args[0] if args else None)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         what = "backward" if kwargs.get("full_backward", True) else "backward_input"
         with self.pipeline.noted(self.stage_index, bwd_chunk_id, what):
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        # Both passes of this micro-batch have used its received tensors.
         for buffers in (self.args_recv_info, self.grad_recv_info):
             buffers[bwd_chunk_id] = _empty(buffers.get(bwd_chunk_id, ()))
         return result
@@ -209,6 +220,7 @@ class Pipeline:
         self.rank = dist.get_rank(group)
         self.spans: list[Span] | None = None
         self._began = 0.0
+        # The schedule with its stages, which know the shapes of one size only.
         self._formed: tuple[Any, Any] = (None, None)  # sizes, and torch's schedule for them
         self._batches: Sequence[Batch] = ()
         self._weight: float | Tensor = 1
@@ -221,6 +233,7 @@ class Pipeline:
             hidden = torch.empty(rows, length, self.width, dtype=self.dtype, device="meta", requires_grad=True)
             stages = [_Stage(self, number, hidden) for number in self.modules]
             kind = SCHEDULES[self.schedule]
+            # torch's schedules of one stage per rank take the stage, the others a list.
             arg: Any = stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages
             # `compute` has already divided by the weight of the global batch, so torch must not scale by micro-batches.
             self._formed = (wanted, kind(arg, micro, loss_fn=lambda loss, _: loss, scale_grads=False))
@@ -248,6 +261,7 @@ class Pipeline:
         """
         rows, length = batches[0].tokens.shape
         self._batches, self._weight, self._total = batches, weight, None
+        # Targets are unused (`compute` reads its batch's labels), but the schedule splits them by micro-batch.
         self._schedule(len(batches), rows, length // cut).step(target=torch.zeros(len(batches)), return_outputs=False)
         self._batches, total, self._total = (), self._total, None
         return torch.zeros((), device=self.device) if total is None else total
@@ -257,6 +271,7 @@ class Pipeline:
         rows, length = batch.tokens.shape
         hidden: Tensor | None = None
         sends, total = [], torch.zeros((), device=self.device)
+        # In ascending order, so that a rank with two stages (zbv) has the first one's result when it needs it.
         for number, module in self.modules.items():
             if number and self.ranks[number - 1] != self.rank:
                 hidden = torch.empty(rows, length // cut, self.width, dtype=self.dtype, device=self.device)
@@ -265,6 +280,7 @@ class Pipeline:
             if number == self.count - 1:
                 total = hidden
             elif self.ranks[number + 1] != self.rank:
+                # Without waiting: the next rank may still be busy, and this rank has nothing else to hold it up.
                 sends.append(
                     (dist.isend(hidden.contiguous(), group=self.group, group_dst=self.ranks[number + 1]), hidden)
                 )
@@ -273,6 +289,7 @@ class Pipeline:
             assert work is not None
             work.wait()
         total = total.clone()
+        # Only the last stage's rank has a total that is not 0.
         dist.all_reduce(total, group=self.group)
         return total
 
@@ -295,6 +312,7 @@ class Pipeline:
     def recorded(self) -> Iterator[list[Span]]:
         """Context manager that records the timeline; on exit the list holds the spans of all ranks, sorted by start."""
         result: list[Span] = []
+        # All clocks begin at the same moment, so spans of different ranks can be compared.
         dist.barrier(self.group)
         self._began, self.spans = time.perf_counter(), []
         try:

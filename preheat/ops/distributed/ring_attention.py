@@ -32,6 +32,7 @@ __all__ = ["ring_attention", "ring_bytes"]
 def _passed_on(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sends x to the next rank of the ring and returns the previous rank's tensor; call `landed` before use."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    # An all-to-all in which each rank sends to one and receives from one: torch's functional collectives have no send.
     to, come = ([x.numel() if n == (rank + step) % degree else 0 for n in range(degree)] for step in (1, -1))
     return collectives.all_to_all_single(x, come, to, group)
 
@@ -46,7 +47,9 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, pieces: Any, group: ProcessGroup) -> Tensor:
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         # fp32, because one partial result per rank is merged into it.
+        # [rows, heads, positions, head_dim]
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
+        # [rows, heads, positions]; -inf is the log of an empty sum.
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
         # Keys and values in one tensor: one message per step instead of two.
         current = torch.cat([k.flatten(), v.flatten()])
@@ -54,10 +57,13 @@ class _Ring(torch.autograd.Function):
             # The transfer overlaps with this step's compute. The first step uses the rank's own keys: every query sees
             # itself, so no softmax is empty.
             coming = _passed_on(current, group) if step < degree - 1 else current
+            # In step s the keys are those of rank - s.
             for part in pieces.forward(q, *_pair(current, k, v), (rank - step) % degree):
                 _merge(out[part.rows, :, part.queries], lse[part.rows, :, part.queries], part.out, part.lse)
             current = landed(coming)
+        # Rounded once, after all merges. `lse` stays in fp32: backward recomputes probabilities from it.
         out = out.to(q.dtype)
+        # The rank's own keys only: backward sends them around again, instead of keeping all ranks' in memory.
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pieces, ctx.group = pieces, group
         return out
@@ -68,9 +74,11 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, degree = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         grad_q = torch.zeros_like(q, dtype=torch.float32)
+        # `current`: keys and values on their way around; `carried`: their gradients, one hop behind.
         current, carried = torch.cat([k.flatten(), v.flatten()]), None
         for step in range(degree):
             coming = _passed_on(current, ctx.group) if step < degree - 1 else current
+            # This rank's contribution to the gradients of the keys that it has now.
             own = current.new_zeros(current.shape, dtype=torch.float32)
             own_k, own_v = _pair(own, k, v)
             for rows, queries, keys, *slopes in ctx.pieces.backward(
@@ -79,6 +87,7 @@ class _Ring(torch.autograd.Function):
                 grad_q[rows, :, queries] += slopes[0]
                 own_k[rows, :, keys] += slopes[1]
                 own_v[rows, :, keys] += slopes[2]
+            # Adds what the ranks before have contributed to the same keys.
             if carried is not None:
                 own += landed(carried)
             # After the last step the gradients are back on the rank of their keys.
@@ -90,6 +99,7 @@ class _Ring(torch.autograd.Function):
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merges a partial result into `out` and `lse`, in place."""
+    # out = (e^lse out + e^lse' out') / (e^lse + e^lse'), with both weights at most 1.
     both = torch.logaddexp(lse, more_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1)).add_(more * (more_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
@@ -134,5 +144,6 @@ def ring_bytes(*, places: int, shared: int, head_dim: int, degree: int, size: in
         >>> ring_bytes(places=1024, shared=8, head_dim=128, degree=4, size=2) / 2**20
         12.0
     """
+    # Keys and values.
     elements = 2 * shared * places * head_dim
     return elements * (degree - 1) * size + (elements * degree * 4 if backward else 0)

@@ -61,6 +61,7 @@ def _own_tiles(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slic
     """Tiles of a rank's own keys: its positions ascend, so each document is a causal square, even if another rank has
     its middle.
     """
+    # The document of each local position, in the order of the rank's two chunks.
     which = numpy.repeat(numpy.arange(len(cuts)), cuts)[local_positions(sum(cuts), degree, rank, zigzag=True)]
     ends = [*(numpy.flatnonzero(numpy.diff(which)) + 1).tolist(), len(which)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
@@ -69,9 +70,11 @@ def _own_tiles(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slic
 
 def _other_tiles(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of another rank's keys: only a document that spans both chunks is visible across them."""
+    # Rank r has chunks r and 2 * degree - 1 - r of the row.
     size = sum(cuts) // (2 * degree)
     bounds = numpy.cumsum((0, *cuts))
     spans: list[tuple[slice, slice, bool]] = []
+    # i and j: first or second chunk of the rank, that is, its local offset in chunks.
     for i, of_queries in enumerate((rank, 2 * degree - 1 - rank)):
         for j, of_keys in enumerate((source, 2 * degree - 1 - source)):
             # A later chunk of keys: causal queries see nothing of it.
@@ -79,8 +82,11 @@ def _other_tiles(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> 
                 continue
             end = (of_keys + 1) * size
             document = int(numpy.searchsorted(bounds, end - 1, side="right")) - 1  # contains the last of the keys
+            # Queries of a later chunk see keys of an earlier one only through the document that contains the last key.
             begin, stop = int(bounds[document]), int(bounds[document + 1])
+            # The document's first queries in their chunk, and its last keys in theirs.
             queries, keys = min(stop - of_queries * size, size), min(end - begin, size)
+            # The document ends before the chunk of the queries.
             if queries <= 0:
                 continue
             here = (slice(i * size, i * size + queries), slice((j + 1) * size - keys, (j + 1) * size), False)
@@ -128,6 +134,7 @@ class FlashTiles:
             raise ValueError(
                 "torch's fused kernels support no window, no capped scores and only causal masks; use blocks"
             )
+        # `cut_rows` has stated them, also for rows of one document.
         assert mask.documents is not None
         self.scale, self.where = scale, functools.partial(rectangles, mask.documents, degree, rank)
 
@@ -162,11 +169,14 @@ class MatmulTiles:
     """
 
     def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
+        # Without packing no document borders need to be compared.
         self.mask = mask if packed(mask) else replace(mask, documents=None)
         self.scale, self.softcap, self.rank = scale, softcap, rank
         length = row_length(mask)
+        # For each rank the global positions of its keys.
         self.places = [local_positions(length, degree, n, zigzag=True) for n in range(degree)]
         cuts = mask.documents if packed(mask) and mask.documents else ((length,),)
+        # [rows, length]: start of each position's document; equal starts mean the same document.
         self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
 
     def _blocks(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -174,7 +184,9 @@ class MatmulTiles:
         visible).
         """
         own_positions, key_positions = self.places[self.rank], self.places[source]
+        # [rows, positions]: document starts of the queries and of the keys.
         starts = [self.starts[:, places] for places in (own_positions, key_positions)]
+        # On the device once per source rank, not once per block.
         place_q, place_k, start_q, start_k = (to_device(a, device) for a in (own_positions, key_positions, *starts))
         for begin in range(0, len(own_positions), _QUERIES):
             queries = slice(begin, min(begin + _QUERIES, len(own_positions)))
@@ -187,6 +199,7 @@ class MatmulTiles:
                 yield queries, keys, None
                 continue
             s_q, s_k = start_q[:, queries, None], start_k[:, None, keys]
+            # [rows or 1, queries, keys]
             may = sees(self.mask, place_q[None, queries, None], place_k[None, None, keys], s_q, s_k)
             yield queries, keys, may[:, None, None]
 
@@ -194,15 +207,19 @@ class MatmulTiles:
         """Returns the keys that any query of a block may see. Positions and document starts ascend, so the first and
         last query decide.
         """
+        # No key before the first document of the block, or behind the last key.
         low, high = int(starts.min()), int(keys[-1]) + 1
+        # Global tokens are seen from any distance, so a window does not bound the keys then.
         if self.mask.window is not None and not self.mask.global_tokens:
             low = max(low, int(queries[0]) - self.mask.window + 1)
         if self.mask.causal:
             high = int(queries[-1]) + 1
+        # `keys` ascend, but with a gap between the two chunks: bounds are searched, not computed.
         return slice(int(numpy.searchsorted(keys, low)), int(numpy.searchsorted(keys, high)))
 
     def _all(self, queries: numpy.ndarray, keys: numpy.ndarray, *starts: numpy.ndarray) -> bool:
         first, last = int(keys[0]), int(keys[-1])
+        # The largest distance between a query and a key of the block.
         apart = max(int(queries[-1]) - first, last - int(queries[0]))
         return (
             (not self.mask.causal or last <= queries[0])
@@ -215,8 +232,11 @@ class MatmulTiles:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries and keys of a block, [rows * shared, n, dim], and capped, masked fp32 scores."""
         rows, shared = k.shape[:2]
+        # Query heads that share a key head become more rows of one matmul:
+        # [rows * shared, heads / shared * queries, dim]
         block = _grouped(q, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
         near = k[:, :, keys].flatten(0, 1)
+        # [rows * shared, heads / shared * queries, keys]
         scores = torch.bmm(block, near.transpose(1, 2)).float().mul_(self.scale)
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
@@ -230,6 +250,7 @@ class MatmulTiles:
             lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             # The clamp avoids NaN for a query that sees nothing (lse of -inf).
             probs = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
+            # [rows * shared, heads / shared * queries, dim], viewed as [rows, heads, queries, dim] below.
             out = torch.bmm(probs.to(v.dtype), v[:, :, keys].flatten(0, 1))
             shape = (q.shape[0], q.shape[1], queries.stop - queries.start)
             yield PartialAttention(slice(None), queries, out.view(*shape, -1), lse.view(shape))
@@ -242,7 +263,9 @@ class MatmulTiles:
         for queries, keys, may in self._blocks(source, q.device):
             size = queries.stop - queries.start
             block, near, scores = self._scores(q, k, queries, keys, may)
+            # d cap tanh(s / cap) / ds = 1 - (capped / cap)^2; the clamp gives masked scores (-inf) a slope of 0.
             bend = None if self.softcap is None else 1 - (scores / self.softcap).clamp(min=-1).square()
+            # [rows * shared, heads / shared * queries, dim or 1]
             g, o, total = (
                 _grouped(t, shared)[:, :, :, queries].flatten(2, 3).flatten(0, 1)
                 for t in (grad, out, lse.unsqueeze(-1))
@@ -253,6 +276,7 @@ class MatmulTiles:
             # Gradient of the softmax: probabilities times (dP minus the row's sum of gradient times result).
             slopes = slopes.sub_((g.float() * o.float()).sum(-1, keepdim=True)).mul_(probs)
             slopes = (slopes if bend is None else slopes.mul_(bend)).mul_(self.scale).to(q.dtype)
+            # dQ = dS K, dK = dS^T Q, dV = P^T dO, for the keys of this rank; the ring adds up the parts.
             grad_q = torch.bmm(slopes, near).view(rows, heads, size, -1)
             grad_k = torch.bmm(slopes.transpose(1, 2), block).view(rows, shared, *near.shape[1:])
             grad_v = torch.bmm(probs.to(g.dtype).transpose(1, 2), g).view(rows, shared, near.shape[1], -1)

@@ -64,6 +64,7 @@ class _Replicated(ParallelStyle):
             )
 
         def leave(_: object, output: DTensor, mesh: DeviceMesh) -> Any:
+            # Blocks exchange plain tensors: transformers' code between them does not know DTensor.
             return output.redistribute(placements=[self.output]).to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
@@ -80,22 +81,28 @@ class _Rows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
+        # Rank r has rows r * n / degree to (r + 1) * n / degree of the vocabulary.
         cut = distribute_tensor(embedding.weight, device_mesh, [Shard(0)], src_data_rank=None)
         embedding.register_parameter("weight", nn.Parameter(cut))
         look_up, pad = embedding.forward, embedding.padding_idx
 
         def forward(tokens: Tensor) -> Tensor:
             weight = embedding.weight
+            # [vocabulary / degree, width]
             share = weight.to_local()
             index = tokens - device_mesh.get_local_rank() * share.shape[0]
+            # [rows, length]: true for tokens whose row this rank has. Exactly one rank has each.
             is_local = (index >= 0) & (index < share.shape[0])
             here = None if pad is None else pad - device_mesh.get_local_rank() * share.shape[0]
+            # The module's own forward looks up in the local rows, which keeps a family's extras such as a scale.
             try:
                 embedding._parameters["weight"] = share
+                # An index outside of the local rows would be an error in torch, or the wrong row.
                 embedding.padding_idx = here if here is not None and 0 <= here < share.shape[0] else None
                 rows = look_up(index.clamp(0, share.shape[0] - 1))
             finally:
                 embedding._parameters["weight"], embedding.padding_idx = weight, pad
+            # Zeros for all other tokens, so that the sum over the ranks is the embedding.
             rows = torch.where(is_local.unsqueeze(-1), rows, 0.0)
             spread = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
             return spread.redistribute(placements=[self.output]).to_local()
@@ -114,9 +121,11 @@ class _Input(ParallelStyle):
         def gather(
             _: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+            # Families differ in whether a block gets its input by position or by name.
             x = args[0] if args else kwargs["hidden_states"]
             piece = DTensor.from_local(x, device_mesh, [self.held], run_check=False)
             x = piece.redistribute(placements=[Replicate()])
+            # Noted by tensor, weakly: the linear layers of this block look it up in `_Columns`.
             if self.given is not None:
                 self.given[x] = _Gathered(piece.detach())
             return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": x})
@@ -134,9 +143,11 @@ class _Gathered:
 
     def again(self) -> DTensor:
         """Starts the gather if needed and returns the asynchronous result; the last user releases it."""
+        # The first user starts the gather; q, k and v (or gate and up) share its result.
         full = self.whole
         if full is None:
             full = self.piece.redistribute(placements=[Replicate()], async_op=True)
+        # After the last user the gathered input is garbage again: one block's input at a time is in memory.
         self.users -= 1
         self.whole = full if self.users > 0 else None
         return full
@@ -150,7 +161,9 @@ class _RegatheringLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.gathered = gathered
+        # Counted in forward, so that backward knows which user is the last.
         gathered.users += 1
+        # The input is not saved: `gathered` has this rank's shard of it.
         ctx.save_for_backward(weight)
         ctx.biased = bias is not None
         return F.linear(x, weight, bias)
@@ -159,7 +172,9 @@ class _RegatheringLinear(torch.autograd.Function):
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (weight,) = grads, ctx.saved_tensors
         x = ctx.gathered.again()  # overlaps with the matmul of the input gradient
+        # A partial sum over this rank's outputs; DTensor reduces it behind this operator.
         by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        # [positions, out / degree]
         rows = grad.flatten(0, -2)
         by_weight = rows.t() @ x.to(grad.dtype).flatten(0, -2)
         return by_input, None, by_weight, rows.sum(0) if ctx.biased else None
@@ -179,6 +194,7 @@ class _Columns(ColwiseParallel):
 
         def forward(x: Tensor) -> Tensor:
             gathered = self.given.get(x)
+            # A frozen weight needs no input in its backward pass, so there is nothing to gather again.
             if gathered is None or not linear.weight.requires_grad:
                 return plain(x)
             return _RegatheringLinear.apply(x, gathered, linear.weight, linear.bias)
@@ -189,9 +205,11 @@ class _Columns(ColwiseParallel):
 
 def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[TpStyle, tuple[ParallelStyle, ...]]:
     """Returns torch's style for each share; `stream` is the placement of activations between blocks."""
+    # Shard(1) is the sequence of [rows, length, width].
     cut, given = stream == Shard(1), WeakTensorKeyDictionary() if regather else None
     ends: dict[TpStyle, tuple[ParallelStyle, ...]] = {
         TpStyle.EMBEDDING: (_Rows(stream),),
+        # Gathered for a loss that needs all logits; `shared_logits` reads the local weight instead.
         TpStyle.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
     replicated: dict[TpStyle, tuple[ParallelStyle, ...]] = {
@@ -252,10 +270,12 @@ def parallelize(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, kind in shares.items():
         module = model.get_submodule(name)
+        # Some shares need two styles in order, such as the last norm and the gather behind it.
         for style in styles[kind]:
             style.src_data_rank = None  # each rank slices its own copy, without a broadcast
             parallelize_module(module, mesh, style, src_data_rank=None)
         for key, p in module.named_parameters(recurse=False):
+            # DTensor accepts uneven shards, but views into heads need equal ones.
             cut = [place.dim for place in p.placements if place.is_shard()]
             count += bool(cut) and key == "weight"
             if any(p.shape[dim] % degree for dim in cut):
@@ -279,6 +299,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
     """All-reduces, in place and as one message, the partial gradients of replicated weights that saw only local heads
     or positions.
     """
+    # By mesh and dtype: one message each.
     waiting: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
@@ -287,6 +308,7 @@ def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
     for (mesh, _), members in waiting.items():
         grads = [local(p.grad) for p in members]  # type: ignore[arg-type]
         flat = torch.cat([t.flatten() for t in grads])
+        # A sum, because each rank's gradient covers other heads or positions.
         dist.all_reduce(flat, group=mesh.get_group())
         # Replicate from here on, so that norm and clipping count the gradient once.
         for p, part in zip(members, flat.split([t.numel() for t in grads]), strict=True):
@@ -319,20 +341,28 @@ class SharedCrossEntropy:
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         trained, share = labels != IGNORED, logits.shape[1]
+        # Column of each label on this rank; outside of [0, share) on all ranks but one.
         index = labels - self.group.rank() * share
         is_local = (index >= 0) & (index < share)
+        # Clamped, because labels of other ranks (and -100) must index something; `is_local` masks their values.
         own = (torch.arange(labels.shape[0], device=labels.device), index.clamp(0, share - 1))
+        # [n]: the logit of the label, on one rank only; the sum over ranks passes it to all.
         parts = [torch.where(is_local, logits[own].float(), 0.0)]
         if self.smoothing:
             parts.append(logits.sum(dim=-1, dtype=torch.float32))
         # The largest logit of all columns, so that exp() of none overflows.
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
+        # [n, share], not normalized yet.
         probs = logits.float().sub_(peak.unsqueeze(1)).exp_()
+        # [2 or 3, n]: denominators, logits of the labels and, with smoothing, sums of all logits: one message.
         sums = torch.stack([probs.sum(dim=-1), *parts])
         dist.all_reduce(sums, group=self.group)
+        # lse [n] = log sum exp over the whole vocabulary
         lse, columns = peak + sums[0].log(), share * self.group.size()
+        # -log p = lse - logit; z-loss adds z * lse^2.
         losses = lse - (1 - self.smoothing) * sums[1] + self.z * lse.square()
+        # d loss / d logits = (1 + 2 z lse) p - (1 - s) onehot - s / vocabulary; `factor` is taken out per row.
         factor = 1 + 2 * self.z * lse
         probs.div_(sums[0].unsqueeze(1))
         # The gradient of cross entropy: probabilities minus 1 at the label, which one rank alone holds.
@@ -355,16 +385,19 @@ class _RecordedShards:
         return self
 
     def __call__(self, logits: Tensor, *aligned: Tensor) -> Tensor:
+        # Losses are equal on all ranks, so each rank records them by itself.
         return self.recorded.keep(self.loss(logits, *aligned))
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         losses = self(logits, labels)
+        # No gradient: the factors are 0.
         return losses, torch.zeros_like(losses)
 
 
 @functools.singledispatch
 def _sharded_loss(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
+    # The losses registered below have a form for sharded columns.
     raise TypeError(f"{type(loss).__name__} does not support sharded logits; set loss_parallel: false")
 
 
@@ -409,5 +442,6 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     mesh = weight.device_mesh
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    # `chunked_logits` needs no more of a head than its weight.
     mine: Any = SimpleNamespace(weight=weight.to_local())
     return chunked_logits(spread, mine, _sharded_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

@@ -23,6 +23,7 @@ class Saved:
     """
 
     def __init__(self, layer: _Pass, value: Tensor, *, moved: bool):
+        # Uses are counted by `pack`: several operators of a layer may save the same tensor.
         self.layer, self.uses = layer, 0
         self.here: Tensor | None = value
         self.host: Tensor | None = None
@@ -44,6 +45,7 @@ class Saved:
         """Starts the copy back to the device."""
         if self.here is None and self.coming is None:
             assert self.host is not None
+            # The copy out must be complete before the copy back reads the host's memory.
             self.settle()
             self.coming = self.layer.link.back(self.host, torch.empty_like(self.host, device=self._device))
 
@@ -54,6 +56,7 @@ class Saved:
             assert self.coming is not None
             self.here, self.coming = self.coming.for_device(), None
         # Several operators may have saved this tensor; the device copy is freed after the last of them.
+        # The local reference outlives `here`: autograd holds the tensor until the operator's backward has run.
         value, self.uses = self.here, self.uses - 1
         if self.uses <= 0 and self.host is not None:
             self.here = None
@@ -69,19 +72,23 @@ class _OnDevice:
 
     def __init__(self, layer: nn.Module, alike: Iterable[Tensor]):
         own = [*layer.parameters(), *layer.buffers()]
+        # By storage, because autograd saves views (transposed weights) too.
         self.storages = {t.untyped_storage()._cdata for t in (*own, *alike)}
         self.weights = {id(p) for p in own}
         self.frozen = {(t.shape, t.dtype) for t in own if not t.requires_grad}
 
     def __contains__(self, t: Tensor) -> bool:
+        # The cheap test first: most saved weights are the layer's own tensors or views of them.
         return t.untyped_storage()._cdata in self.storages or self._cast(t)
 
     def _cast(self, t: Tensor) -> bool:
         """True for a weight in another dtype, or a view of one."""
         if not t.requires_grad:  # a tensor without gradients with a frozen weight's shape and another dtype is its cast
+            # A transposed cast has another shape than its weight, but its base has the same.
             base = t if t._base is None else t._base
             return any(shape == base.shape and dtype != base.dtype for shape, dtype in self.frozen)
         node, cast = t.grad_fn, False
+        # Back through casts and reshapes to the parameter's gradient accumulator, whose `variable` is the parameter.
         while node is not None and node.name().removesuffix("0") in _RESHAPES:
             cast = cast or node.name().startswith("ToCopy")
             node = node.next_functions[0][0]
@@ -112,6 +119,7 @@ class _Pass:
         """Pack hook: called when autograd saves a tensor."""
         storage = t.untyped_storage()._cdata
         # With `_version`: a tensor that was modified in place since is another value in the same storage.
+        # Equal keys are the same values, so one copy serves all operators that saved them.
         key = (storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
         if key not in self._same:
             moved = self.moves and t.nbytes >= self.least and t not in self.kept
@@ -123,6 +131,7 @@ class _Pass:
 
     def unpack(self, saved: Saved) -> Tensor:
         """Unpack hook: the first call of a layer also prefetches the tensors of the previous layer."""
+        # The backward pass has reached this layer: while it computes, the layer before it arrives.
         if not self._begun:
             self._begun = True
             self.fetch()
@@ -132,6 +141,7 @@ class _Pass:
 
     def fetch(self) -> None:
         """Starts copying back all tensors that are still needed."""
+        # A layer is fetched by the layer after it, and by itself if there was none.
         if not self._fetched:
             self._fetched = True
             for reference in reversed(self._saved):  # backward needs the last saved tensors first
@@ -142,6 +152,7 @@ class _Pass:
         """Frees the device memory of offloaded tensors. The compute stream waits for the copies, the host does not."""
         for saved in self._same.values():
             saved.settle()
+        # Ends the strong references: autograd's are the only ones then.
         self._same.clear()
 
 
@@ -162,6 +173,7 @@ class ActivationOffload:
         self.link, self.least, self.count = link, least, len(layers) - stay
         self._last: _Pass | None = None
         for index, layer in enumerate(layers):
+            # `forward` rather than hooks of the module, because the saved-tensor hooks must surround it.
             layer.forward = self._wrapped(layer, layer.forward, index)  # type: ignore[method-assign]
 
     def _wrapped(self, layer: nn.Module, forward: Callable[..., object], index: int) -> Callable[..., object]:
@@ -177,11 +189,13 @@ class ActivationOffload:
             # The first layer has none before it: `_last` is then a layer of the previous forward pass.
             before = self._last if index else None
             run = _Pass(self.link, before, moves=index < self.count, least=self.least, stays=stays)
+            # Backward calls `unpack` of this pass, also if another micro-batch has run the layer since.
             with saved_tensors_hooks(run.pack, run.unpack):
                 out = forward(*args, **kwargs)
             # By now a full layer has run since the previous one sent its last tensor, so its copies are mostly done.
             if before is not None:
                 before.settle()
+            # The last layers move nothing, so there is no copy to wait for.
             if not run.moves:
                 run.settle()
             self._last = run

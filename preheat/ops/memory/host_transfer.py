@@ -42,11 +42,13 @@ def _host(t: Tensor) -> Tensor:
 @torch.library.custom_op("preheat::to_host", mutates_args=())
 def to_host(t: Tensor) -> Tensor:
     """Copies `t` to new host memory on the current stream."""
+    # Asynchronous only into pinned memory, which `_host` allocates; the caller synchronizes (`Copy`).
     return _host(t).copy_(t, non_blocking=True)
 
 
 @to_host.register_fake
 def _(t: Tensor) -> Tensor:
+    # Under fake tensors, one more tensor on the fake device; the recorder knows the result by the operator's name.
     return torch.empty_like(t, device="cpu")
 
 
@@ -115,6 +117,7 @@ class Copy:
     def for_device(self) -> Tensor:
         """Returns the target after making the compute stream wait for the copy. The host does not wait."""
         if self.event is not None:
+            # Kernels that are queued later, and may reuse the source's memory, then run after the copy.
             self.event.wait()  # makes the current stream wait, not the host
         self.source = None
         return self.value
@@ -151,6 +154,7 @@ class AsyncHostCopy(HostCopy):
     """Asynchronous copies on two dedicated streams, one per direction."""
 
     def __init__(self, device: torch.device):
+        # One per direction, because a GPU has a copy engine for each: both directions run at once.
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def out(self, t: Tensor, into: Tensor | None = None) -> Copy:

@@ -85,8 +85,10 @@ def _cost(func: OpOverload, args: tuple[Any, ...], out: object, tensors: list[Te
     torchs = "_scaled_dot_product" in func._schema.name  # torch's formula rejects grouped-query attention
     flops = int(formula(*args, out_val=out)) if formula is not None and not torchs else 0
     if torchs or (formula is None and _is_attention(func)):  # two matmuls over all pairs
+        # [..., queries, head_dim]; 2 n keys width FLOPs for the scores, as many for the weighted sum of values.
         (*rows, n, width), keys = args[0].shape, args[1].shape[-2]
         flops = int(4 * torch.Size(rows).numel() * n * keys * width)
+    # Every operator also pays for the bytes that it moves: for elementwise ones that is all of their time.
     return flops + _FLOPS_A_BYTE * sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -110,13 +112,17 @@ class _Watch(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
+        # Views own no memory, and torch's checkpoint never asks about the others.
         if func in SAC_IGNORED_OPS or func.is_view:
             return out
+        # `policy` below counts the calls in the same way: the two must agree on the index of each.
         key: Key = (func, self.counts[func])
         self.counts[func] += 1
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        # Storages, not tensors: an operator may return one of its inputs, which is no new result.
         before = {_number(t) for t in inputs}
+        # From the schema: arguments that it declares as written, and all results of an in-place operator.
         written = {
             _number(t)
             for a, arg in zip(args, func._schema.arguments, strict=False)
@@ -131,9 +137,11 @@ class _Watch(TorchDispatchMode):
         self.held += new.values()
         # Each rank chooses by itself, but a collective must be recomputed by all or none: so by all.
         local = func.namespace != "_c10d_functional"
+        # `empty`: memory without a value is no result yet.
         if new and not written and local and len(new) == len(outputs) and "empty" not in func._schema.name:
             size, cost = sum(storage.nbytes() for storage in new.values()), _cost(func, args, out, inputs + outputs)
             numbers = set(new)
+            # All calls of attention become one choice: their number depends on the documents of the rows.
             if _is_attention(func):
                 key = (ATTENTION, -1)
                 others, call = self.found.get(key, (set(), Call(key, 0, 0)))
@@ -154,27 +162,34 @@ def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # In a dry run the inputs are fake already, and tensors of two fake modes cannot meet.
     mode = detect_fake_mode(list(tree_leaves((args, kwargs)))) or FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: object) -> object:
         if not isinstance(t, Tensor):
             return t
+        # No values, but the same layout: whether an operator copies depends on the strides.
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
 
     saved: dict[int, int] = {}
     watched = _Watch()
 
     def pack(t: Tensor) -> Tensor:
+        # Everything recorded so far precedes this saved tensor, so recomputation passes through it.
         watched.needed.update(watched.found)
         saved[_number(t)] = t.untyped_storage().nbytes()
+        # Keeps the storage's address from being reused during the trace.
         watched.held.append(t)
         return t
 
+    # Outside of active modes: a recorder must not count the trace as part of the step.
     with _disable_current_modes(), mode, _uncached_autocast():
         args, kwargs = tree_map(fake, (args, kwargs))
+        # The layer's inputs are saved in any case and cost nothing more.
         given = {_number(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:
             forward(*args, **kwargs)
+    # Storages that the layer itself computed: weights and inputs are in memory anyway.
     saved_bytes = sum(size for number, size in saved.items() if number in watched.made - given)
     return LayerTrace(tuple(call for key, (_, call) in watched.found.items() if key in watched.needed), saved_bytes)
 
@@ -203,8 +218,10 @@ def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
         >>> knapsack(LayerTrace((cheap, dear), 120), 0.5)
         frozenset({('mm', 0)})
     """
+    # At most 1,000 units: the table has calls x units entries, whatever the layer's size.
     grain = max(1, trace.saved // _GRAINS)
     room = int(budget * trace.saved) // grain
+    # Dynamic programming: best[m] = max(best[m], best[m - size] + cost) for each call.
     best = [0] * (room + 1)  # the highest cost saved with each number of units
     choices = []
     for call in trace.calls:
@@ -227,6 +244,7 @@ def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
 
 def contexts(keys: frozenset[Key]) -> Contexts:
     """Returns the contexts of torch's checkpoint for forward and recomputation; results in `keys` are saved."""
+    # One count for the forward pass, one for the recomputation, which runs the same calls again.
     counts: dict[bool, Counter[OpOverload]] = {False: Counter(), True: Counter()}
 
     def policy(
@@ -235,6 +253,7 @@ def contexts(keys: frozenset[Key]) -> Contexts:
         count = counts[context.is_recompute]
         key = (ATTENTION, -1) if _is_attention(func) else (func, count[func])
         count[func] += 1
+        # PREFER, not MUST: torch.compile's partitioner may still save a result if that is cheaper.
         return CheckpointPolicy.MUST_SAVE if key in keys else CheckpointPolicy.PREFER_RECOMPUTE
 
     pair: Contexts = create_selective_checkpoint_contexts(policy)
@@ -279,9 +298,11 @@ class CheckpointPolicyCache:
         Args:
             kind: distinguishes layers that compute differently.
         """
+        # Values do not matter: the trace sees shapes and dtypes only.
         shapes = tuple((t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         key = (kind, shapes, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._chosen:
             keys = self.choose(trace_layer(forward, args, kwargs))
+            # Fresh contexts for each call: they hold the counts and the saved results of one pass.
             self._chosen[key] = lambda: contexts(keys)
         return self._chosen[key]

@@ -68,13 +68,16 @@ class Apollo(Numbered):
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         if not group["apollo"]:
             return adamw_state(p, torch.float32)
+        # [rank, larger side]: the moments of the projected gradient.
         rows = torch.zeros(projected_rank(p.shape, group["rank"]), max(p.shape), dtype=torch.float32, device=p.device)
         return adamw_state(rows) | {"norm": torch.zeros((), device=p.device)}
 
     def projection(self, p: Tensor, group: ParamGroup, number: int) -> Tensor:
         """Draws the Gaussian projection [rank, smaller side] of a parameter for one step, with variance 1 / rank."""
+        # The same seed for `every` steps, so the same projection.
         generator = self.draws(p, number // group["every"])
         rank = projected_rank(p.shape, group["rank"])
+        # Variance 1 / rank preserves the length of a column on average.
         return torch.randn(rank, min(p.shape), generator=generator, device=p.device).mul_(rank**-0.5)
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
@@ -83,14 +86,19 @@ class Apollo(Numbered):
             adamw_(here, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
         grad = full_tensor(grad)
+        # [smaller side, larger side]
         wide = (grad if p.shape[0] <= p.shape[1] else grad.t()).float()
+        # [rank, larger side]
         projected = self.projection(p, group, self._number()) @ wide
         step = state["step"] + 1
+        # APOLLO scales each column (dim 0 is summed); APOLLO-Mini has one scale for the matrix.
         (first, second), across = group["betas"], 0 if group["rank"] else (0, 1)
         mean = torch.lerp(state["exp_avg"], projected, 1 - first)
         square = torch.lerp(state["exp_avg_sq"], projected.square(), 1 - second)
+        # AdamW's update in the projected space: mhat / (sqrt(vhat) + eps).
         size = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt_() + group["eps"])
         norms = [torch.linalg.vector_norm(t, dim=across, keepdim=True) for t in (size, projected)]
+        # Each column of the full gradient times |AdamW's update| / |projected gradient|.
         update = wide * (group["scale"] * norms[0] / norms[1].clamp(min=1e-30))
         norm = torch.linalg.vector_norm(update)
         # Limits the jump that a sudden large gradient causes. The first step has no earlier norm to compare with.
@@ -99,7 +107,9 @@ class Apollo(Numbered):
         update.mul_(shrink)
         here = local(p)
         value = here.float() * (1 - group["lr"] * group["weight_decay"])
+        # Back to the weight's orientation.
         update = update if p.shape[0] <= p.shape[1] else update.t()
         keep_(here, value.sub_(local_shard(update, p), alpha=group["lr"]), self.found_inf)
+        # The norm after limiting: the next step may grow from there.
         for key, new in {"step": step, "exp_avg": mean, "exp_avg_sq": square, "norm": norm * shrink}.items():
             keep_(state[key], new, self.found_inf)

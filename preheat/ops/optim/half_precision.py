@@ -26,6 +26,7 @@ __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
 
 def _cast(value: object, dtype: torch.dtype) -> object:
+    # Token ids and masks stay as they are.
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -87,6 +88,7 @@ class LossScale:
         interval: int = 2000,
     ):
         self.growth, self.backoff, self.interval = growth, backoff, interval
+        # 2**16, as in torch.amp.GradScaler: the first steps lower it if it is too high.
         self.scale = torch.full((), start, dtype=torch.float32, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -98,6 +100,7 @@ class LossScale:
         """Divides gradients by the scale in place. Half-precision gradients become fp32 first: dividing in half would
         underflow.
         """
+        # Exact with the default constants, which are powers of 2.
         factor = self.scale.reciprocal()
         for p in parameters:
             if p.grad is None:
@@ -109,12 +112,15 @@ class LossScale:
 
     def update(self, found_inf: Tensor) -> None:
         """Adjusts the scale after a step; `found_inf` is 1 if its gradients were not finite."""
+        # The whole update by torch.where: an `if` on the flag would wait for the device.
         lost = found_inf != 0
         steps = torch.where(lost, 0, self.finite_steps + 1)
         due = steps == self.interval
         grown = self.scale * self.growth
+        # A scale of infinity would never return to a finite one.
         grown = torch.where(due & torch.isfinite(grown), grown, self.scale)
         self.scale.copy_(torch.where(lost, self.scale * self.backoff, grown))
+        # A skipped step has set `steps` to 0.
         self.finite_steps.copy_(torch.where(due, 0, steps))
 
     def endures(self, floor: float = 1.0) -> Tensor:
@@ -122,6 +128,7 @@ class LossScale:
         return (self.scale >= floor).to(torch.float32)
 
     def state_dict(self) -> StateDict:
+        # Reads the device, which is fine in a checkpoint.
         return {"scale": float(self.scale), "finite_steps": int(self.finite_steps)}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -162,6 +169,7 @@ class MasterAdamW(Guarded):
         self.chunk, self.fused = chunk, fused
 
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        # 12 bytes per half-precision weight: two moments and the master.
         state = adamw_state(p, torch.float32)
         return state if p.dtype == torch.float32 else state | {"master": p.detach().float()}
 
@@ -173,6 +181,7 @@ class MasterAdamW(Guarded):
             else:
                 adamw_(p, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
+        # An fp32 parameter is its own master.
         value = state.get("master", p)
         flat = (value.view(-1), grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
         step = state["step"]
@@ -180,5 +189,6 @@ class MasterAdamW(Guarded):
             step = state["step"].clone()  # torch increments it in every call
             adamw_(weight, slope.float(), mean, square, step, group, self.found_inf)
         state["step"].copy_(step)
+        # Round to nearest: the master holds what rounding drops.
         if value is not p:
             p.copy_(value)

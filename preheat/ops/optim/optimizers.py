@@ -51,6 +51,7 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
     )  # torch's fused update takes tensors of one mesh
     for matrix in (True, False):
         for _, p in named:
+            # Decay pulls weights towards 0; a norm's scale belongs near 1. Stacks of experts (3-D) are matrices too.
             if (p.ndim >= 2) == matrix:
                 groups[(matrix, p.device_mesh if isinstance(p, DTensor) else None)].append(p)
     return [
@@ -60,7 +61,9 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
 
 def adamw_state(p: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Returns AdamW's initial state of one parameter, with moments in `dtype` (default: the parameter's)."""
+    # zeros_like of a DTensor is a DTensor with the same placements: the moments are sharded as the weight is.
     mean, square = (torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2))
+    # On the device: the fused kernel reads the step there, and a number of the host would need a copy per step.
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": mean, "exp_avg_sq": square}
 
 
@@ -88,6 +91,7 @@ def adamw_(
         [slope],
         [mean],
         [square],
+        # For AMSGrad's maxima. This is AdamW's functional form, because the caller holds the state.
         [],
         [step],
         fused=True,
@@ -104,6 +108,7 @@ def adamw_(
 
 def fused_adamw(groups: list[ParamGroup], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
     """Returns torch's fused AdamW with its state allocated."""
+    # Its `step` reads `found_inf` as an attribute, which the engine sets (engine/step.py).
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     prepare_state(optimizer)
     return optimizer
@@ -116,6 +121,7 @@ def keep_(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
 
 def locally(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Returns the local shards of a parameter, its gradient and its state."""
+    # The local shard shares the DTensor's memory, so in-place updates of it reach the parameter.
     here = local(p)
     assert here.is_contiguous(), "parameters are contiguous"
     return here, local(grad), {key: local(value) for key, value in state.items()}
@@ -150,6 +156,7 @@ class Guarded(torch.optim.Optimizer):
             same = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
+                    # Equal shapes, dtypes and placements run the same operators: a dry run executes one of each.
                     same[
                         p.shape,
                         p.dtype,
@@ -166,10 +173,12 @@ class Guarded(torch.optim.Optimizer):
         weight's dtype.
         """
         ours = [p for group in self.param_groups for p in group["params"]]
+        # torch numbers the parameters over all groups, in order.
         for number, p in enumerate(ours):
             for key, value in self.state[p].items():
                 value.copy_(state_dict["state"][number][key])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            # `params` of the saved groups are numbers.
             group.update({key: value for key, value in saved.items() if key != "params"})
 
 
@@ -185,7 +194,9 @@ class Numbered(Guarded):
         super().__init__(groups, **defaults)
         self.seed, self._taken, self._number = seed, 0, number or (lambda: self._taken)
         parameters = [p for group in self.param_groups for p in group["params"]]
+        # The index over all groups, the same on every rank and in every process.
         self._order = {p: index for index, p in enumerate(parameters)}
+        # A generator of its own: draws must not depend on how much dropout or sampling has drawn before.
         self._generator = torch.Generator(device=parameters[0].device)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -194,10 +205,13 @@ class Numbered(Guarded):
 
     def draws(self, p: Tensor, number: int, part: int = 0) -> torch.Generator:
         """Returns the generator, seeded for part `part` of parameter `p` in step `number`."""
+        # 0x9E37... is 2**64 divided by the golden ratio (Knuth's multiplicative hash): the seeds of neighbouring parts
+        # differ in many bits. Modulo 2**63, to remain a signed 64-bit number.
         return self._generator.manual_seed((self._seed(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
 
     def _seed(self, p: Tensor, number: int) -> int:
         """Returns the seed of parameter `p` in step `number`."""
+        # 20 bits for the parameter (a million), 24 for the step (16 million), the rest for the seed.
         return (self.seed << 44) + (number << 20) + self._order[p]
 
 
@@ -237,13 +251,16 @@ class StochasticAdamW(Numbered):
         """Returns both moments of a slice of elements, to be updated in place."""
         return state["exp_avg"].view(-1)[part], state["exp_avg_sq"].view(-1)[part]
 
+    # fp32 moments are views that AdamW updates in place; `LowBitAdamW` overrides this to quantize them again.
     def _remember(self, state: dict[str, Tensor], part: slice, mean: Tensor, square: Tensor) -> None:
         """Writes updated moments back if the state stores them in another form."""
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
+        # Before `locally`: the index and the number of elements are those of the full parameter.
         first, count = first_element(p), p.numel()
         here, grad, state = locally(p, grad, state)
         low = p.dtype != torch.float32
+        # The kernel works in registers, so there is no scratch to bound by chunks.
         if self.fused:
             if low:
                 place = self._seed(p, self._number()) % (1 << 62)
@@ -251,21 +268,27 @@ class StochasticAdamW(Numbered):
             else:
                 adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
+        # Flat, because chunks are ranges of elements, whatever the shape.
         weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
         end = here.numel()
         # At least one start: a rank with an empty shard must count steps too.
+        # Chunk borders are those of the full parameter: a shard that begins within a chunk has a shorter first one.
         starts = [0, *range(self.chunk - first % self.chunk, end, self.chunk)]
         for start in fold_identical(starts):
+            # `number`: chunk of the full parameter, which seeds the random bits; `skip`: its elements on earlier ranks.
             number, skip = divmod(first + start, self.chunk)
             part = slice(start, min(start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
+            # A copy for bf16; for fp32 weights it is the view itself, and AdamW updates the weight in place.
             value = weights[part].float()
             step = state["step"].clone()  # torch increments it in every call
             adamw_(value, slopes[part].float(), mean, square, step, group, self.found_inf)
             self._remember(state, part, mean, square)
             if low and end:
+                # The last chunk of the full parameter is shorter, and the number of draws depends on it.
                 chunk_size = min(self.chunk, count - number * self.chunk)
                 stochastic_round_(weights[part], value, self.draws(p, self._number(), number), skip=skip, of=chunk_size)
+        # Once, after all chunks: each took the same step.
         state["step"].copy_(step)
 
 
@@ -292,6 +315,7 @@ class Lion(Guarded):
         self.chunk = chunk
 
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        # fp32 even for bf16 weights: a step adds 1 % of the gradient, and bf16's spacing is 0.4 to 0.8 %.
         return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
@@ -300,7 +324,9 @@ class Lion(Guarded):
         flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
         for weight, slope, mean in fold_identical(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
             slope = slope.float()
+            # c = beta1 m + (1 - beta1) g;  w <- w (1 - lr wd) - lr sign(c);  m <- beta2 m + (1 - beta2) g
             direction = torch.lerp(mean, slope, 1 - first).sign_()
+            # The decay per step is the same for any scale: (lr * scale) * (weight_decay / scale).
             value = (weight * (1 - group["lr"] * group["weight_decay"])).float().sub_(direction, alpha=lr)
             keep_(weight, value, self.found_inf)
             keep_(mean, torch.lerp(mean, slope, 1 - second), self.found_inf)
@@ -322,10 +348,13 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
         True
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # Jordan's coefficients, tuned for fast growth of small singular values
+    # The Gram matrix of the shorter side is the smaller one.
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.t() if tall else matrix).to(dtype)
+    # The Frobenius norm bounds the largest singular value, and the iteration converges for values in [0, 1].
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
+        # x <- a x + (b G + c G^2) x with G = x x^T: a polynomial of the singular values, a s + b s^3 + c s^5.
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.t() if tall else x
@@ -333,6 +362,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
 
 def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Tensor], mark: str) -> list[ParamGroup]:
     """Splits each parameter group: matrices, marked `mark`, and the rest for AdamW (`by_adamw` and vectors)."""
+    # Parameters or groups, as for any torch optimizer.
     listed = list(groups)
     others = {id(p) for p in by_adamw}
     split = []
@@ -380,9 +410,12 @@ class Muon(Guarded):
         if not group["muon"]:
             adamw_(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
+        # Out of place, because a step with non-finite gradients must leave all of these as they are.
         decayed = p * (1 - group["lr"] * group["weight_decay"])
         momentum = state["momentum"] * group["momentum"] + grad
+        # Nesterov: the momentum as the next step would apply it, plus the gradient.
         update = torch.add(grad, momentum, alpha=group["momentum"])
+        # Orthogonalization mixes all rows, so a shard alone cannot be updated.
         if isinstance(like, DTensor):  # gathers the full matrix on every rank, in the dtype of the computation
             update = local_shard(
                 orthogonalize(full_tensor(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
@@ -406,13 +439,16 @@ class Adafactor(Guarded):
 
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         step = torch.zeros((), device=p.device)
+        # A matrix [n, m] takes n + m numbers instead of n m.
         shapes = {"square": p.shape} if p.ndim < 2 else {"row": p.shape[:-1], "column": (*p.shape[:-2], p.shape[-1])}
         return {"step": step} | {k: torch.zeros(s, dtype=torch.float32, device=p.device) for k, s in shapes.items()}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         step = state["step"] + 1
         weight = step ** -group["decay"]  # 1 - beta2 of this step
+        # Means over rows and columns need the full gradient.
         update = full_tensor(grad).float()
+        # epsilon_1 of the paper: the square roots of zeros would divide by 0.
         squares = update.square().add_(1e-30)
         new = {"step": step}
         if p.ndim < 2:
@@ -421,8 +457,10 @@ class Adafactor(Guarded):
         else:
             new["row"] = torch.lerp(state["row"], squares.mean(dim=-1), weight)
             new["column"] = torch.lerp(state["column"], squares.mean(dim=-2), weight)
+            # v = r c^T / mean(r), so 1 / sqrt(v) = rsqrt(r / mean(r)) * rsqrt(c)
             row = (new["row"] / new["row"].mean(dim=-1, keepdim=True)).rsqrt_()
             update = update * row.unsqueeze(-1) * new["column"].rsqrt().unsqueeze(-2)
+        # [..., 1, 1]: the root mean square per matrix, of each expert in a stack.
         size = update.square().mean(dim=(-2, -1) if p.ndim >= 2 else -1, keepdim=True).sqrt()
         update /= (size / group["clip"]).clamp_(min=1.0)
         here = local(p)

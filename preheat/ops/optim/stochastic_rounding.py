@@ -30,12 +30,17 @@ def stochastic_round_(
     """
     assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
     assert target.shape == value.shape
+    # Bits for the full parameter's chunk, of which a shard uses its own: the rounding does not depend on sharding.
     count = value.numel() if of is None else of
     # One 64-bit draw yields four sets of 16 bits, at a quarter of the cost.
+    # All 64 bits: from the lowest int64 to the highest (`None`: no upper limit).
     draws = torch.empty(-(-count // 4), dtype=torch.int64, device=value.device).random_(
         -(2**63), None, generator=generator
     )
+    # An fp32 number's upper 16 bits are its bf16 truncation; adding noise below 2**16 carries into them with the
+    # probability of the part that truncation drops. The same bits work for both signs, since they hold the magnitude.
     bits = value.view(torch.int32)
+    # int16 is signed: the mask makes the noise 0 to 65535.
     bits += draws.view(torch.int16)[skip : skip + value.numel()].view(value.shape).to(torch.int32).bitwise_and_(0xFFFF)
     bits &= -0x10000  # the result is a bf16 number, so the cast below is exact
     return target.copy_(value)

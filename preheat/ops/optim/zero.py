@@ -82,10 +82,12 @@ class ZeROAdamW(torch.optim.Optimizer):
             )
         self.stage, self.world = stage, _world()
         self._rank = torch.distributed.get_rank() if self.world > 1 else 0
+        # Before `super().__init__`, which calls `add_param_group` below for every group.
         self._owner: dict[Tensor, int] = {}
         self._loads = [0] * self.world
         self._averaged: dict[Tensor, Tensor] = {}  # owned parameter -> gradient averaged over all processes
         self._reduced = False  # stage 1: this step's gradients have been averaged
+        # torch's optimizers accept (name, parameter) pairs too.
         listed = [p[1] if isinstance(p, tuple) else p for p in params]
         on_host = (
             next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu"
@@ -97,6 +99,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         if cpu_offload and on_host:
             _say("cpu_offload: the parameters are already on the CPU, so it has no effect")
         self.offload = cpu_offload and not on_host
+        # Sharding replaces the parameters by DTensors: the optimizer must get the new ones.
         if stage == 3 and self.world > 1:
             assert module is not None
             listed = _shard(module, listed, offload=self.offload)
@@ -112,10 +115,12 @@ class ZeROAdamW(torch.optim.Optimizer):
         """Adds parameters. Largest first, each goes to the least loaded owner, which is the same on every process."""
         super().add_param_group(param_group)
         new = self.param_groups[-1]["params"]
+        # The greedy rule for balanced loads. `sorted` is stable, so every process decides alike without a message.
         for p in sorted(new, key=lambda p: -p.numel()):
             owner = min(range(self.world), key=self._loads.__getitem__) if self._shares else self._rank
             self._owner[p] = owner
             self._loads[owner] += p.numel()
+        # The hook runs in the backward pass as soon as a gradient is complete, so few are in memory at once.
         if self._shares and self.stage == 2:
             for p in new:
                 if p.requires_grad:
@@ -124,6 +129,7 @@ class ZeROAdamW(torch.optim.Optimizer):
     def _average(self, p: Tensor) -> Tensor:
         """Averages a gradient over the processes in place; valid on the owner only."""
         assert p.grad is not None
+        # To the owner only: an all-reduce would send about twice as much.
         torch.distributed.reduce(p.grad, dst=self._owner[p])  # gloo has no mean
         return p.grad.div_(self.world)
 
@@ -133,8 +139,10 @@ class ZeROAdamW(torch.optim.Optimizer):
         """
         mean = self._average(p)
         if self._owner[p] == self._rank:
+            # Micro-batches: each backward pass adds its mean. `step` and `zero_grad` clear the sum.
             previous = self._averaged.get(p)
             self._averaged[p] = mean if previous is None else previous.add_(mean)
+        # Also on the owner, which holds the mean in `_averaged`.
         p.grad = None
 
     def _gradients(self) -> dict[Tensor, Tensor]:
@@ -142,6 +150,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not self._shares:
             return {p: p.grad for p in everything if p.grad is not None}
+        # Once per step: `clip_grad_norm_` and then `step` both ask for the gradients.
         if self.stage == 1 and not self._reduced:
             self._reduced = True
             for p in everything:
@@ -158,6 +167,8 @@ class ZeROAdamW(torch.optim.Optimizer):
         one.
         """
         grads = list(self._gradients().values())
+        # Stage 3: this process's shards of all gradients. Stages 1 and 2: the full gradients of the parameters that it
+        # owns. Either way the sum below counts each element once.
         local = [_local(g) for g in grads]
         device = self.param_groups[0]["params"][0].device
         square = torch.zeros((), device=device)
@@ -178,10 +189,12 @@ class ZeROAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grads = self._gradients()
+        # `self._averaged` holds only parameters that this process owns, so the others are skipped.
         for group in self.param_groups:
             self._update(group, {p: grads[p] for p in group["params"] if p in grads})
         self._averaged.clear()
         self._reduced = False
+        # All broadcasts at once, in the same order on every process; only then wait.
         if self._shares:
             sent = [torch.distributed.broadcast(p.detach(), src=o, async_op=True) for p, o in self._owner.items()]
             for work in sent:
@@ -203,6 +216,7 @@ class ZeROAdamW(torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(like), torch.zeros_like(like)
                 if self.offload:
                     state["master"] = like
+            # With offload the CPU updates its fp32 copy, which is then cast to the device's dtype.
             weight = state.get("master", p)
             for name, value in (("weight", weight), ("grad", grad.to(weight.device, weight.dtype)), *state.items()):
                 columns[name].append(value)
@@ -228,6 +242,7 @@ class ZeROAdamW(torch.optim.Optimizer):
                 p.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        # Stage 2 has no `.grad` left; its gradients are the averages.
         super().zero_grad(set_to_none)
         self._averaged.clear()
         self._reduced = False
@@ -257,11 +272,13 @@ def _shard(module: nn.Module, listed: list[Any], *, offload: bool) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+    # FSDP2 creates new parameter objects under the old names.
     names = {id(p): name for name, p in module.named_parameters()}
     device = next(module.parameters()).device.type
     settings: dict[str, Any] = {"mesh": init_device_mesh(device, (torch.distributed.get_world_size(),))}
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy()
+    # Lists of modules are the layers of most models. Layers before the root, which takes the rest.
     for child in module.modules():
         if isinstance(child, nn.ModuleList):
             for layer in child:

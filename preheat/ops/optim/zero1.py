@@ -24,9 +24,11 @@ __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
     """Returns this rank's rows of a replicated tensor as a DTensor, sharing memory."""
+    # A replicated DTensor (of tensor parallelism) or a plain tensor.
     t = local(t.detach())
     rows_per_rank = -(-t.shape[0] // mesh.size())  # fewer or none on the last ranks, as DTensor shards
     start = min(torch.distributed.get_rank(mesh.get_group()) * rows_per_rank, t.shape[0])
+    # A view: what the optimizer writes to the shard is in the parameter already.
     rows = t[start : start + rows_per_rank]
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
 
@@ -36,6 +38,7 @@ def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, nn.Pa
     """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
     its own.
     """
+    # All occurrences first: a tied parameter has two, and the dictionaries must not change while they are traversed.
     slots = [
         (store, name, p)
         for module in modules
@@ -83,15 +86,19 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Updates the parameters; gradients must be complete and equal on every rank."""
         for p, share in self.shares.items():
+            # A view of the full gradient, so it takes no memory.
             share.grad = None if p.grad is None else _cut(p.grad, share.device_mesh)
+        # This rank's rows only: its states are 1 / ranks of the full ones.
         self.optimizer.step()
         for p, share in self.shares.items():
             if share.grad is not None:
                 share.grad = None
+                # An all-gather for each parameter. The full tensor is temporary, one at a time.
                 local(p).copy_(share.full_tensor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p in self.shares:
+            # The inner optimizer's own gradients are set and cleared within `step`.
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
@@ -123,8 +130,10 @@ def shard_optimizer(
     cut = []
     for group in groups:
         for p in group["params"]:
+            # Keyed by the full parameter: checkpoints and the engine know only that one.
             shares[p] = nn.Parameter(_cut(p, mesh))
             shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
+    # Only while the optimizer is created: the forward pass needs the full parameters.
     with _swapped_parameters(modules, shares):
         return ShardedOptimizer(make(cut, **settings), shares)
