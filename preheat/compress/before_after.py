@@ -61,6 +61,7 @@ class Baseline:
         unfake_(model)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         model.float().requires_grad_(False)
+        # After the merge and the cast: rounded once from fp32.
         plain = _half(model)
         return cls(plain, result, _bytes(plain), dtype, logits, texts, measured)
 
@@ -78,6 +79,7 @@ class Baseline:
         model: PreTrainedModel = compressed.build.trained[0]
         logits = held_logits(model, compressed)
         difference = verify.compare(self.logits, logits)
+        # The same argmax at a position.
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
         after = quality(compressed, self.texts, self.measured)
         # Both are timed in bf16; quantized maps keep their own formats.
@@ -100,10 +102,12 @@ class Baseline:
             models: by that name; this model is "before".
             turns: timed turns per model.
         """
+        # At least two tokens, at most 128, and one fewer than the row.
         first = self.texts.calibration[0]
         prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
         for name, speed in speeds(models, prompt, turns=turns).items():
             for row in rows:
+                # The original model's times belong to every row.
                 if name in ("before", row["name"]):
                     row["before" if name == "before" else "after"] |= {
                         "prompt_tokens": speed.prompt,
@@ -126,6 +130,7 @@ def _half(model: PreTrainedModel) -> PreTrainedModel:
 
 def _bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of the weights; shared weights count once."""
+    # By identity, so that a tied head counts once.
     return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
@@ -141,6 +146,7 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     """Returns loss and perplexity on held-out text."""
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 
+    # Rows per forward pass; the run's batch size is known to fit into memory.
     micro = min(8, opened.recipe.batch.size)
     return measure_text(
         opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer)
@@ -167,4 +173,5 @@ def _rise(before: Result, after: Result) -> JsonObject:
 
     loss = compared(before, after)["metrics"]["loss"]
     low, high = (None if v is None else math.expm1(v) for v in (loss["low"], loss["high"]))
+    # perplexity = exp(loss), so the relative rise is exp(difference of losses) - 1.
     return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}
