@@ -79,7 +79,6 @@ class Baseline:
         model: PreTrainedModel = compressed.build.trained[0]
         logits = held_logits(model, compressed)
         difference = verify.compare(self.logits, logits)
-        # The same argmax at a position.
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
         after = quality(compressed, self.texts, self.measured)
         # Both are timed in bf16; quantized maps keep their own formats.
@@ -146,7 +145,6 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     """Returns loss and perplexity on held-out text."""
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 
-    # Rows per forward pass; the run's batch size is known to fit into memory.
     micro = min(8, opened.recipe.batch.size)
     return measure_text(
         opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer)

@@ -60,7 +60,7 @@ def _card(
         closing: begins the last paragraph, before what was left out of the front matter.
     """
     front = front_matter(source, library=library, pipeline=pipeline, relation=relation, tags=tags)
-    # The front matter leaves out paths of this machine and lists them here.
+    # Says which fields the front matter lacks, such as the license of an unknown base.
     last = " ".join(filter(None, (closing, front.left_out)))
     return "\n\n".join(filter(None, (front.yaml, f"# {title}", *sections, last))) + "\n"
 

@@ -62,7 +62,7 @@ def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[di
     from preheat.ops.quantization.module_filter import kept_names, linear_maps
 
     places, maps = roles(model), linear_maps(model)
-    # Subclasses scale their output, which Int8Embedding would lose.
+    # Subclasses may scale their output, which Int8Embedding would lose.
     embedding = [name for name in places["embedding"] if type(model.get_submodule(name)) is nn.Embedding]
     try:
         excluded = kept_names([*maps, *embedding], settings.keep, places)
@@ -129,7 +129,7 @@ def quantize_by_inputs(
         for name, module in layer_maps.items():
             put_in(model, name, make(name, module, inputs[name]))
             del remaining[name]
-    # Maps outside the layers come last in the forward pass, so their inputs come from the quantized layers.
+    # Maps outside the layers, such as the head, are calibrated when all layers are quantized.
     if remaining:
         with plainly(model):
             for name, statistics in _inputs_of(model, remaining, rows).items():
@@ -166,7 +166,6 @@ def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bo
     names = roles(model)
     first, last = names["embedding"], names["head"]
     in_half = excluded if high == "bf16" else set()
-    # The order does not matter; sorted for reproducible files.
     for name in sorted(excluded - set(first)):
         if high == "int8":
             put_in(model, name, Int8Linear.of(model.get_submodule(name)))

@@ -80,9 +80,11 @@ FULL = Grid()
 GPU = Grid(
     rows=(256, 1024, 4096, 8192, 16384),
     layers=(
+        # Llama 3.2 1B: hidden size 2,048, 8,192 channels.
         (2048, 2048),
         (2048, 8192),
         (8192, 2048),
+        # Llama 3 8B: key-value and other projections, 14,336 channels; heads of Llama 2 and 3; LoRA of rank 16.
         (4096, 1024),
         (4096, 4096),
         (4096, 14336),
@@ -96,6 +98,7 @@ GPU = Grid(
     elements=(2**16, 2**20, 2**22, 2**24, 2**26),
     width=4096,
     vocabulary=128256,
+    # 8,192 tokens each, except for the longest.
     attention=((8, 32, 1024, 128), (4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128), (1, 32, 16384, 128)),
     parameters=2**26,
     large=2**30,

@@ -228,7 +228,6 @@ def accelerator(name: str) -> Accelerator:
         RecipeError: the name is unknown; the message suggests the closest one.
     """
     rows = _rows()
-    # Computed for each lookup: the table is small, and lookups are rare.
     by_key = {_key(known): known for known in rows} | _ALIASES
     match = by_key.get(_key(name))
     if match is None:

@@ -35,6 +35,7 @@ LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 
 # Runs in the child before exec, which preserves the death signal. The parent may have ended before prctl ran.
+# prctl(1, 9) is prctl(PR_SET_PDEATHSIG, SIGKILL).
 _TETHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -60,8 +61,8 @@ def end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # The parent may have ended before the call, and then no signal would come.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have ended before the call, and then no signal comes.
         if os.getppid() != parent:
             os._exit(1)
 

@@ -333,7 +333,6 @@ class _Timer:
         import torch.distributed as dist
 
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        # float64 keeps microseconds exact in long samples.
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return times.tolist()
 

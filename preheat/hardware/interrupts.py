@@ -65,7 +65,7 @@ class _Raising:
 
     def unraisable(self, lost: sys.UnraisableHookArgs) -> None:
         """Raises the exception again if Python dropped it: in a weakref callback, `__del__`, or a callback from C."""
-        # Other lost exceptions are the former hook's business.
+        # Other lost exceptions go to the hook that was installed before.
         if not isinstance(lost.exc_value, Interrupted):
             self.hook(lost)
         # Only while this handler is installed: afterwards the signal would end the process.

@@ -203,9 +203,9 @@ def peak_resident_bytes() -> int:
     size = _status("VmHWM")
     if size is not None:
         return size
-    # macOS counts bytes, other systems KiB.
     import resource
 
+    # macOS counts bytes, other systems KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -123,7 +123,6 @@ def write_held(
     pad = _pad(opened.tokenizer, run) if classifies else None
     if pad is not None:  # transformers' classifiers read the last non-padding token
         opened.tokenizer.pad_token_id = pad
-        # transformers' classifier takes the last token that is not padding; none may be inside a row.
         rows = [row[row != pad][None] for row in rows]
     image_rows = [] if vision is None else [drawn_image(vision)]
     # Before merging, so that the comparison covers the merge as well.
@@ -162,7 +161,6 @@ def write_held(
             reader = transformers.AutoModelForImageTextToText
         notes += [text_note] if text_note else []
         tokenizer.save_pretrained(folder)
-        # Fails on tokenizers that transformers rebuilds differently when it loads them.
         require_same_tokens(tokenizer, folder)
         notes += [note] if final and (note := rebuilt_by_transformers(folder)) else []
         if vision is not None and opened.build.weights.folder is not None:

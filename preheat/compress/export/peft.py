@@ -145,6 +145,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
                     target.copy_(tensors[key])
             _put_pairs(adapted, pairs)
+        # Without embeddings, which peft would add if the adapter includes them; they belong to the base.
         adapted.save_pretrained(folder, save_embedding_layers=False)
         del adapted
         ends.tokenizer.save_pretrained(folder)

@@ -52,6 +52,7 @@ _ENDS = {
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "output.weight",
 }
+# transformers' maps and norms -> torchchat's: w1 is the gate, w3 the up and w2 the down projection.
 _PARTS = {
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
@@ -134,7 +135,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
         config.num_attention_heads,
         dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else None,
     )
-    # The branches are ordered: each one relies on the fields that the ones before it have checked.
+    # The first branch makes sure of the fields that the others read.
     problem = ""
     if rope is None or getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
         problem = f"{config.model_type} has other blocks"
@@ -157,10 +158,10 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
     params = {
         "block_size": config.max_position_embeddings,
         "max_seq_length": config.max_position_embeddings,
-        # torchchat's names: local heads are key-value heads.
         "vocab_size": config.vocab_size,
         "n_layers": config.num_hidden_layers,
         "n_heads": heads,
+        # torchchat's name of the key-value heads.
         "n_local_heads": config.num_key_value_heads,
         "dim": config.hidden_size,
         "hidden_dim": config.intermediate_size,

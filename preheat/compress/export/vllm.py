@@ -114,7 +114,7 @@ def pack(model: PreTrainedModel, bits: int, folder: Path) -> list[str]:
     skipped = [name for name, module in maps.items() if bits == 4 and module.in_features % GROUP and name != head_name]
     weights = QuantizationArgs(num_bits=bits, type="int", symmetric=True, **granularity)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    # Only the head would remain.
+    # Every matrix but the head was skipped.
     if len(skipped) + 1 == len(maps):
         raise RunError(f"--dtype int4: no matrix has rows of whole groups of {GROUP}; use --dtype int8")
     # Adds the scales as parameters, which are set below.

@@ -246,8 +246,7 @@ def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
                 )
             if value == "auto":
                 raise RecipeError(f"settings.{key}: auto: an image classifier's training needs a number here")
-            # Checks the value as a recipe's.
-            # A recipe of no other content, because only this key is checked.
+            # Checks the value as a recipe's, in a recipe with nothing else.
             recipes.override(
                 Recipe(stop=Stop(max_steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings"
             )
