@@ -19,8 +19,10 @@ __all__ = ["MARK", "NewFolder", "Unwritable", "home_of", "require_new", "why_unw
 
 MARK = ".preheat-writing"
 """Lock file in a folder that is being written. It marks leftovers of a killed process; nothing else is ever removed."""
+# Errors of the disk, not of the program: full, over a limit, read-only, broken, or a name that is too long.
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 _MESSAGES = "|".join(re.escape(os.strerror(number)) for number in _FULL)
+# Folders inside a run that belong to the run.
 _OWN = ("checkpoints", "tokenizer")
 
 
@@ -52,7 +54,9 @@ class NewFolder:
 
     def __init__(self, out: str | Path):
         self.out = Path(out)
+        # abspath keeps links, which resolve() would follow; the current folder may change before the rename.
         self._target = Path(os.path.abspath(self.out))
+        # In the same parent folder, because a rename is atomic only within one file system.
         self._temporary = self._target.with_name(self._target.name + ".writing")
         # Folders created for it, innermost first; removed again if nothing is written.
         self._parents: list[Path] = []
@@ -72,9 +76,11 @@ class NewFolder:
 
     def _begin(self) -> None:
         parent = self._temporary.parent
+        # Recorded before mkdir, so that a failure removes exactly the folders that did not exist.
         self._parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
         mark = self._temporary / MARK
+        # lexists also sees a broken link, through which nothing may be written.
         if os.path.lexists(self._temporary) and not _is_ours(self._temporary, mark):
             raise RunError(
                 f"{self.out}: is first written as {self._temporary}, which exists and is not from preheat; remove it, "
@@ -83,8 +89,10 @@ class NewFolder:
         if not self._temporary.exists():
             self._temporary.mkdir()
             self._parents.insert(0, self._temporary)
+        # Before opening creates it.
         marked = mark.exists()
         lock = mark.open("a")
+        # The kernel releases the lock of a killed process, so a stale mark never blocks; a mark alone could.
         try:
             if not _locked(lock):
                 raise RunError(
@@ -112,7 +120,9 @@ class NewFolder:
                 self._finish()
         except OSError as failure:
             error = failure
+        # After a success the temporary folder is gone, so this only closes the lock.
         self._remove()
+        # Errors of other kinds propagate unchanged.
         why = error.reason if isinstance(error, Unwritable) else why_unwritable(error)
         if why:
             raise Unwritable(self.out, why) from None
@@ -122,17 +132,21 @@ class NewFolder:
             if file.is_file() and not file.is_symlink():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
+        # Everything is on disk before the name appears.
         self._temporary.rename(self._target)
+        # The mark moves along and is removed last: between the two calls the folder is already complete.
         (self._target / MARK).unlink()
         self._parents = []
 
     def _remove(self) -> None:
         if self._lock is not None:
+            # Only with the lock: without it, the folder belongs to another process.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._lock.close()
             self._lock = None
         for folder in self._parents:
             with contextlib.suppress(OSError):
+                # rmdir fails on a folder that something else has been written to, which then stays.
                 folder.rmdir()
 
 
@@ -149,6 +163,7 @@ def _locked(file: TextIO) -> bool:
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Another process has the lock; other errors mean that there are no locks here.
     except BlockingIOError:
         return False
     return True
@@ -157,6 +172,7 @@ def _locked(file: TextIO) -> bool:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
+        # As Python prints a chain: `from None` hides the context.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
@@ -169,11 +185,13 @@ def why_unwritable(error: BaseException | None) -> str:
     if isinstance(error, PreheatError) or not isinstance(error, Exception):
         return ""
     for cause in _chain(error):
+        # Missing permissions count only for the error itself; deeper in the chain libraries handle them.
         if isinstance(cause, OSError) and cause.errno in (
             *_FULL,
             *((errno.EACCES, errno.EPERM) if cause is error else ()),
         ):
             return cause.strerror or os.strerror(cause.errno or 0)
+        # Rust libraries write "(os error 28)", others the message of the C library.
         if match := re.search(rf"\(os error (\d+)\)|({_MESSAGES})", str(cause)):
             return os.strerror(int(match[1])) if match[1] else match[2]
     message = str(error)
@@ -213,12 +231,14 @@ def require_new(out: str | Path, source: str | Path | None = None) -> None:
     out = Path(out)
     target = Path(os.path.abspath(out))
     try:
+        # Rejected, because the rename would replace the link and not its target.
         if target.is_symlink():
             raise RunError(f"{out}: is a link; name a folder of its own with --out")
         if target.exists() and not target.is_dir():
             raise RunError(f"{out}: is an existing file; name another folder with --out")
         if target.is_dir() and any(target.iterdir()):
             raise RunError(f"{out}: already exists; name another folder with --out")
+        # The nearest folder that exists decides if the others can be created.
         ancestor = next(folder for folder in target.parents if folder.exists())
     except OSError as error:
         raise RunError(

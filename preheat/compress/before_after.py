@@ -61,6 +61,7 @@ class Baseline:
         unfake_(model)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         model.float().requires_grad_(False)
+        # After the merge and the cast: rounded once from fp32.
         plain = _half(model)
         return cls(plain, result, _bytes(plain), dtype, logits, texts, measured)
 
@@ -100,10 +101,12 @@ class Baseline:
             models: by that name; this model is "before".
             turns: timed turns per model.
         """
+        # At least two tokens, at most 128, and one fewer than the row.
         first = self.texts.calibration[0]
         prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
         for name, speed in speeds(models, prompt, turns=turns).items():
             for row in rows:
+                # The original model's times belong to every row.
                 if name in ("before", row["name"]):
                     row["before" if name == "before" else "after"] |= {
                         "prompt_tokens": speed.prompt,
@@ -126,6 +129,7 @@ def _half(model: PreTrainedModel) -> PreTrainedModel:
 
 def _bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of the weights; shared weights count once."""
+    # By identity, so that a tied head counts once.
     return sum({id(p): p.nbytes for p in model.parameters()}.values())
 
 
@@ -167,4 +171,5 @@ def _rise(before: Result, after: Result) -> JsonObject:
 
     loss = compared(before, after)["metrics"]["loss"]
     low, high = (None if v is None else math.expm1(v) for v in (loss["low"], loss["high"]))
+    # perplexity = exp(loss), so the relative rise is exp(difference of losses) - 1.
     return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}

@@ -25,6 +25,7 @@ _RUN, _OWN = 8, 0.02
 
 def require_rows(rows: Sequence[Tensor]) -> None:
     """Raises DataError, with the counts, if the rows [1, length] are too few or too uniform to calibrate on."""
+    # Identical rows add nothing to the statistics.
     count, different = len(rows), len({tuple(row.flatten().tolist()) for row in rows})
     if count < LEAST:
         raise DataError(
@@ -35,6 +36,7 @@ def require_rows(rows: Sequence[Tensor]) -> None:
             f"calibration: {count} rows, of which only {different} differ, and {LEAST} are needed; name other "
             "text with --data"
         )
+    # Also rejects text of one repeated word.
     vocabulary = len(torch.cat([row.flatten() for row in rows]).unique())
     if vocabulary < LEAST:
         raise DataError(f"calibration: the rows hold only {vocabulary} different tokens; name real text with --data")
@@ -64,7 +66,9 @@ class Inputs:
     tokens: int = 0
 
     def add(self, x: Tensor) -> None:
+        # (..., in) -> (tokens, in)
         x = x.detach().reshape(-1, x.shape[-1]).float()
+        # In place: the Gram matrix is as large as a square weight.
         self.gram.addmm_(x.t(), x)
         torch.maximum(self.largest, x.abs().amax(dim=0), out=self.largest)
         self.tokens += x.shape[0]
@@ -92,6 +96,7 @@ class Layer:
         def collect(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
                 x: Tensor = args[0]
+                # The width and the device are known at the first call.
                 if name not in inputs:
                     width = x.shape[-1]
                     inputs[name] = Inputs(
@@ -104,6 +109,7 @@ class Layer:
         inputs: dict[str, Inputs] = {}
         hooks = [module.register_forward_pre_hook(collect(name)) for name, module in maps.items()]
         try:
+            # This layer alone, on the outputs of the layers before it.
             self.run()
         finally:
             for handle in hooks:
@@ -123,6 +129,7 @@ def walk(model: PreTrainedModel, rows: Sequence[Tensor]) -> Iterator[Layer]:
         DataError: too few rows, or all alike.
     """
     require_rows(rows)
+    # Between two yields the caller changes the layer; the next one gets its inputs from the changed layer.
     with plainly(model):
         for name, module, run in layer_by_layer(model, rows):
             yield Layer(name, module, run)

@@ -54,6 +54,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
     from preheat.evaluation.perplexity import rows_of_text
 
     recipe, positions = opened.recipe, opened.build.model.positions
+    # A model without a limit of positions has 0.
     cut = min(length or recipe.batch.seq_len, positions or (1 << 30))
     if data is not None:
         all_of = rows_of_text(
@@ -62,12 +63,14 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
         return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th row held out")
     if opened.step is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
+    # The run's own preparation, so that validation rows are those that it never trained on.
     prepared = prepare(
         replace(recipe.data, tokenizer=opened.tokenizer_folder),
         length=cut,
         seed=recipe.seed,
         add_tokens=recipe.model.add_tokens,
     )
+    # A stream has no rows by number to choose from.
     if not isinstance(prepared.train, Rows):
         raise RecipeError("--data: is needed, since the run's data is read as a stream: name a text to calibrate with")
     description = f"the run's own data ({', '.join(Path(str(part.source)).name for part, _ in recipe.data.parts())})"
@@ -87,6 +90,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
 
 
 def _parted(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
+    # Spread over the text, because its end may differ from its beginning.
     held_out = [n for n in range(len(all_of)) if n % _SHARE == _SHARE - 1]
     others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
     if not held_out:
@@ -119,4 +123,5 @@ def _spread(total: int, limit: int) -> list[int]:
 
 
 def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
+    # (1, length)
     return [torch.from_numpy(rows.row(n).tokens)[None] for n in numbers]

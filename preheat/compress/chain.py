@@ -58,6 +58,7 @@ class Step:
     """train: those of the techniques that are skipped, with a note, if this model does not support them."""
 
     def __post_init__(self) -> None:
+        # Zero is not None: `train: 0` reaches the bound's own error.
         kinds = [kind for kind in ("compress", "train", "export") if getattr(self, kind) is not None]
         if len(kinds) != 1:
             raise ValueError(
@@ -107,6 +108,7 @@ def load_chain(path: str | Path) -> Chain:
             f"{path}: is not a chain: it has no list of steps under `chain`; preheat recipes show edge shows one"
         )
     reader = RecipeReader(str(path), lines)
+    # Errors are collected, so that the user sees all of them at once.
     for key in values:
         if key not in ("name", "chain"):
             reader.report((key,), f"unknown key '{key}'; a chain has a name and its steps")
@@ -115,11 +117,13 @@ def load_chain(path: str | Path) -> Chain:
         at = ("chain", str(n))
         steps.append(step := reader.flat(Step, settings, at))
         locations.append(f"{path}:{lines[at]}: chain.{n}")
+        # None: the step is invalid, and has been reported.
         if step is not None:
             reader.techniques(step.techniques, (*at, "techniques"))
     name = str(values.get("name", file.stem))
     if "name" in values and (problem := folder_name_problem(name)):
         reader.report(("name",), f"name: {problem}")
+    # Raises if anything was reported, so every step is a `Step` afterwards.
     reader.refuse()
     return Chain(name, tuple(steps), tuple(locations))
 

@@ -64,6 +64,7 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         split.append(("bit_budget", {"bits": bits}))
     known = methods()
     keys = {name: [field.name for field in dataclasses.fields(known[name])] for name, _ in split if name in known}
+    # Without a known method, `made_of` reports the unknown name instead.
     for item in overrides if keys else ():
         key, value = _setting(item, f"--set {item}")
         owner, _, own = key.rpartition(".")
@@ -72,6 +73,7 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
                 f"--set {shorten(item)}: {quoted(owner, 40)} is not one of the chosen methods; "
                 f"{nearest(owner, list(keys))}"
             )
+        # A setting without an owner applies to every chosen method that has it.
         having = [name for name in keys if own in keys[name] and owner in ("", name)]
         if not having:
             known_keys = sorted({key for name in keys for key in keys[name] if owner in ("", name)})
@@ -126,6 +128,7 @@ def made_of(name: str, values: Mapping[str, object]) -> Variant:
     reader = RecipeReader("--method", {})
     method = reader.flat(known[name], values, (name,))
     reader.refuse()
+    # The label is also the name of the variant's folder.
     label = "-".join([name, *(f"{key}-{_plain(value)}" for key, value in sorted(values.items()))])
     return Variant(label, method)
 
@@ -147,6 +150,7 @@ def trained_for(source: str | Path) -> list[Variant]:
     if technique is None:
         return []
     settings = dataclasses.asdict(technique)
+    # The weights were trained for this rounding: int4 in groups of the technique's size.
     settings["group"] = settings.pop("group_size")
     return [Variant("int4", methods()["int4"](**settings))]
 
@@ -204,12 +208,14 @@ def compress(
     say("opening")
     opened = load_model(source)
     require_decoder_only(opened.build.trained[0], "preheat compress")  # type: ignore[arg-type]
+    # Before the texts, which may take minutes to tokenize.
     _require(opened, variants, source)
     texts = texts or find_texts(opened, data, rows=rows, length=length)
     if any(v.method.reads_rows for v in variants):
         require_rows(texts.calibration)
     say("measuring the original model")
     before = Baseline.of(opened, texts, measured=measured)
+    # All models stay in memory until the timing, which takes turns between them.
     figures, timed = [], {"before": before.plain}
     with NewFolder(out) as root:
         folders = [root if len(variants) == 1 else root / variant.name for variant in variants]
@@ -218,8 +224,10 @@ def compress(
             row, timed[variant.name] = _compress_variant(variant, opened, before, folder, say)
             figures.append(row)
         say("timing")
+        # In turns at the end, so that a change of the machine's load affects all models alike.
         before.time(figures, timed, turns=turns)
         warning = unfinished(source, opened.step)
+        # The cards contain the times, so they come after the timing.
         for row, variant, folder in zip(figures, variants, folders, strict=True):
             text = model_card.of_compressed(
                 row,
@@ -234,6 +242,7 @@ def compress(
         summary = summed(out if len(figures) == 1 else out / choice[0], figures, choice, str(source), texts)
         summary["notes"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
         (root / "compress.json").write_text(to_json(summary, indent=1), encoding="utf-8")
+        # Before the rename, so that the folder appears complete or not at all.
         page(root)
     return summary
 
@@ -279,11 +288,13 @@ def _compress_variant(
 
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
+    # Methods change the model in place, and the next variant starts from the original.
     model: PreTrainedModel = copy.deepcopy(opened.build.trained[0])
     change = method.apply(model, before.texts.calibration if method.reads_rows else [])
     notes = save_load.write_model(model, opened, folder, method=name, dtype=before.dtype)
     notes += verify.code_in(folder)
     logits = held_logits(model, opened)
+    # Frees a copy before the next one is opened.
     del model
     say(f"{name}: reading back the written folder")
     reopened = load_model(folder)
@@ -312,6 +323,7 @@ def _compress_variant(
 
 def _chosen(figures: Sequence[JsonObject], within: float) -> tuple[str, str]:
     """Returns the name of the variant to use, and why."""
+    # Within the limit the smallest wins; beyond it only quality counts.
     near = [v for v in figures if v["perplexity_rise"] <= within]
     if near:
         best = min(near, key=lambda v: v["after"]["bytes"])

@@ -48,6 +48,7 @@ def front_matter(
 
     home = home_of(source)[0]
     recipe = recipes.load(home / "recipe.yaml", warn=False) if (home / "recipe.yaml").is_file() else None
+    # A converted or compressed model has its source as base; a trained one has the source of its run.
     base: str | None = str(Path(source).resolve())
     if recipe is not None:
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
@@ -56,6 +57,7 @@ def front_matter(
     omitted, note = [], ""
     if base is None:
         omitted.append("base_model: it was trained from new weights")
+    # Base known: a name on the hub, or a folder whose name has to be replaced by hand.
     else:
         name = _hub_name(base)
         if name is None:
@@ -69,6 +71,7 @@ def front_matter(
         values["datasets"] = names
     values["tags"] = list(dict.fromkeys(["preheat", *tags]))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    # safe_dump writes no comments, so the note is added to the line afterwards.
     text = re.sub(r"^(base_model: .*)$", lambda match: match[1] + note, text, count=1, flags=re.MULTILINE)
     return Front(f"---\n{text}---", f"Left out above: {'; '.join(omitted)}." if omitted else "")
 
@@ -84,6 +87,7 @@ def pipeline_of(config: PretrainedConfig) -> str:
 
 def _hub_name(base: str) -> str | None:
     """Returns the hub's name of a base, also of a folder in the hub's cache; None if it has none."""
+    # The hub's cache has folders models--OWNER--NAME/snapshots/REVISION.
     if match := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots/", base):
         return f"{match[1]}/{match[2]}"
     return base if _HUB.fullmatch(base) and not Path(base).exists() else None
@@ -97,9 +101,11 @@ def _license_of(base: str | None) -> JsonObject:
     if card is None or not card.is_file():
         return {}
     with card.open(encoding="utf-8", errors="replace") as opened:
+        # The front matter is at the beginning; a huge card is not read whole.
         text = opened.read(1 << 16)
     match = re.match(r"---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
     try:
+        # Without "&": nested YAML aliases can expand to gigabytes.
         values = yaml.safe_load(match[1]) if match and "&" not in match[1] else None
     except (yaml.YAMLError, ValueError, RecursionError):  # the base's card is not ours, and its license is optional
         return {}
@@ -112,4 +118,5 @@ def _datasets(recipe: Recipe | None) -> list[str]:
     if recipe is None:
         return []
     names = [str(part.source) for part, _ in recipe.data.parts()]
+    # "data/train.txt" looks like a hub name; its suffix shows a file of another machine.
     return [name for name in names if _HUB.fullmatch(name) and not Path(name).exists() and not Path(name).suffix]

@@ -65,6 +65,7 @@ def speeds(
 def in_turns(runs: Mapping[str, Callable[[], Timing]], turns: int) -> dict[str, list[Timing]]:
     """Calls each of `runs` once per turn, so that machine load affects all alike; the first turn is warmup."""
     timings: dict[str, list[Timing]] = {name: [] for name in runs}
+    # Turn 0 warms up: kernels are loaded and memory is allocated.
     for turn in range(turns + 1):
         for name, run in runs.items():
             timing = run()
@@ -79,14 +80,17 @@ def _once(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, f
     from transformers import DynamicCache
 
     device = model.device
+    # A new cache for each call: positions would go beyond the last call's.
     cache, prompt = DynamicCache(config=model.config), prompt.to(device)
     with torch.no_grad():
         start = time.perf_counter()
+        # The logits of the last position only, as generation computes them.
         token = (
             model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         )
         int(token)  # synchronizes with the GPU
         first = time.perf_counter() - start
+        # The token stays on the device, so that the loop synchronizes once, at its end.
         start = time.perf_counter()
         for _ in range(tokens):
             token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)

@@ -70,7 +70,9 @@ def run(model: PreTrainedModel, rows: Sequence[Tensor], request: JsonObject, pyt
         attention = model.config._attn_implementation
         model.set_attn_implementation("eager")  # the folder must not name our own attention
         model.save_pretrained(folder / "model")
+        # The caller's model is unchanged.
         model.set_attn_implementation(attention)
+        # Token ids instead of text: the worker needs no tokenizer of ours.
         (folder / "asked.json").write_text(
             to_json({**request, "rows": [row[0].tolist() for row in rows]}), encoding="utf-8"
         )
@@ -84,6 +86,7 @@ def run(model: PreTrainedModel, rows: Sequence[Tensor], request: JsonObject, pyt
             check=False,
             env=environment | {"HF_HUB_OFFLINE": "1"},
         )
+        # Python's last line is the exception; the lines before are its traceback.
         if process.returncode:
             errors = [line for line in process.stderr.strip().splitlines() if line.strip()] or ["no output"]
             raise RunError(f"--method llm_compressor: its process {ended_by(process.returncode)}: {errors[-1].strip()}")
@@ -98,6 +101,7 @@ def python_of(python: str | None) -> tuple[str, str]:
     executable = shutil.which(named)
     if executable is None:
         return "", f"python: {named} is not a program; {_INSTALL}"
+    # Asks that Python itself, because its packages are not on our path.
     check = subprocess.run([executable, "-c", "import llmcompressor"], capture_output=True, text=True, check=False)
     return executable, f"python: {named} has no llm-compressor; {_INSTALL}" if check.returncode else ""
 
@@ -110,11 +114,13 @@ def _read(folder: Path, model: PreTrainedModel, request: JsonObject) -> Quantize
         stored |= load_file(file)
     maps: dict[str, Groups | tuple[Tensor, Tensor]] = {}
     for name in request["maps"]:
+        # Popped, so that `stored` ends with the weights that are not quantized.
         parts = {kind: stored.pop(f"{name}.weight_{kind}", None) for kind in ("packed", "scale", "shape")}
         if parts["packed"] is None or parts["scale"] is None:
             raise RunError(f"--method llm_compressor: left {name} unchanged; please report it")
         rows, inputs = model.get_submodule(name).weight.shape
         codes, scales = unpacked(parts["packed"], request["bits"], inputs), parts["scale"].to(torch.bfloat16)
+        # Eight-bit codes are stored with an offset of 128.
         maps[name] = (
             Groups(codes, scales, None)
             if request["bits"] == 4
@@ -123,6 +129,7 @@ def _read(folder: Path, model: PreTrainedModel, request: JsonObject) -> Quantize
     own = dict(model.named_parameters(remove_duplicate=False))  # includes a tied head under its own name
     if unknown := sorted(stored.keys() - own.keys()):
         raise RunError(f"--method llm_compressor: wrote {unknown[0]}, which the model does not have; please report it")
+    # AWQ moves its factors into other weights, so these changed too.
     with torch.no_grad():
         for name, weight in stored.items():
             own[name].copy_(weight)
@@ -137,6 +144,8 @@ def unpacked(packed: Tensor, bits: int, inputs: int) -> Tensor:
         >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 8).tolist()
         [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
+    # (out, words, codes per word); the mask drops the sign bits that the arithmetic shift copies.
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    # The last word of a row may be filled up.
     return codes.flatten(1)[:, :inputs].to(torch.uint8)

@@ -30,10 +30,12 @@ def main(folder: Path) -> None:
     request: dict[str, Any] = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     maps: dict[str, int | None] = request["maps"]
     groups: dict[str, dict[str, object]] = {}
+    # llm-compressor wants one configuration for each group size, with the names of its maps.
     for size in dict.fromkeys(maps.values()):
         granularity = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
         weights = {"num_bits": request["bits"], "type": "int", "symmetric": True, **granularity}
         groups[f"of_{size}"] = {"targets": [name for name, group in maps.items() if group == size], "weights": weights}
+    # In order: AWQ scales the weights, then they are quantized.
     modifiers: list[AWQModifier | GPTQModifier | QuantizationModifier] = (
         [AWQModifier()] if request["by"].startswith("awq") else []
     )
@@ -46,6 +48,7 @@ def main(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, local_files_only=True)
     rows = [torch.tensor(row) for row in request["rows"]]
     examples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    # Single rows, because their lengths may differ.
     data: DataLoader[dict[str, torch.Tensor]] = DataLoader(examples, batch_size=1)  # type: ignore[arg-type]
     # oneshot requires a tokenizer, although the rows are token ids already.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"": 0})))
@@ -57,6 +60,7 @@ def main(folder: Path) -> None:
         max_seq_length=max(map(len, rows)),
         num_calibration_samples=len(rows),
     )
+    # In the packed format that `llm_compressor._read` unpacks.
     model.save_pretrained(folder / "made", save_compressed=True)
     (folder / "made/version.json").write_text(json.dumps(llmcompressor.__version__), encoding="utf-8")
 

@@ -60,6 +60,7 @@ def _card(
         closing: begins the last paragraph, before what was left out of the front matter.
     """
     front = front_matter(source, library=library, pipeline=pipeline, relation=relation, tags=tags)
+    # Says which fields the front matter lacks, such as the license of an unknown base.
     last = " ".join(filter(None, (closing, front.left_out)))
     return "\n\n".join(filter(None, (front.yaml, f"# {title}", *sections, last))) + "\n"
 
@@ -151,6 +152,7 @@ def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
     steps = summary["variants"][: number + 1]
     # Exports do not change the model, so earlier exports are not among the steps that led to this one.
     steps = [s for s in steps[:-1] if "logits" not in s] + [steps[-1]]
+    # The exported file, if the step wrote one; models of transformers have no `model.*` in `_USES`.
     suffix = next((file.suffix for file in folder.glob("model.*") if file.suffix in _USES), "")
     models = [("before", summary["before"]), *((s["method"], s["after"]) for s in steps)]
     comparison = ""
@@ -195,6 +197,7 @@ def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
         sections,
         library={".onnx": "onnx", ".pte": "executorch"}.get(suffix, "transformers"),
         pipeline="image-classification",
+        # The hub has no relation for a converted file; a pruned or distilled model is a finetune.
         relation="quantized" if suffix else "finetune",
         closing=f"Written by {version_of('preheat')}.",
     )
@@ -250,6 +253,7 @@ def version_of(package: str) -> str:
 
 def _origin(run: Path, summary: JsonObject) -> list[str]:
     merged = f", {summary['merged']} adapters merged" if summary.get("merged") else ""
+    # A checkpoint's folder is RUN/checkpoints/NAME.
     run = run.parent.parent if run.parent.name == "checkpoints" else run
     if not (run / "recipe.yaml").is_file():
         return [f"Written by preheat from the folder `{run.resolve().name}`{merged}."]
@@ -280,6 +284,7 @@ def _measured(reader: Reader) -> list[str]:
         last = metrics[-1]
         tokens = f" and {last['tokens']:,} tokens" if last.get("tokens") is not None else ""
         lines.append(f"- after {last['step']:,} steps{tokens}: training loss {last['loss']:.4f} nats a token")
+    # Evaluations may have other metrics only.
     losses = [
         (line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None
     ]

@@ -59,12 +59,14 @@ def run_chain(
         0.972
     """
     out = Path(out)
+    # Before the model is opened, which takes long.
     require_new(out, source)
     steps: Steps
     if is_classifier(Path(source)):
         steps = ImageSteps(Path(source), chain, out, data=data, seed=seed, say=say)
     else:
         steps = TextSteps(source, chain, out, data=None if data is None else str(data), measured=measured, say=say)
+    # Kept until the end, because all models are timed in alternating turns.
     models = {"before": steps.begin()}
     rows: list[JsonObject] = []
     for number, (step, path) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
@@ -72,6 +74,7 @@ def run_chain(
         say(f"{progress}: {label}")
         with located(path):
             name, what = steps.take(step, number)
+            # Exports of language models are compared by their writers.
             if step.export is None or steps.measures_exports:
                 say(f"{progress}: measuring")
                 row = {"name": name, "method": label, "settings": dict(step.settings)}
@@ -80,6 +83,7 @@ def run_chain(
     say("timing")
     steps.time(rows, models, turns)
     summary = steps.summarize(rows)
+    # Written last: a folder without it shows a chain that did not finish.
     write_user_file(
         out / "compress.json", to_json(summary, indent=1), fix="free disk space; the steps' folders are intact"
     )

@@ -38,6 +38,7 @@ class High:
     """Precision of the modules in `keep`: int8 (weight-only, one scale per output), nearly lossless, or bf16."""
 
     def check(self, model: ModelFacts) -> list[str]:
+        # transformers stores the experts of a layer as one 3D parameter.
         if model.experts:
             return [
                 f"method: the {model.experts} experts of a layer share one parameter, which is not a linear map: most "
@@ -61,6 +62,7 @@ def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[di
     from preheat.ops.quantization.module_filter import kept_names, linear_maps
 
     places, maps = roles(model), linear_maps(model)
+    # Subclasses may scale their output, which Int8Embedding would lose.
     embedding = [name for name in places["embedding"] if type(model.get_submodule(name)) is nn.Embedding]
     try:
         excluded = kept_names([*maps, *embedding], settings.keep, places)
@@ -96,6 +98,7 @@ def quantize(
     chosen, excluded = chosen_maps(model, settings, method)
     # all first, so that an error leaves the model unchanged
     quantized = {name: make(name, module) for name, module in chosen.items()}
+    # Read before the maps are replaced, when both are still plain modules.
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, module in quantized.items():
         put_in(model, name, module)
@@ -119,12 +122,14 @@ def quantize_by_inputs(
     chosen, excluded = chosen_maps(model, settings, method)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     remaining = dict(chosen)
+    # Later maps are calibrated on the outputs of the quantized maps before them, so that they can compensate.
     for layer in walk(model, rows):
         layer_maps = {name: module for name, module in chosen.items() if name.startswith(f"{layer.name}.")}
         inputs = layer.inputs(layer_maps) if layer_maps else {}
         for name, module in layer_maps.items():
             put_in(model, name, make(name, module, inputs[name]))
             del remaining[name]
+    # Maps outside the layers, such as the head, are calibrated when all layers are quantized.
     if remaining:
         with plainly(model):
             for name, statistics in _inputs_of(model, remaining, rows).items():
@@ -165,6 +170,7 @@ def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bo
         if high == "int8":
             put_in(model, name, Int8Linear.of(model.get_submodule(name)))
     looked_up = embedding(model)
+    # With a tied head in bf16, embedding codes of its own would store the matrix twice.
     if type(looked_up) is nn.Embedding and not in_half & {*first, *(last if tied else ())}:
         put_in(model, first[0], Int8Embedding.of(looked_up))
         ends: Any = (embedding(model), head(model))
@@ -180,6 +186,7 @@ def describe_precision(model: PreTrainedModel, names: Sequence[str], description
 
     weights, bits = weights_and_bits(model, names)
     looked_up = embedding(model)
+    # Quantized modules that the method did not choose: those of `keep`.
     others = [m for name, m in quantized_modules(model).items() if name not in set(names) and m is not looked_up]
     rest = f"; {len(others)} others kept in int8" if others else ""
     rest += f"; the embedding in {'int8' if form_of(looked_up) else 'bf16'}"
@@ -204,10 +211,12 @@ def weights_and_bits(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
     weights = bits = 0
     for name in names:
         m: Any = model.get_submodule(name)
+        # NF4 packs two weights a byte, so the shape of its parameter says nothing.
         if isinstance(m, PackedMap):
             weights += m.nf4_shape[0] * m.nf4_shape[1]
         elif isinstance(m, QuantizedMap):
             weights += m.in_features * m.out_features
+        # A map that stayed in bf16 counts 16 bits a weight.
         else:
             weights, bits = weights + m.weight.numel(), bits + 16 * m.weight.numel()
             continue

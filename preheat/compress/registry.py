@@ -35,6 +35,7 @@ class Method(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        # A class registers itself when its module is imported.
         _REGISTRY[cls.name()] = cls
 
     def check(self, model: ModelFacts) -> list[str]:

@@ -54,10 +54,12 @@ def write_model(
     attention, use_cache = model.config._attn_implementation, model.config.use_cache
     model.set_attn_implementation("eager")  # the folder must not name our own attention
     model.config.use_cache = True
+    # Sets the model's config and generation settings, which are saved below.
     ends = name_ends(model, opened)
     if quantized:
         names = roles(model)
         quantization = stored(model, method, (names["embedding"][0], names["head"][0]))
+        # A copy: the model in memory is not quantized by transformers and must not say so.
         config = type(model.config).from_dict(model.config.to_dict())
         config.architectures, config.dtype, config.quantization_config = (
             [type(model).__name__],
@@ -70,11 +72,13 @@ def write_model(
         weights = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     else:
+        # `p.data` keeps the parameters, so that tied weights stay tied.
         for p in model.parameters():
             p.data = p.data.to(dtype)
         model.save_pretrained(folder)
     ends.tokenizer.save_pretrained(folder)
     note = rebuilt_by_transformers(folder)
+    # The model is used further: its logits are compared with the folder's.
     model.set_attn_implementation(attention)
     model.config.use_cache = use_cache
     return [*ends.notes, *([note] if note else [])]

@@ -49,11 +49,13 @@ def draw(
     shapes: dict[Sizes, None] = {}
 
     def sample(count: int) -> int:
+        # Without the 1/2, nearly every shape would shrink every dimension.
         return count if rng.random() < 0.5 else rng.randint(max(math.ceil(smallest * count), 1), count)
 
     for _ in range(TRIES * draws):
         layers, units = sample(current.layers), sample(current.heads // group)
         heads = units * group
+        # Some families need a width that is a multiple of the heads.
         step = width_step(model.config, heads, current.head_dim, multiple)
         widths = [w for w in range(step, current.hidden, step) if w >= smallest * current.hidden]
         hidden = current.hidden if not widths or rng.random() < 0.5 else rng.choice(widths)
@@ -67,14 +69,18 @@ def draw(
                 current.channels if rng.random() < 0.5 else rng.randint(1, current.channels // multiple) * multiple
             )
         else:
+            # Parameters are affine in the channels, so two counts give the number of channels that meets the budget.
             bare, full = (count(replace(shape, channels=c)) for c in (0, current.channels))
             channels = int((budget - bare) / (full - bare) * current.channels)
+            # Down to a multiple, so that the budget holds.
             channels = current.channels if channels >= current.channels else channels // multiple * multiple
         shape = replace(shape, channels=channels)
+        # Dimensions that are too large leave too few channels or none.
         if channels < max(smallest * current.channels, 1) or shape == current:
             continue
         if budget is not None and channels == current.channels and not SPENT * budget <= count(shape) <= budget:
             continue  # too far below the budget, or above it
+        # A dict, which is an ordered set: the same seed gives the same order.
         shapes[shape] = None
         if len(shapes) == draws:
             break
@@ -85,6 +91,7 @@ def least(model: PreTrainedModel, smallest: float, multiple: int) -> Sizes:
     """Returns the smallest shape that `draw` may draw, without the family's constraints on its width."""
     current = sizes_of(model.config)
     group = heads_at_once(current)
+    # Rounded up, as in `draw`, whose fractions are minimums.
     units = max(math.ceil(smallest * current.heads / group), 1)
 
     def smallest_count(count: int) -> int:
@@ -108,6 +115,7 @@ def relative_time(smaller: PreTrainedModel, model: PreTrainedModel, rows: Sequen
     row = max(rows, key=lambda row: row.shape[-1]).to(model.device)
     seconds: tuple[list[float], list[float]] = ([], [])
     with plainly(smaller), plainly(model):
+        # Alternating, so that the machine's load affects both models alike.
         for number in range(ROUNDS + 1):
             for timed, times in zip((smaller, model), seconds, strict=True):
                 start = time.perf_counter()

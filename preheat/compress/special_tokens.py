@@ -57,18 +57,21 @@ def name_ends(model: PreTrainedModel, opened: LoadedModel) -> EndTokens:
     """
     from transformers import GenerationConfig
 
+    # The base's own settings have precedence over values derived from the config.
     settings, notes = read_generation(opened.build.weights.folder)
     if settings is None:
         settings = GenerationConfig.from_model_config(model.config)
         settings._from_model_config = False  # or transformers would derive them from the config again on load
     model.generation_config = settings
     tokenizer, turn, string, turn_notes = _end_turns(opened)
+    # Only missing values: a base's own EOS may differ from that of its tokenizer.
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         own = getattr(opened.tokenizer, key)
         for target in (model.config, settings):
             if getattr(target, key, None) is None and own is not None:
                 setattr(target, key, own)
     ends = ends_of(settings)
+    # Generation stops at any of them.
     ends += [n for n in (opened.tokenizer.eos_token_id, turn) if n is not None and n not in ends]
     if turn is not None and tokenizer.eos_token_id == turn:
         model.config.eos_token_id = turn
@@ -79,6 +82,7 @@ def name_ends(model: PreTrainedModel, opened: LoadedModel) -> EndTokens:
 
 def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None, str, list[str]]:
     """Returns a tokenizer whose EOS ends a chat turn, the token and else the string that ends a turn, and notes."""
+    # A copy: the run's tokenizer is still needed as it was trained.
     tokenizer = copy.deepcopy(opened.tokenizer)
     if opened.template is None:
         return tokenizer, None, "", []
@@ -86,6 +90,7 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
     tokens, strings = turn_ends(template, tokenizer)
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     turn = next(iter(tokens), None)
+    # The string that ends a turn may be an added token.
     if turn is None and strings:
         turn = added.get(strings[0])
         if turn is None:
@@ -97,9 +102,11 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
             return tokenizer, None, strings[0], [note]
     if turn is None or turn == tokenizer.eos_token_id:
         return tokenizer, turn, "", []
+    # A new EOS must not change how texts are encoded or chats are rendered.
     before = _behaviour(tokenizer, template)
     ending = copy.deepcopy(tokenizer)
     ending.eos_token = tokenizer.convert_ids_to_tokens(turn)
+    # Templates write {{ eos_token }}, which the new token would change as well.
     variables = {**template.variables, "eos_token": ending.eos_token}
     if (
         _behaviour(ending, Template(template.text, template.name, variables, template.special, template.with_tools))
@@ -115,6 +122,7 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
 
 def _behaviour(tokenizer: PreTrainedTokenizerFast, template: Template) -> list[list[int] | str]:
     """Returns how texts are tokenized and a chat is rendered; a new EOS token must not change either."""
+    # Two turns of the user, so that the end of the assistant's turn is inside the rendered text.
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
     return [tokenizer.encode(text) for text in TEXTS] + [template.prompt(chat)]
 
@@ -134,6 +142,7 @@ def end_texts(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     begin = ""
     if beginning(tokenizer):
         begin, marks = f"{tokenizer.bos_token} ", [*marks, (tokenizer.bos_token, tokenizer.bos_token_id)]
+    # $A is the text, $B the second text of a pair, :1 its type.
     one = f"{begin}$A {tokenizer.eos_token}"
     # Replaces the tokenizer's own post-processor: in a sequence of two, the second does not see the first's tokens.
     changed.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -168,6 +177,7 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Non
     from transformers import AutoTokenizer
 
     reloaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code.allowed())
+    # "a" has no space in front, which some tokenizers add.
     for text in (*TEXTS, "a"):
         if reloaded.encode(text) != tokenizer.encode(text):
             raise RunError(

@@ -91,15 +91,18 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     Raises:
         RecipeError: another family.
     """
+    # Fails first for other families.
     sizes = slicing.sizes_of(model.config)
     hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], object]]] = []
 
     def watch(units: int) -> tuple[_Mean, Callable[[Tensor, Tensor], object]]:
         mean = _Mean()  # 1 unit: the full Gram matrix of all inputs
+        # A sum is used here, not the mean, so the number of tokens does not matter.
         return mean, lambda before, after: mean.add(moments(before.float(), 1 if products else units), 1)
 
     parts: dict[str, list[tuple[str, _Mean, nn.Module]]] = {"heads": [], "channels": []}
     units = {"heads": sizes.heads, "channels": sizes.channels}
+    # Maps that read heads (output projections) and channels (down projections), per layer.
     for what, count in units.items():
         for _, name, module in slicing.readers(model, what):
             mean, record_products = watch(count)
@@ -108,21 +111,27 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     outs, streams = {}, {}
     for name, norm in slicing.norms_over_stream(model).items():
         outs[name], streams[name] = _Mean(), _Mean()
+        # LayerNorm subtracts the mean first, so its statistic is the variance; RMSNorm's is the mean square.
         centred = isinstance(norm, torch.nn.LayerNorm)
 
+        # The defaults bind this iteration's values; a closure would see the last norm's.
         def record(before: Tensor, after: Tensor, name: str = name, centred: bool = centred) -> None:
             before = before.float() - (before.float().mean(-1, keepdim=True) if centred else 0)
             for mean, x in ((outs[name], after.float()), (streams[name], before)):
+                # (..., width) -> (width)
                 mean.add(x.square().flatten(0, -2).sum(0), x.shape[:-1].numel())
 
         hooks.append((norm, record))
     layer_means, layer_hooks = _influence_hooks(model)
+    # One pass serves all scores.
     with plainly(model), hooked(hooks + layer_hooks):
         run(model, rows)
     scores: dict[str, list[Tensor]] = {what: [] for what in parts}
     for what, entries in parts.items():
         for _, mean, module in entries:
+            # (units, unit size, unit size): diagonal blocks of the Gram matrix, or measured as such.
             second = blocks(mean.total[0], units[what]) if products else mean.total
+            # Squared norm of each unit's contribution after the map, from the second moments of the map's input.
             scores[what].append(added(matrix(module), second).cpu())
     return Importance(
         heads=scores["heads"],
@@ -148,6 +157,7 @@ def _influence_hooks(
     means = [_Mean() for _ in anatomy(model).layers]
 
     def record(mean: _Mean) -> Callable[[Tensor, Tensor], object]:
+        # A mean over tokens, weighted by the tokens of the row.
         return lambda before, after: mean.add(
             influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]
         )
@@ -168,13 +178,16 @@ def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices
     if wanted.hidden < current.hidden:
         selection = replace(selection, hidden=highest(importance.hidden, wanted.hidden))
     if wanted.channels < current.channels:
+        # Layers have equal sizes, so each keeps its own best channels and heads.
         selection = replace(selection, channels=[highest(scores, wanted.channels) for scores in importance.channels])
     if (wanted.heads, wanted.kv_heads) != (current.heads, current.kv_heads):
         group = current.heads // current.kv_heads
         heads, kv_heads = [], []
         for scores in importance.heads:
+            # (key-value heads, query heads of each)
             by_group = scores.view(current.kv_heads, group)
             groups = highest(by_group.sum(1), wanted.kv_heads)
+            # Query heads of key-value head g are numbers g * group to (g + 1) * group - 1.
             within = [g * group + highest(by_group[g], wanted.heads // wanted.kv_heads) for g in groups.tolist()]
             heads.append(torch.cat(within))
             kv_heads.append(groups)
@@ -195,11 +208,15 @@ def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, ref
     selection = chosen(importance, slicing.sizes_of(model.config), wanted)
     smaller = slicing.smaller(model, selection)
     if selection.hidden is not None:
+        # Maps names of the smaller model to those of the original, whose layers have other indices.
         before = slicing.origin(model, selection)
         with torch.no_grad():
             for name, norm in slicing.norms_over_stream(smaller).items():
                 squares = importance.streams[before(name)[1]]
-                norm.weight.mul_((squares[selection.hidden].mean() / squares.mean()).sqrt())  # type: ignore[operator,union-attr]
+                # w' = w sqrt(mean of the remaining squares / mean of all squares)
+                norm.weight.mul_(  # type: ignore[operator,union-attr]
+                    (squares[selection.hidden].mean() / squares.mean()).sqrt()
+                )
     if refit:
         with torch.no_grad():
             _refit(model, smaller, selection, importance.products)
@@ -214,12 +231,14 @@ def _refit(
     for what in ("heads", "channels"):
         for _, name, module in slicing.readers(smaller, what):
             layer, source = before(name)
+            # None: this part was not narrowed, so its map is unchanged.
             index = indices.of(what, layer) if indices.narrow else None
             if index is None:
                 continue
             fitted = fitted_map(
                 matrix(model.get_submodule(source)), products[source], index.to(products[source].device)
             )
+            # A narrower stream also drops the map's outputs.
             matrix(module).copy_(fitted if selection.hidden is None else fitted[selection.hidden.to(fitted.device)])
 
 
@@ -255,6 +274,7 @@ def sizes_for_fractions(
         kv_heads=groups if current.kv_heads > 1 else 1,
         channels=count_of("channels", channels, current.channels, f"channels {each}", multiple),
     )
+    # transformers may require, for example, that the heads divide the width.
     if problem := slicing.misfit(config, wanted):
         raise RecipeError(f"heads: {heads}, hidden: {hidden}: {problem}")
     return wanted
@@ -279,6 +299,7 @@ def count_of(knob: str, share: float, current: int, what: str, multiple: int = 1
     Raises:
         RecipeError: none is left; the message names the fraction that leaves one.
     """
+    # int(x + 0.5) rounds halves up, unlike round(), so that a larger fraction never gives less.
     count = current if share == 1 else min(int(share * current / multiple + 0.5) * multiple, current)
     if count < 1:
         by = f" by multiples of {multiple}" if multiple > 1 else ""
@@ -294,6 +315,7 @@ def losses_without(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     with plainly(model):
         losses = []
         for layer in anatomy(model).layers:
+            # One pass over the rows per layer.
             with skipping([layer]):
                 losses.append(loss(model, rows))
     return torch.tensor(losses)
@@ -305,10 +327,12 @@ def require_skipped(model: PreTrainedModel, smaller: PreTrainedModel, kept: Tens
     This detects families whose layers depend on their index, for example for alternating attention windows.
     """
     removed = [layer for n, layer in enumerate(anatomy(model).layers) if n not in kept.tolist()]
+    # The longest row, because short ones fit into every attention window.
     row = max(rows, key=lambda row: row.shape[-1]).to(model.device)
     with plainly(model), plainly(smaller), skipping(removed):
         expected, logits = model(input_ids=row).logits, smaller(input_ids=row).logits
     difference = float((logits - expected).norm() / expected.norm())
+    # Also true for NaN.
     if not difference < 1e-3:
         raise RecipeError(
             f"model: {model.config.model_type} has layers that depend on their index, so that without some of them "

@@ -60,27 +60,33 @@ class TextSteps(Steps["PreTrainedModel"]):
             raise RecipeError(
                 "--data: is needed with a model's folder: name the text to calibrate, train and measure with"
             )
+        # `alone` leaves out parallelism, which changes no result; the tokenizer is read from the model's folder.
         recipe = replace(alone(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder))
         if data is not None:
+            # A folder has no validation split, so a tenth of the text is held out.
             validation = recipe.data.validation if is_run else 0.1
             recipe = replace(recipe, data=replace(recipe.data, source=data, validation=validation))
+        # Errors of the command line appear before anything is measured.
         recipes.check(recipe)
         self.recipe = recipe
         # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
         self.texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
         self.start = self.place = out / "0-start"
+        # Tokens of the run: steps x rows x length. None for a folder, which has no step.
         self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len or None
         self.rate = peak_learning_rate(opened.build)
         self.notes: list[str] = []
         self.exports: list[JsonObject] = []
         self._opened = opened
         self._step_of_source = opened.step
+        # Last, because it needs `start`, `tokens` and `rate`.
         self._require_possible(opened.build.device.kind)
 
     def begin(self) -> PreTrainedModel:
         chain = self._chain
         self._say("writing the original model")
         huggingface.write(self._source, self.start)  # creates `out`, or leaves nothing behind
+        # Only the first step's model is known now; the models of later steps do not exist yet.
         if chain.steps[0].train is not None:
             try:
                 with located(chain.locations[0]):
@@ -90,6 +96,7 @@ class TextSteps(Steps["PreTrainedModel"]):
                 raise
         self._say("measuring the original model")
         self._before = Baseline.of(self._opened, self.texts, measured=self._measured)
+        # Frees the model, of which `Baseline` has a bf16 copy.
         del self._opened
         return self._before.plain
 
@@ -101,6 +108,7 @@ class TextSteps(Steps["PreTrainedModel"]):
     def compress(self, step: Step, number: int) -> tuple[str, str]:
         variant = self._methods[number]
         name = f"{number}-{variant.name}"
+        # One row and one turn, because `measure` measures all steps alike afterwards.
         summary = compress.compress(self.place, [variant], self._out / name, texts=self.texts, measured=1, turns=1)
         self.place = self._out / name
         self.notes += summary["notes"]
@@ -117,13 +125,16 @@ class TextSteps(Steps["PreTrainedModel"]):
 
         name = f"{number}-train"
         out = self._out / name
+        # The last step was a training run, whose adapters have to be merged before the next recipe.
         if (self.place / "recipe.yaml").is_file():
             folder = self._out / f"{number}-from"
             huggingface.write(self.place, folder)
             self.place = folder
+        # Planned on this machine: techniques may fit the original model and not the one of this step.
         recipe, skipped = self._possible(step, plan_here)
         self.notes += [f"{name} was left out: {why}" for name, why in skipped.items()]
         result = train(recipe, out=out, progress=False)
+        # Interrupted: an incomplete step must not be the input of the next one.
         if result["stopped"]:
             raise RunError(
                 f"{out}: its training was ended by {result['stopped']} at step {result['steps']:,}, so the chain ends "
@@ -153,6 +164,7 @@ class TextSteps(Steps["PreTrainedModel"]):
         reached, since earlier steps may change the model.
         """
 
+        # Tags of the techniques and of the device only; those of the model are unknown before its step.
         def check(recipe: Recipe) -> None:
             chosen = techniques_of(recipe)
             tags = frozenset(tag for t in chosen for tag in t.provided()) | {Tag(device)}
@@ -167,15 +179,18 @@ class TextSteps(Steps["PreTrainedModel"]):
     def _possible(self, step: Step, check: Callable[[Recipe], object]) -> tuple[Recipe, dict[str, str]]:
         """Returns a step's recipe without the optional techniques that `check` rejects, and why each is rejected."""
         wanted = {
+            # `$start` in a teacher's setting is the original model's folder.
             name: {key: str(self.start) if value == START else value for key, value in (settings or {}).items()}
             for name, settings in step.techniques.items()
         }
         skipped: dict[str, str] = {}
+        # Each rejection may name one optional technique; without it, others may be rejected or accepted.
         while True:
             recipe = self._recipe(step, {name: wanted[name] for name in wanted if name not in skipped})
             try:
                 check(recipe)
             except TechniqueError as error:
+                # A problem with a technique that is not optional is an error of the chain.
                 refused = next((p for p in error.problems if p.technique in step.where_possible), None)
                 if refused is None:
                     raise
@@ -188,15 +203,19 @@ class TextSteps(Steps["PreTrainedModel"]):
         added = reader.techniques(techniques)
         reader.refuse()
         base, share = self.recipe, step.train or 0.0
+        # At least one token, so that a tiny fraction still trains one step.
         stop = Stop(epochs=share) if self.tokens is None else Stop(tokens=max(1, round(share * self.tokens)))
         recipe = replace(
             base,
             model=Model(path=str(self.place)),
+            # The step's own settings have precedence over the run's.
             techniques=_kept(base) | added,
             optimizer=replace(base.optimizer, lr=step.rate * self.rate),
             stop=stop,
+            # No samples of text during the steps.
             sample=Sample(),
         )
+        # JSON is YAML, so that strings and lists survive the way through `override`.
         items = [f"{key}={json.dumps(value)}" for key, value in step.settings.items()]
         return recipes.override(recipe, *items, where="settings") if items else recipe
 
@@ -211,6 +230,7 @@ def _methods(chain: Chain) -> dict[int, Variant]:
             if step.compress is not None:
                 variants[number] = compress.made_of(step.compress, step.settings)
             if step.export is not None:
+                # Called for its errors: it rejects unknown formats and dtypes.
                 registry.default_output(Path(), step.export, step.settings.get("dtype"))
                 registry.require_settings(step.export, step.settings)
                 if strange := sorted(step.settings.keys() - {"dtype", "tolerance", "length"}):

@@ -21,9 +21,11 @@ def unfinished(source: str | Path, step: int | None) -> str:
     if step is None or not (run / "events.jsonl").is_file():
         return ""
     reader = Reader(run)
+    # A run may finish several times: resuming with a later stop adds an event.
     ends = [event.get("steps") for event in reader.events("finished")]
     if step in ends:
         return ""
+    # A step beyond the plan means that the recipe's stop was changed.
     planned = reader.plan.get("steps")
     progress = f"step {step:,}" + (f" of {planned:,}" if isinstance(planned, int) and planned >= step else "")
     if any(isinstance(end, int) and end > step for end in ends):

@@ -58,6 +58,7 @@ def maps_to_prune(model: PreTrainedModel, *, keep: str = "", pattern: str = "uns
         raise RecipeError(f"keep: {keep!r} leaves no linear map to prune")
     for name, module in chosen.items():
         inputs = matrix(module).shape[1]
+        # The pattern is along the inputs, which matmuls sum over.
         if pattern == "2:4" and inputs % 4:
             raise RecipeError(
                 f"pattern: 2:4 needs inputs in groups of four, and {name} has {inputs}; keep it out (keep: "
@@ -69,6 +70,7 @@ def maps_to_prune(model: PreTrainedModel, *, keep: str = "", pattern: str = "uns
 def zero_lowest(weight: Tensor, scores: Tensor, sparsity: float, pattern: str, *, by_row: bool) -> None:
     """Zeroes the weights [out, in] with the lowest scores, in place: a fraction of all or of each row, or two of each
     four."""
+    # (out, in)
     removed = two_of_four(scores) if pattern == "2:4" else lowest(scores, sparsity, by_row=by_row)
     weight.masked_fill_(removed, 0.0)
 
@@ -76,6 +78,7 @@ def zero_lowest(weight: Tensor, scores: Tensor, sparsity: float, pattern: str, *
 def summary(maps: dict[str, nn.Module], pattern: str) -> str:
     """Returns a summary: '82,560 of the 165,120 weights of 35 linear maps are zero, 50.0%'."""
     weights = sum(matrix(m).numel() for m in maps.values())
+    # Counted afterwards: weights that were 0 before count too.
     zeros = sum(int((matrix(m) == 0).sum()) for m in maps.values())
     detail = " (two of each four)" if pattern == "2:4" else ""
     return f"{zeros:,} of the {weights:,} weights of {len(maps)} linear maps are zero, {zeros / weights:.1%}{detail}"

@@ -80,9 +80,11 @@ FULL = Grid()
 GPU = Grid(
     rows=(256, 1024, 4096, 8192, 16384),
     layers=(
+        # Llama 3.2 1B: hidden size 2,048, 8,192 channels.
         (2048, 2048),
         (2048, 8192),
         (8192, 2048),
+        # Llama 3 8B: key-value and other projections, 14,336 channels; heads of Llama 2 and 3; LoRA of rank 16.
         (4096, 1024),
         (4096, 4096),
         (4096, 14336),
@@ -96,6 +98,7 @@ GPU = Grid(
     elements=(2**16, 2**20, 2**22, 2**24, 2**26),
     width=4096,
     vocabulary=128256,
+    # 8,192 tokens each, except for the longest.
     attention=((8, 32, 1024, 128), (4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128), (1, 32, 16384, 128)),
     parameters=2**26,
     large=2**30,
@@ -116,6 +119,7 @@ def grid_of(device: Device) -> Grid:
         return FULL
     if device.memory >= _SMALL_GPU:
         return GPU
+    # The layers keep their shapes: `most` leaves out the matmuls whose operands are too large.
     return dataclasses.replace(GPU, elements=GPU.elements[:-1], parameters=2**24, large=2**28, most=2**29)
 
 
@@ -158,15 +162,19 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     attention: list[AttentionRate] = []
     peak: dict[str, float] = {}
     adamw: dict[str, float] = {}
+    # Progress: 5 % for the memory measurements, the rest in equal parts by dtype.
     share = 0.95 / len(dtypes)
     with threads_of(threads):
         tell("memory", 0.0)
+        # fp32, so a quarter as many elements as bytes; a copy reads and writes each byte, hence the factor 2 below.
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
         bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
         to_host, to_device = _host_link(seconds, source) if cuda else (None, None)
+        # Eight elements cost nothing to add, so this is the overhead of any operator.
         tiny = random((8,), torch.float32)
         launch = seconds(lambda: tiny + tiny)
+        # 1 MiB in fp32. Multiplying by ones in place keeps the values finite; two reads and one write, hence the 3.
         piece, other = random((2**18,), torch.float32), torch.ones(2**18, device=device.kind)
         near = None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other))
         for index, (name, dtype) in enumerate(dtypes.items()):
@@ -174,14 +182,17 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             tell(f"matmuls in {name}", done)
             peak[name] = _peak(seconds, random, dtype, grid)
             layers = _matrix(seconds, random, name, dtype, grid)
+            # A layer can be faster than the square matmuls, and MFU, which divides by the peak, must not exceed 1.
             peak[name] = max(peak[name], *(rate.flops for rate in layers))
             matrix += layers
             tell(f"operators in {name}", done + share / 2)
             moved += _moved(seconds, random, name, dtype, grid)
             attention += _attention(seconds, random, name, dtype, grid)
             adamw[name] = _adamw(seconds, random, dtype, grid)
+        # TF32 is a mode of fp32 matmuls, so it needs no rates of other operators, attention or AdamW.
         if has_tf32(device):
             tell("matmuls in tf32", 0.98)
+            # The stopwatch is only the owner: if a measurement raises, its end restores torch's setting.
             end = allow_tf32(seconds)
             peak["tf32"] = _peak(seconds, random, torch.float32, grid)
             layers = _matrix(seconds, random, "tf32", torch.float32, grid)
@@ -222,12 +233,14 @@ class _Cycle:
             self()
 
     def __call__(self) -> None:
+        # A full deque drops its oldest result, whose memory the next call gets from the allocator, as in a step.
         self._kept.append(next(self._calls)())
 
 
 def _contended(others: OtherProcesses, threads: int, watch: float = 0.0) -> bool:
     """True if other processes use more cores than these threads leave them; observes for `watch` more seconds."""
     time.sleep(watch)
+    # Tolerates a quarter of a core of background work.
     return others.cores() > (os.cpu_count() or 1) - threads + 0.25
 
 
@@ -235,6 +248,7 @@ def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
     """Returns the bytes/s from GPU memory to pinned host memory, and back."""
     import torch
 
+    # 256 MiB. Only copies to and from pinned memory run at the link's rate; others pass through a staging buffer.
     piece = source[: 2**26]
     host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
     to_host = piece.nbytes / seconds(lambda: host.copy_(piece, non_blocking=True))
@@ -242,6 +256,7 @@ def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
 
 
 def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
+    # A matmul of two size x size matrices takes 2 size^3 FLOPs.
     a, b = random((size, size), dtype), random((size, size), dtype)
     return 2 * size**3 / seconds(lambda: a @ b, budget=0.5)
 
@@ -252,6 +267,8 @@ def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) ->
     A small one decides first if a large one would take too long (a minute in bf16 on a CPU without AVX512).
     """
     best, longest = _square(seconds, random, dtype, min(_FIRST, *grid.products)), _PATIENCE
+    # The small matmul underestimates the rate of large ones, hence the patience; later sizes are judged by a real
+    # one.
     for size in sorted(grid.products):
         if 2 * size**3 / best < longest:
             best, longest = max(best, _square(seconds, random, dtype, size)), 0.5
@@ -269,12 +286,17 @@ def _layer(
 
     k, m = sizes
     measured = []
+    # Layout -> FLOP/s with the last measured number of rows.
     last: dict[Layout, float] = {}
+    # In ascending order, so that the rate with fewer rows predicts the time with more.
     for n in sorted(grid.rows):
         flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
+        # The smallest number of rows is always measured: every layer needs a rate in every layout.
         if last and (bytes > grid.most or all(flops / rate >= _TOO_LONG for rate in last.values())):
             continue
+        # Input (n, k), gradient of the output (n, m) and weight (m, k), in as many copies as leave the cache.
         sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_turns(bytes))]
+        # Transposed views, as autograd multiplies them: BLAS has another kernel for each layout.
         factors: dict[Layout, list[tuple[Tensor, Tensor]]] = {
             "forward": [(x, w.t()) for x, _, w in sets],
             "grad_input": [(g, w) for _, g, w in sets],
@@ -291,8 +313,10 @@ def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, gr
     measured = []
     table = random((grid.vocabulary, grid.width), dtype)
     for elements in grid.elements:
+        # Most operators move at least an operand and a result, so twice the elements bounds the number of sets.
         sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
         for operator, (_, moved) in sets[0].items():
+            # An operator that moves more bytes leaves the cache with fewer sets.
             turns = _Cycle([calls[operator][0] for calls in sets[: _turns(moved)]])
             measured.append(MovedRate(operator, name, moved, moved / seconds(turns)))
     return measured
@@ -308,17 +332,21 @@ def _movers(
     aten = torch.ops.aten
     size = dtype.itemsize
     n = max(1, elements // grid.width)
+    # (n, width): all operands together have about `elements` elements each.
     x, y = random((n, grid.width), dtype), random((n, grid.width), dtype)
+    # rsqrt of a negative number is NaN.
     positive = x.abs() + 1
     out = torch.empty_like(x)
     row, column = random((grid.width,), dtype), random((n, 1), dtype)
     # Causal, because branch prediction fails on a random mask.
     later = torch.arange(grid.width, device=x.device)[None] >= grid.width // 2
+    # (1, n, heads, width of a head), as a projection's output before attention.
     heads = x.view(1, -1, 4, grid.width // 4)
     left, right = x.chunk(2, dim=-1)
     left, right = left.contiguous(), right.contiguous()
     one, many = x.numel() * size, y.numel() * size
     calls: dict[str, tuple[Callable[[], object], int]] = {
+        # Bytes per call: each operand that is read and each result that is written, once.
         "copy": (x.clone, 2 * one),
         "copy_": (lambda: out.copy_(x), 2 * one),
         "transpose": (lambda: heads.transpose(1, 2).contiguous(), 2 * one),
@@ -340,14 +368,17 @@ def _movers(
         "sum_rows": (lambda: x.sum(dim=0), one + grid.width * size),
         "norm": (lambda: torch.linalg.vector_norm(x), one),
     }
+    # A cast reads one dtype and writes the other, which has half or twice the bytes.
     if dtype is torch.float32:
         calls["to_bf16"] = (lambda: x.to(torch.bfloat16), one + one // 2)
     else:
         calls["to_fp32"] = (lambda: x.to(torch.float32), 3 * one)
+    # (tokens, vocabulary): the loss works on few rows of this length.
     logits = random((max(1, elements // grid.vocabulary), grid.vocabulary), dtype)
     logs = logits.log_softmax(dim=-1)
     nbytes = logits.numel() * size
     calls["softmax"] = (lambda: logits.softmax(dim=-1), 2 * nbytes)
+    # Repeated softmax of probabilities stays finite, and its time does not depend on the values.
     chances = logits.softmax(dim=-1)
     calls["softmax_"] = (lambda: torch.softmax(chances, dim=-1, out=chances), 2 * nbytes)
     calls["amax"] = (lambda: logits.amax(dim=-1), nbytes)
@@ -356,14 +387,18 @@ def _movers(
     at = random.rows(n, grid.vocabulary)
     calls["embedding"] = (lambda: F.embedding(at, table), 2 * one)
     calls["embedding_backward"] = (
+        # -1: no padding index; False: no scaling by frequency.
         lambda: aten.embedding_dense_backward(y, at, grid.vocabulary, -1, False),
         one + table.numel() * size,
     )
+    # A permutation, because index_copy_ has no defined result for repeated rows.
     order = random.rows(n, n)
     bits = torch.empty(elements * size // 8, dtype=torch.int64, device=x.device)
+    # A generator of its own leaves the caller's random state alone.
     own = torch.Generator(device=x.device)
     calls["random_"] = (lambda: bits.random_(-(2**63), None, generator=own), bits.numel() * 8)
     calls["index_copy_"] = (lambda: out.index_copy_(0, order, x), 2 * one)
+    # 65,536 random indices, repeated: drawing every index would take longer than the measurement.
     few, places = random((256,), dtype), random.rows(2**16, 256).to(torch.int32).repeat(-(-n * grid.width // 2**16))
     calls["look_up"] = (lambda: few.index_select(0, places), places.numel() * (4 + size))
     flag = torch.ones((), dtype=torch.bool, device=x.device)
@@ -380,8 +415,10 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
         q, k, v = (random((rows, heads, length, head_dim), dtype).requires_grad_() for _ in range(3))
         gradient = random((rows, heads, length, head_dim), dtype)
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        # Forward is 2 matmuls of 2 rows heads length^2 head_dim FLOPs, backward 5: it recomputes the scores.
         square = rows * heads * length**2 * head_dim
         forward = seconds(partial(scaled_dot_product_attention, q, k, v, is_causal=True))
+        # The retained graph can run backward repeatedly.
         backward = seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
         measured.append(AttentionRate(name, "forward", length, heads, head_dim, 4 * square / forward))
         measured.append(AttentionRate(name, "backward", length, heads, head_dim, 10 * square / backward))
@@ -395,6 +432,7 @@ def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -
     parameters = [torch.nn.Parameter(random((grid.parameters // 8,), dtype)) for _ in range(8)]
     for parameter in parameters:
         parameter.grad = random(tuple(parameter.shape), dtype)
+    # Fused is the variant that the planner predicts with `Rates.adamw`.
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     return seconds(optimizer.step, budget=0.1) / (grid.parameters // 8 * 8)
 
@@ -413,8 +451,10 @@ def rates(
     import torch
 
     stored = load(device.name, torch.__version__, threads)
+    # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
+    # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
         _measure_in_process(device, threads, progress, grid or grid_of(device))
         stored = load(device.name, torch.__version__, threads)
@@ -433,16 +473,20 @@ def _measure_in_process(device: Device, threads: int, progress: Progress | None,
     with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stderr is not None
+        # Progress arrives as JSON lines until the child ends. Its stderr is read afterwards, so it must fit in the
+        # pipe.
         try:
             for line in child.stdout:
                 what, done = json.loads(line)
                 if progress is not None:
                     progress(what, done)
             errors = child.stderr.read().strip()
+        # Ctrl-C too must not leave a child behind that uses all cores.
         except BaseException:
             child.kill()  # Popen.__exit__ waits for it
             raise
     if child.returncode != 0:
+        # A process ended by a signal leaves no message, so the signal is the reason.
         last = (
             errors.splitlines()[-1] if errors and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
         )

@@ -64,6 +64,8 @@ class Accelerator:
 
     def peaks(self) -> dict[str, float]:
         """Returns {dtype: peak FLOP/s} of the data sheet."""
+        # bf16 and fp16 have one rate on matrix units that support both; V100 and T4, or a user's device, state only
+        # one.
         rates = {"bf16": self.bf16 or self.fp16, "fp16": self.fp16 or self.bf16, "fp32": self.fp32, "float8": self.fp8}
         if self.bf16 and self.generation in _TF32:
             rates["tf32"] = self.bf16 / 2
@@ -71,9 +73,11 @@ class Accelerator:
 
     def sustained(self) -> dict[str, float]:
         """Returns {dtype: FLOP/s} of large matmuls in training, where power limits lower the clocks."""
+        # Achieved figures are for bf16, and fp16 runs at the same rate.
         achieved = {"bf16": self.achieved_bf16, "fp16": self.achieved_bf16, "float8": self.achieved_fp8}
         share = _SUSTAINED.get(self.generation, 0.75)
         return {
+            # fp32 without TF32 does not use the matrix units, so their achievable fraction does not apply.
             dtype: share * (achieved.get(dtype) or peak * (1.0 if dtype == "fp32" else _ACHIEVED))
             for dtype, peak in self.peaks().items()
         }
@@ -176,6 +180,7 @@ _ALIASES = {
 
 def _key(name: str) -> str:
     """Normalizes a name for lookup: removes case, punctuation and vendor."""
+    # Vendors first, because \b needs the spaces and dashes that the next line removes.
     text = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|aws|google|intel)\b", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", text)
 
@@ -186,6 +191,7 @@ def _number(cell: str, unit: float) -> float | None:
 
 def _rows() -> dict[str, Accelerator]:
     rows = {}
+    # Without the header; `#` begins a comment in the table.
     for line in _TABLE.strip().splitlines()[1:]:
         name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = (
             line.partition("#")[0].split()
@@ -261,6 +267,7 @@ def parse_accelerator(text: str) -> Accelerator:
     from preheat.hardware.probe import parse_memory
 
     known = ["name", "memory", *_RATES]
+    # Fields without a default have to be passed; None means unknown.
     values: dict[str, Any] = dict.fromkeys(
         f.name for f in dataclasses.fields(Accelerator) if f.default is dataclasses.MISSING
     )
@@ -273,6 +280,7 @@ def parse_accelerator(text: str) -> Accelerator:
             values[key] = value
         elif key == "memory":
             values[key] = parse_memory(value, "--gpu: memory")
+        # A pattern instead of float(), which also accepts nan, inf and negative numbers.
         elif not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) == 0:
             unit = {1e12: "TFLOP/s", 1e9: "GB/s", 1.0: "watts"}[_RATES[key]]
             raise RecipeError(
@@ -281,6 +289,7 @@ def parse_accelerator(text: str) -> Accelerator:
         else:
             values[key] = float(value) * _RATES[key]
     lacking = [key for key in ("memory", "bandwidth") if values[key] is None]
+    # One matmul rate is enough, because `peaks` uses it for both half-precision dtypes.
     lacking += [] if values["bf16"] or values["fp16"] else ["bf16"]
     if lacking:
         raise RecipeError(

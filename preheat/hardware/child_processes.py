@@ -35,6 +35,7 @@ LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 
 # Runs in the child before exec, which preserves the death signal. The parent may have ended before prctl ran.
+# prctl(1, 9) is prctl(PR_SET_PDEATHSIG, SIGKILL).
 _TETHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -51,6 +52,7 @@ def tethered(command: Sequence[str]) -> list[str]:
     """Wraps a command so that Linux kills it when the starting thread ends, even by `kill -9`; unchanged elsewhere."""
     if sys.platform != "linux":
         return list(command)
+    # -I and -S skip the user's paths and site-packages, so the wrapper starts fast and runs nothing else.
     return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *command]
 
 
@@ -60,6 +62,7 @@ def end_with_parent(parent: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have ended before the call, and then no signal comes.
         if os.getppid() != parent:
             os._exit(1)
 
@@ -88,6 +91,7 @@ def local_group() -> dict[str, str]:
 
 def all_here() -> bool:
     """True if all ranks run on this host, according to the launcher's environment variables."""
+    # Without torchrun's LOCAL_WORLD_SIZE, only a loopback address proves that all ranks are here.
     address, local = os.environ.get("MASTER_ADDR", ""), os.environ.get("LOCAL_WORLD_SIZE")
     if not local:
         return _is_loopback(address)
@@ -112,8 +116,10 @@ def launched_store(timeout: float) -> Store:
     from torch.distributed import rendezvous
 
     rank, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_PORT"))
+    # torch's own rendezvous also reports missing and malformed variables.
     if not (_served_here() and rank.isdecimal() and port.isdecimal()):
         return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))[0]
+    # Detached, because the store owns the descriptor and closes it.
     return local_store(int(port), listening=listen(int(port)).detach() if int(rank) == 0 else None, timeout=timeout)
 
 
@@ -133,6 +139,7 @@ def _is_loopback(address: str) -> bool:
 def _is_here(address: str) -> bool:
     """True if a name or address belongs to this host: only those can be bound."""
     try:
+        # Port 0 is any free port: only the address is tested.
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:
             trial.bind(place)
@@ -149,6 +156,7 @@ def listen(port: int = 0) -> socket.socket:
     """
     listening = socket.socket()
     try:
+        # Allows the port of a run that has just ended, whose connections are in TIME_WAIT.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((LOOPBACK, port))
         listening.listen(socket.SOMAXCONN)
@@ -170,5 +178,6 @@ def local_store(port: int, *, listening: int | None = None, timeout: float = 300
 
     patience = timedelta(seconds=timeout)
     if listening is None:
+        # No number of workers is given, so that the store does not wait for all of them to connect.
         return TCPStore(LOOPBACK, port, None, False, patience)
     return TCPStore(LOOPBACK, port, None, True, patience, wait_for_workers=False, master_listen_fd=listening)

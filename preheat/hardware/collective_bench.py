@@ -99,12 +99,15 @@ def measure(task: Task, tell: Told | None = None) -> JsonObject:
         place = _topology()
         _room(task, place, device)
         runs = _Timer(task, place, device)
+        # For the progress, the pairs count as one more collective.
         total = len(task.collectives) * len(task.sizes) + len(task.sizes)
         rows: list[LinkRate] = []
         for name in task.collectives:
             for size in task.sizes:
                 if tell is not None and place.rank == 0:
                     tell(f"{name.replace('_', ' ')}, {size:,} bytes", len(rows) / total)
+                # Buffers live as long as the call's closure, so that those of two sizes never coexist (`_room` counts
+                # on it).
                 seconds = runs(_call(name, size, place, device))
                 rows.append(
                     LinkRate(
@@ -113,6 +116,7 @@ def measure(task: Task, tell: Told | None = None) -> JsonObject:
                 )
         pairs = _pairs(task, place, device, tell, len(rows) / total)
         name = probe("cuda" if task.backend == "nccl" else "cpu").name
+        # Every rank has the same times (`slowest`), so one report is enough.
         if place.rank != 0:
             return {}
         return {
@@ -140,6 +144,7 @@ def _device(task: Task) -> torch.device:
     import torch
 
     if task.backend == "gloo":
+        # Ranks on one host share its cores; more threads each would oversubscribe them.
         torch.set_num_threads(1)
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -149,6 +154,7 @@ def _device(task: Task) -> torch.device:
             f"--backend nccl: {wanted} processes on a host with {torch.cuda.device_count()} GPUs; "
             "NCCL needs a GPU each: start fewer, or use --backend gloo"
         )
+    # Collectives of Python objects use the current device, so each rank must set its own before joining.
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
@@ -159,9 +165,11 @@ def _join(task: Task, device: torch.device) -> None:
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Without this, gloo listens on the interface of the host's name, which other hosts can reach.
     if all_here():
         os.environ.update(local_group())
     try:
+        # `nettest` started this process and reserved the port; else torchrun or the user set the rendezvous.
         if (listening := os.environ.get(LISTENING)) is not None:
             store: Store = local_store(int(port), listening=int(listening) if listening else None, timeout=task.timeout)
         else:
@@ -172,8 +180,10 @@ def _join(task: Task, device: torch.device) -> None:
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=task.timeout),
+            # With a device, NCCL connects here instead of in the first collective.
             device_id=device if device.type == "cuda" else None,
         )
+        # An unreachable rank fails here, and the error is one of the rendezvous.
         dist.barrier()
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -201,11 +211,14 @@ def _topology() -> _Topology:
     import torch.distributed as dist
 
     name = socket.gethostname()
+    # torchrun's GROUP_RANK separates containers that have the same host name.
     mine = (os.environ.get("GROUP_RANK", name), name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     world = dist.get_world_size()
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, mine)
+    # Hosts in the order of their first rank.
     keys = list(dict.fromkeys(key for key, _, _ in gathered))
+    # If hosts share a name, their keys are appended.
     names = {
         key: name if len({n for _, n, _ in gathered}) == len(keys) else f"{name} ({key})" for key, name, _ in gathered
     }
@@ -221,6 +234,7 @@ def _topology() -> _Topology:
 def _room(task: Task, place: _Topology, device: torch.device) -> None:
     """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
     has = probe(device.type).memory
+    # Processes on one host share its memory; a GPU belongs to one process.
     sharing = place.local if device.type == "cpu" else 1
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
@@ -242,6 +256,7 @@ def _call(name: str, size: int, place: _Topology, device: torch.device) -> Calla
     import torch
     import torch.distributed as dist
 
+    # fp32 elements; each rank contributes or receives a share of the full buffer.
     count = _real(size, place) // 4
     share = count // place.world
 
@@ -268,6 +283,7 @@ def _call(name: str, size: int, place: _Topology, device: torch.device) -> Calla
     after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
 
     def ring() -> None:
+        # Posted together: blocking sends around a ring would wait for each other forever.
         both = [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
@@ -290,6 +306,7 @@ class _Timer:
     def once(self, call: Callable[[], object], times: int) -> float:
         import torch.distributed as dist
 
+        # The barrier aligns the ranks, and waiting empties the GPU's queue before the clock starts.
         dist.barrier()
         self.wait()
         start = time.perf_counter()
@@ -299,10 +316,13 @@ class _Timer:
         return (time.perf_counter() - start) / times
 
     def __call__(self, call: Callable[[], object]) -> list[float]:
+        # The first call sets up connections, so it only limits the warm-up to the budget.
         first = self.slowest([self.once(call, 1)])[0]
         for _ in range(max(1, min(self.task.warmup, math.ceil(self.task.budget / first)) - 1)):
             call()
+        # A quarter of a sample with warm connections estimates the time of a call.
         guess = self.slowest([self.once(call, max(1, math.ceil(_SAMPLE / max(first, 1e-6) / 4)))])[0]
+        # Calls per sample and samples within the budget; the slowest rank's time makes all ranks choose the same.
         times = max(1, math.ceil(_SAMPLE / max(guess, 1e-6)))
         samples = max(5, min(self.task.repeats, int(self.task.budget / (times * guess))))
         return self.slowest([self.once(call, times) for _ in range(samples)])
@@ -331,12 +351,16 @@ def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None
     """
     import torch.distributed as dist
 
+    # Ranks of each host.
     members = [
         [rank for rank in range(place.world) if place.hosts[rank] == host] for host in range(len(set(place.hosts)))
     ]
     inside = [(ranks[0], ranks[1]) for ranks in members if len(ranks) > 1]
+    # Pairs of the first ranks of neighbouring hosts, the last host with the first.
     around = [(a[0], b[0]) for a, b in zip(members, members[1:] + members[:1], strict=True)] if len(members) > 1 else []
+    # A ring of two hosts has the same pair twice.
     around = around[:1] if len(members) == 2 else around
+    # Even pairs, then odd ones; with an odd number of hosts the last pair meets both, so it has its own round.
     rounds = [
         inside,
         around[0 : len(around) - len(around) % 2 : 2],
@@ -347,11 +371,13 @@ def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None
     for n, round_ in enumerate(pairs for pairs in rounds if pairs):
         if tell is not None and place.rank == 0:
             tell("pairs", done + (1 - done) * n / 4)
+        # Ranks without a pair in this round wait at the barrier and leave the network to the others.
         mine = next((pair for pair in round_ if place.rank in pair), None)
         own = [] if mine is None else _there_and_back(task, place, device, mine)
         dist.barrier()
         gathered: list[Any] = [None] * place.world
         dist.all_gather_object(gathered, own)
+        # Both ranks of a pair have times; those of the leading rank count.
         for a, b in round_:
             rows = gathered[a]
             measured.append({
@@ -371,14 +397,17 @@ def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tu
     import torch.distributed as dist
 
     rows = []
+    # The leading rank decides when to stop, because the ranks' clocks would disagree about the budget.
     lead, other = pair[0] == place.rank, pair[1] if pair[0] == place.rank else pair[0]
     for size in task.sizes:
         message = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
+        # NCCL sends device memory only, so the flag is a tensor on the device.
         again = torch.ones(1, device=device)
         seconds: list[float] = []
         end = time.perf_counter() + task.budget
         while True:
             if lead:
+                # At least 6 round trips, then until the samples are complete or the budget is spent.
                 again.fill_(
                     float(len(seconds) < task.warmup + task.repeats and (len(seconds) < 6 or time.perf_counter() < end))
                 )
@@ -388,14 +417,18 @@ def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tu
             if not again.item():
                 break
             start = time.perf_counter()
+            # The leading rank sends first, the other one receives first.
             for to in (lead, not lead):
                 if to:
                     dist.send(message, other)
                 else:
                     dist.recv(message, other)
+            # With NCCL, send and recv return before the transfer ends.
             if device.type == "cuda":
                 torch.cuda.synchronize()
+            # Half the round trip, because the clocks of two hosts cannot be compared.
             seconds.append((time.perf_counter() - start) / 2)
+        # At least three samples remain if the budget ended during the warm-up.
         timed = seconds[min(task.warmup, len(seconds) - 3) :]
         median, low, high = _spread(timed)
         rows.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})

@@ -42,7 +42,9 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
     """
     import torch
 
+    # The library links to c10 of this torch by path, so two installations of one version have separate files.
     home = Path(torch.__file__).parent
+    # -march=native code crashes on other CPUs, so their instruction sets are part of the key.
     about = f"{torch.__version__} {home} {_cpu() if vector else platform.machine()}"
     key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()
     built = _folder() / f"{source.stem}-{key[:16]}.so"
@@ -65,9 +67,11 @@ def _folder() -> Path:
     folder = cache_folder() / "native"
     try:
         make_private(folder)
+        # lstat, so that a link to a folder of somebody else is rejected instead of followed.
         facts = folder.lstat()
         if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
             folder.chmod(0o700)
+            # Read again, because some file systems ignore a change of mode.
             facts = folder.lstat()
         if stat.S_ISDIR(facts.st_mode) and _is_private(facts):
             return folder
@@ -103,8 +107,10 @@ def _reject_reason(built: Path, key: str) -> str | None:
         facts = built.lstat()
         if not stat.S_ISREG(facts.st_mode):
             return "is not a regular file"
+        # Checked before reading: whoever can write the library could write a matching seal.
         if not _is_private(facts):
             return "others can write to it"
+        # The seal also detects a file that a full disk or a crash truncated.
         sealed = built.with_suffix(".sha256").read_text(encoding="utf-8", errors="replace").strip()
         return None if sealed == _seal(key, built.read_bytes()) else "differs from what was built"
     except OSError as error:
@@ -116,6 +122,7 @@ def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
     try:
         return library(source, vector=True)
     except RunError as error:
+        # The warning names the caller of the function that needs the library.
         warnings.warn(f"{without}: {error}", stacklevel=3)
         return None
 
@@ -146,15 +153,18 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
     try:
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out.parent, ignore_cleanup_errors=True) as folder:
             binary = Path(folder) / out.name
+            # The rpath finds c10 without LD_LIBRARY_PATH.
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
             command = [cxx, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(binary), *link]
             done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
                 raise RunError(f"{cxx} could not build {source.name}: {reason}")
+            # Owner only, whatever the umask is, or `_is_private` would reject it.
             binary.chmod(0o700)
             sealed = binary.with_suffix(".sha256")
             sealed.write_text(_seal(key, binary.read_bytes()) + "\n", encoding="utf-8")
+            # The seal first: a process that starts in between finds no library and builds it, without a warning.
             sealed.replace(out.with_suffix(".sha256"))
             binary.replace(out)
     except OSError as error:
@@ -165,6 +175,7 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
 
 def uncompiled(kind: str) -> str:
     """Returns what torch.compile lacks for a kind of device and how to install it; "" if nothing."""
+    # Inductor generates Triton kernels for CUDA and C++ for CPUs.
     if kind == "cuda":
         return (
             ""

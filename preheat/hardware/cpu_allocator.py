@@ -42,11 +42,14 @@ def install_heap() -> str | None:
     """
     if not _is_glibc():
         return _NO_GLIBC
+    # The C library of this process.
     libc = ctypes.CDLL(None)
+    # Before trimming is turned off below, or the memory that imports freed would stay resident.
     libc.malloc_trim(0)
     # For memory other than tensors, such as oneDNN's scratch: by default malloc trims the top of its heap and faults it
     # in again page by page.
     never = -1
+    # Setting a threshold also ends glibc's dynamic adjustment of it.
     libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum
     libc.mallopt(_M_TRIM_THRESHOLD, never)
     try:
@@ -76,6 +79,7 @@ def release_unused(kind: str) -> bool:
     if not _is_glibc():
         return False
     ctypes.CDLL(None).malloc_trim(0)
+    # Does not build the library only to trim it.
     if _library.cache_info().currsize:  # the heap is in use
         _library().preheat_trim()
     return True
@@ -88,5 +92,6 @@ def _is_glibc() -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL:
     heap = library(_SOURCE)
+    # ctypes assumes a C int, which has 32 bits.
     heap.preheat_furthest.restype = ctypes.c_size_t
     return heap

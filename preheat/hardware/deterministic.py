@@ -15,6 +15,7 @@ from preheat.sanitize import quoted
 
 __all__ = ["be_deterministic", "explain_lacking", "is_exact", "repeats"]
 
+# cuBLAS is deterministic with these workspaces only (its documentation on reproducibility).
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _SERVE = (":4096:8", ":16:8")
 _LACKS = "does not have a deterministic implementation"
@@ -30,6 +31,7 @@ def be_deterministic(wanted: bool) -> None:
     Raises:
         RecipeError: the environment sets a cuBLAS workspace that is not deterministic.
     """
+    # Nothing to restore; does not import torch.
     if not wanted and not _before:
         return
     setting = os.environ.get(_WORKSPACES)
@@ -38,6 +40,7 @@ def be_deterministic(wanted: bool) -> None:
             f"hardware.deterministic: {_WORKSPACES} is {quoted(setting)} in the environment, "
             f"with which cuBLAS is not deterministic; set it to {_SERVE[0]}, or unset it"
         )
+    # cuBLAS reads the environment when its first handle is created, so a later change has no effect.
     if wanted:
         os.environ[_WORKSPACES] = setting or _SERVE[0]
     import torch
@@ -45,6 +48,7 @@ def be_deterministic(wanted: bool) -> None:
 
     settings: Any = deterministic  # its attributes are dynamic, so mypy does not know them
 
+    # Only the first call saves, so that repeated calls do not save preheat's own settings.
     if wanted and not _before:
         _before.append(
             (
@@ -53,6 +57,7 @@ def be_deterministic(wanted: bool) -> None:
                 torch.backends.cudnn.benchmark,
             )
         )
+    # cudnn.benchmark selects kernels by timings, which vary between runs.
     on, fill, benchmark = (True, False, False) if wanted else _before.pop()
     torch.use_deterministic_algorithms(on)
     settings.fill_uninitialized_memory = fill  # preheat reads no uninitialized memory, and filling takes time
@@ -75,6 +80,7 @@ def explain_lacking(error: BaseException) -> RecipeError | None:
         'hardware.deterministic: true, and put_ has no deterministic version'
     """
     message = str(error)
+    # Two errors: an operator has no deterministic kernel, or cuBLAS found no deterministic workspace.
     if not isinstance(error, RuntimeError) or (_LACKS not in message and _WORKSPACES not in message):
         return None
     if _LACKS not in message:
@@ -82,6 +88,7 @@ def explain_lacking(error: BaseException) -> RecipeError | None:
             f"hardware.deterministic: cuBLAS was used in this process before {_WORKSPACES} was set; "
             "start the run in a new process"
         )
+    # The operator's name is the word before.
     name = message.split(_LACKS)[0].split()[-1]
     return RecipeError(
         f"hardware.deterministic: true, and {name} has no deterministic version; "

@@ -59,6 +59,7 @@ def memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
     import torch
 
     reserved, own = peak_reserved_bytes(), _bytes_by_driver()
+    # Reserved memory of this moment, not its peak, because the driver's figure is of this moment too.
     context = None if own is None else own - torch.cuda.memory_reserved()
     return MemoryPeak(reserved + (CONTEXT if context is None else context), peak_bytes("cuda"), reserved, context)
 
@@ -69,7 +70,9 @@ def other_processes_bytes(device: Device) -> int:
 
     free, total = torch.cuda.mem_get_info()
     own = _bytes_by_driver()
+    # Without NVML, this process's share is what torch reserved and the usual context.
     others = max(total - free - (torch.cuda.memory_reserved() + CONTEXT if own is None else own), 0)
+    # A limit below the GPU's memory leaves a margin, and others matter only beyond it.
     return max(device.memory - (total - others), 0)
 
 
@@ -82,6 +85,7 @@ def limit_memory(device: Device) -> None:
 
     number, total = torch.cuda.current_device(), torch.cuda.mem_get_info()[1]
     if device.memory < total:
+        # The limit covers the allocator only, so the context is subtracted.
         torch.cuda.set_per_process_memory_fraction(max(device.memory - CONTEXT, 1) / total)
         _limited.add(number)
     elif number in _limited:
@@ -97,9 +101,11 @@ def _bytes_by_driver() -> int | None:
         import pynvml
     except ModuleNotFoundError:
         return None
+    # By UUID, because NVML ignores CUDA_VISIBLE_DEVICES and numbers all devices.
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     try:
         pynvml.nvmlInit()
+        # Initialization is reference-counted, so a shutdown does not disturb other users of NVML in this process.
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             usage = [

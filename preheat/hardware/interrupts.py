@@ -57,6 +57,7 @@ class _Raising:
         self._again = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        # A second signal means that the user does not want to wait for the cleanup.
         if self.received is not None and not self._again:
             end_at_once(number)
         self.received, self._again = number, False
@@ -64,8 +65,10 @@ class _Raising:
 
     def unraisable(self, lost: sys.UnraisableHookArgs) -> None:
         """Raises the exception again if Python dropped it: in a weakref callback, `__del__`, or a callback from C."""
+        # Other lost exceptions go to the hook that was installed before.
         if not isinstance(lost.exc_value, Interrupted):
             self.hook(lost)
+        # Only while this handler is installed: afterwards the signal would end the process.
         elif signal.getsignal(lost.exc_value.number) == self.handle:
             self._again = True
             main = threading.main_thread().ident
@@ -84,6 +87,7 @@ def raising() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
         yield
         return
+    # Contexts nest; the inner one handles signals until it ends.
     outer, _current = _current, _Raising(sys.unraisablehook)
     before = {number: signal.signal(number, _current.handle) for number in heeded()}
     sys.unraisablehook = _current.unraisable
@@ -98,5 +102,6 @@ def raising() -> Iterator[None]:
 
 def check() -> None:
     """Raises `Interrupted` if a signal was received but a library swallowed its exception."""
+    # Code that catches BaseException, as some libraries do around callbacks, loses the exception.
     if _current is not None and _current.received is not None:
         raise Interrupted(_current.received)

@@ -54,6 +54,8 @@ def bus_factor(collective: str, devices: int) -> float:
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("send_recv", 4)
     (1.5, 0.75, 1.0)
     """
+    # With n devices each sends (n - 1) / n of the buffer; an all-reduce does it twice: reduce-scatter, then
+    # all-gather.
     share = (devices - 1) / devices
     return {
         "all_reduce": 2 * share,
@@ -116,14 +118,18 @@ def seconds_of(
         return None
 
     def away(row: LinkRate) -> tuple[bool, float, float]:
+        # Crossing hosts or not decides the link, so it has precedence over the numbers of hosts and devices.
         apart = (row.hosts > 1) != (hosts > 1)
         return apart, abs(math.log(row.hosts / hosts)), abs(math.log(row.devices / devices))
 
     nearest = min(map(away, rows))
+    # 2 and 8 devices are equally far from 4: one of them is used, because their times do not mix.
     chosen = sorted((row for row in rows if away(row) == nearest), key=lambda row: (row.bytes, row.devices))
     measured = chosen[0].devices
     chosen = [row for row in chosen if row.devices == measured]
+    # Equal bus bandwidth: size times bus factor over time is the same for both numbers of devices.
     scaled = bytes * bus_factor(collective, devices) / bus_factor(collective, measured)
+    # Latency dominates below the smallest measured size, bandwidth above the largest.
     if scaled <= chosen[0].bytes:
         return chosen[0].seconds
     if scaled >= chosen[-1].bytes:
@@ -155,6 +161,7 @@ def store_json(path: Path, values: Mapping[str, object]) -> None:
     """
     try:
         make_private(path.parent)
+        # In the same folder, because a replacement is atomic only within one file system.
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8"
         ) as partial:
@@ -181,6 +188,7 @@ def store_links(hardware: str, torch: str, links: Iterable[LinkRate]) -> Path:
     """
     new = tuple(links)
     again = {(row.collective, row.backend, row.devices, row.hosts) for row in new}
+    # Measurements of other backends and numbers of devices stay valid.
     others = [r for r in load_links(hardware, torch) if (r.collective, r.backend, r.devices, r.hosts) not in again]
     path = links_at(hardware, torch)
     rows = [dataclasses.asdict(row) for row in (*others, *new)]

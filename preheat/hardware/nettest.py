@@ -52,6 +52,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
         raise RecipeError(f"--sizes: '{text}' is not a list of sizes; write it like 1KiB-64MiB or 4KiB,1MiB") from None
     if low > high:
         raise RecipeError(f"--sizes: '{text}' falls; write the smaller size first")
+    # Steps of 4x, then the upper end even if no step reaches it.
     sizes = [low]
     while sizes[-1] * 4 < high:
         sizes.append(sizes[-1] * 4)
@@ -89,6 +90,7 @@ def nettest(
     if not result:
         return result
     result["expected"] = expected(result)
+    # Rows also have the derived bandwidths, which are not stored.
     fields = {field.name for field in dataclasses.fields(LinkRate)}
     rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in result["rows"]]
     result["stored"] = str(store_links(result["hardware"], result["torch"], rows)) if store else None
@@ -101,6 +103,7 @@ def expected(result: JsonObject) -> JsonObject:
     Bus bandwidth within a host is compared with the link between devices, across hosts with the network bandwidth per
     device. None if the catalogue has no figure, as for CPUs.
     """
+    # The best size of each collective: small ones are limited by latency, not by the link.
     best = {
         name: max(row["bus_bandwidth"] for row in result["rows"] if row["collective"] == name)
         for name in _names(result["rows"])
@@ -129,11 +132,13 @@ def _names(rows: Iterable[JsonObject]) -> list[str]:
 def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> JsonObject:
     """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
     with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
+        # The parent opens the socket and rank 0 inherits it, so no other process can take the port in between.
         port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
         command = [sys.executable, "-c", "from preheat.hardware.nettest import _child; _child()"]
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
+        # Files instead of pipes: nobody reads them until the end, and a full pipe would block a rank.
         error_files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
         try:
             for rank in range(processes):
@@ -149,6 +154,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
                     **{key: str(value) for key, value in place.items()},
                     "MASTER_ADDR": LOOPBACK,
                 }
+                # Set on all ranks, so that none falls back to torch's rendezvous; only rank 0 serves the store.
                 environment[LISTENING] = str(listening.fileno()) if rank == 0 else ""
                 started.append(
                     subprocess.Popen(
@@ -162,12 +168,15 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
                 )
             listening.close()  # rank 0 inherited it
             _wait_for(started, tell)
+            # `_wait_for` does not poll the ranks that it kills, so only ranks that failed on their own have a return
+            # code.
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
                 _raise_error_of(failed[0], started[failed[0]].returncode, error_files[failed[0]])
             return dict(json.loads(result.read_text(encoding="utf-8")))
         finally:
             for process in started:
+                # Also on Ctrl-C: no rank may outlive this call.
                 if process.poll() is None:
                     process.kill()
                 process.wait()
@@ -200,6 +209,7 @@ def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
                 what, done = json.loads(line)
                 tell(what, done)
 
+    # In a thread, because reading blocks while a silent rank 0 waits for one that has failed.
     hearing = threading.Thread(target=hear, daemon=True)
     hearing.start()
     while any(process.poll() is None for process in started) and not any(process.returncode for process in started):
@@ -209,6 +219,7 @@ def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
         for process in started:
             if process.poll() is None:
                 process.kill()
+    # The pipe ends with rank 0, so the thread has little left to read.
     hearing.join(timeout=5)
 
 
@@ -216,6 +227,7 @@ def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
     error_file.seek(0)
     lines = [line for line in error_file.read().splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit {code}"
+    # `_child` wrote the class and the message; the user gets the error as if it was raised here.
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):
             raise kind(last.partition(": ")[2])
@@ -224,6 +236,7 @@ def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
 
 def _child() -> None:
     values: JsonObject = json.loads(sys.argv[1])
+    # JSON has lists for tuples.
     task = Task(**(values | {"collectives": tuple(values["collectives"]), "sizes": tuple(values["sizes"])}))
 
     def tell(what: str, done: float) -> None:

@@ -50,10 +50,12 @@ def is_oom(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError):
         return True
+    # mmap and fork report it by errno.
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     from torch.distributed.checkpoint import CheckpointException  # its message contains the wrapped error
 
+    # CheckpointException derives from BaseException, so it is not a RuntimeError.
     return isinstance(error, RuntimeError | CheckpointException) and bool(_MESSAGES.search(str(error)))
 
 
@@ -85,6 +87,7 @@ def require_room(size: int) -> None:
     """
     import torch
 
+    # Claims address space, which the limit counts, without touching pages.
     torch.empty(size, dtype=torch.uint8)
 
 
@@ -101,8 +104,11 @@ def memory_limit(processes: int = 1) -> Iterator[None]:
 
     left = system_memory() // processes - resident_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # RLIMIT_DATA counts private virtual memory, which exceeds resident memory by what is claimed but not touched.
     wanted = claimed_bytes() + max(int(_USABLE * left), 0)
+    # An existing limit may be tighter and must not be raised.
     bounds = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    # The hard limit is unchanged, because a lowered one cannot be restored without privileges.
     resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *bounds]), hard))
     try:
         yield

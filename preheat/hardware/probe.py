@@ -35,6 +35,7 @@ __all__ = [
     "system_memory",
 ]
 
+# kb, mb, gb and tb are powers of 1000; kib, mib, gib and tib of 1024.
 _UNITS = {"b": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
     for power, prefix in enumerate("kmgt")
@@ -59,6 +60,7 @@ def parse_memory(text: str, what: str = "hardware.memory") -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
+    # Zero, which fails the range check, for text without a known unit.
     size = float(match[1]) * unit if match and unit else 0
     if not 1 <= size < _MOST_MEMORY:
         raise RecipeError(
@@ -92,6 +94,7 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
         if torch.cuda.is_available():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
             size = limit or facts.total_memory
+            # Here, because the allocator's segments must be set before the first allocation on the device.
             grow, why = set_segments(segments) if segments else (False, "")
             return Device("cuda", facts.name, size, (facts.major, facts.minor), expandable=grow, notice=why)
         if device == "cuda":
@@ -102,6 +105,7 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
 
 
 def _processor() -> str:
+    # platform.processor() returns the architecture or nothing on most Linux systems.
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         named = re.search(
@@ -124,9 +128,11 @@ def _host_memory() -> int:
 def system_memory() -> int:
     """Returns the memory that this process can use: resident plus available memory, up to the control groups' limit."""
     limit = _host_memory()
+    # MemAvailable includes page cache that the kernel can drop, unlike MemFree.
     available = re.search(
         r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
     )
+    # What this process already uses is not in MemAvailable.
     return min(limit, resident_bytes() + int(available[1]) * 1024) if available else limit
 
 
@@ -136,6 +142,7 @@ def _group_limits(groups: str, root: Path) -> list[int]:
     In a container the paths are those of the host while `root` is the container's, so missing files are skipped.
     """
     limits = []
+    # Lines are "hierarchy:controllers:path"; the one of cgroup v2 has no controllers.
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -145,9 +152,11 @@ def _group_limits(groups: str, root: Path) -> list[int]:
         else:
             continue
         parts = Path(path).parts[1:]
+        # The limits of all ancestors apply too.
         for depth in range(len(parts) + 1):
             file = folder.joinpath(*parts[:depth], name)
             # cgroup v2 writes "max" for no limit.
+            # v1 writes a number near 2**63 instead, which loses against the machine's memory in the minimum.
             if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
                 limits.append(int(text))
     return limits
@@ -196,6 +205,7 @@ def peak_resident_bytes() -> int:
         return size
     import resource
 
+    # macOS counts bytes, other systems KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -210,6 +220,7 @@ def reset_peak(kind: str = "cpu") -> bool:
         torch.cuda.reset_peak_memory_stats()
         return True
     try:
+        # Writing 5 resets VmHWM to VmRSS (proc(5), clear_refs).
         _CLEAR.write_text("5", encoding="ascii")
     except OSError:
         return False
@@ -230,6 +241,7 @@ def begin_peak(kind: str) -> None:
     Raises:
         RunError: the system does not permit it.
     """
+    # Read before the reset, which also forgets the earlier marks.
     before = {kind: peak_bytes(kind)} | ({"reserved": peak_reserved_bytes()} if kind == "cuda" else {})
     if not reset_peak(kind):
         raise RunError(
@@ -245,6 +257,7 @@ def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
         kind: `cpu` or `cuda`.
         since_begun: count only since the last `begin_peak`.
     """
+    # The allocator's own mark on CUDA; the kernel's mark on a CPU, which includes everything but swap.
     if kind == "cuda":
         import torch
 

@@ -132,10 +132,13 @@ _log = logging.getLogger(__name__)
 
 def _nearest(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
     """Interpolates at `at`: geometric mean of the `count` nearest points, weighted by 1 / distance^2 in log space."""
+    # Shapes span orders of magnitude, so distances are between logarithms: n, k and m count by their ratios.
     place = [math.log(value) for value in at]
     nearest = sorted((math.dist([math.log(value) for value in where], place), value) for where, value in points)[:count]
+    # At a measured point the weight would be infinite.
     if nearest[0][0] < 1e-9:
         return nearest[0][1]
+    # Geometric mean: exp(sum w_i log(rate_i) / sum w_i) with w_i = 1 / distance_i^2.
     weights = [distance**-2 for distance, _ in nearest]
     return math.exp(sum(w * math.log(value) for w, (_, value) in zip(weights, nearest, strict=True)) / sum(weights))
 
@@ -143,6 +146,7 @@ def _nearest(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float
 def _interpolate(points: Iterable[tuple[float, float]], at: float) -> float:
     """Interpolates linearly in log-log space between the neighbours of `at`; constant beyond the outermost points."""
     known = sorted(points)
+    # (at,) sorts before (at, rate), so a measured size is the upper neighbour and gets its own rate.
     above = bisect.bisect_left(known, (at,))
     if above in (0, len(known)):
         return known[min(above, len(known) - 1)][1]
@@ -205,6 +209,7 @@ class Rates:
         Raises:
             RunError: nothing was measured in that dtype.
         """
+        # Layouts are not mixed: for one shape their rates differ, because each is another kernel.
         points = [((r.n, r.k, r.m), r.flops) for r in self.matrix if (r.dtype, r.layout) == (dtype, layout)]
         return _nearest(self._require(points, f"matmuls in {dtype}"), (n, k, m))
 
@@ -249,6 +254,7 @@ class Rates:
             RunError: the folder cannot be written.
         """
         path = stored_at(self.hardware, self.torch, self.threads)
+        # Links and pace have their own files, because `nettest` and finished runs update them independently.
         left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
         store_json(path, {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values})
@@ -283,11 +289,13 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         if values is None:
             return None
         owner = values.get("hardware")
+        # The file's name is a hash of the hardware, so a file of other hardware was copied here.
         if isinstance(owner, str) and owner != hardware:
             raise RecipeError(
                 f"{path}: was measured on {shorten(owner)}, and this is {hardware}; "
                 "delete it, and it is measured here (preheat calibrate)"
             )
+        # A GPU's file has `near` as null; a file without the key is read as a CPU's and fails validation.
         current = _FORMAT_GPU if values.get("near", 0) is None else _FORMAT
         if {key: values.get(key) for key in expected} != expected or values.get("format") != current:
             return None
@@ -305,6 +313,7 @@ def _read(values: JsonObject) -> Rates:
         Damaged: the validation failed.
     """
     stored = {field.name for field in dataclasses.fields(Rates)} - {"links", "pace"}
+    # Keys on one side only, except those that a CPU's file leaves out.
     if other := (values.keys() ^ stored ^ {"format"}) - (set(_OF_GPU) - values.keys()):
         name = shorten(min(other), 40)
         raise Damaged(f"{name} is {'not known' if min(other) in values else 'missing'}")
@@ -318,6 +327,7 @@ def _read(values: JsonObject) -> Rates:
 
     matrix, moved, attention = rows(MatrixRate, "matrix"), rows(MovedRate, "moved"), rows(AttentionRate, "attention")
     peak, adamw = read_numbers(values["peak_matrix_rate"], "peak_matrix_rate"), read_numbers(values["adamw"], "adamw")
+    # Every dtype with a peak needs every kind of rate; else a plan in that dtype fails later, at its first use.
     kinds: set[tuple[str, str]] = {(row.dtype, row.layout) for row in matrix} | {
         (row.dtype, row.direction) for row in attention
     }
@@ -361,6 +371,7 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
         RunError: the folder cannot be written.
     """
     path = _runs_path(stored_at(hardware, torch, threads))
+    # A damaged file reads as empty, so the new ratio replaces it.
     store_json(path, {"ratios": [*_read_ratios(path), ratio][-_MAX_RUNS:]})
 
 
@@ -378,4 +389,5 @@ def _read_ratios(path: Path) -> list[float]:
 
 
 def _pace(ratios: Sequence[float]) -> float:
+    # The median ignores a run that a busy machine slowed down.
     return median(ratios) if len(ratios) >= _MIN_RUNS else 1.0

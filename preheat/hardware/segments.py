@@ -49,6 +49,7 @@ def set_segments(setting: str) -> tuple[bool, str]:
         before = (
             f"{variable} of the environment takes precedence over hardware.segments ({setting}): {quoted(environment)}"
         )
+        # No notice if the environment asks for the same.
         return grow, "" if grow == (setting != "fixed") else before
     if setting == "auto" and (why := _unsupported()):
         return False, f"segments of the GPU's allocator have fixed sizes (hardware.segments: auto): {why}"
@@ -57,6 +58,7 @@ def set_segments(setting: str) -> tuple[bool, str]:
     grow = setting != "fixed"
     # An earlier run in this process.
     if grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings():
+        # The call gets the environment's other settings too, so that they stay in force.
         settings = f"expandable_segments:{grow}"
         torch._C._accelerator_setAllocatorSettings(f"{environment},{settings}" if environment else settings)
     return grow, ""
@@ -82,6 +84,7 @@ def _maps_pages(index: int) -> bool:
     except OSError:
         return False
     device, answer = ctypes.c_int(), ctypes.c_int()
+    # Driver functions return 0 on success, so `or` stops at the first failure.
     failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
     failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(answer), _MAPS_PAGES, device)
     return not failed and bool(answer.value)

@@ -50,6 +50,7 @@ def read_number(value: object, name: str, *, zero: bool = False) -> float:
     """Validates a measured number: finite and positive; `zero` allows 0 too."""
     if (
         not isinstance(value, int | float)
+        # bool is a subclass of int; NaN fails every comparison.
         or isinstance(value, bool)
         or not (_LEAST < value < _MOST or (zero and value == 0))
     ):
@@ -74,6 +75,7 @@ def read_row(cls: Callable[..., _Row], values: object, zero: Collection[str] = (
         Damaged: fields or values are invalid.
     """
     hints = _hints(cls)
+    # Exactly the fields: an unknown one means that the file has another format.
     if not isinstance(values, dict) or values.keys() != hints.keys():
         raise Damaged(f"a row is {quoted(values, 40)}")
     for name, kind in hints.items():
@@ -86,6 +88,7 @@ def read_row(cls: Callable[..., _Row], values: object, zero: Collection[str] = (
                 raise Damaged(f"{name} is {quoted(value, 40)}")
         else:
             read_number(value, name, zero=name in zero)
+            # JSON may have 4.0 for an int, which `read_number` accepts.
             if kind is int and not isinstance(value, int):
                 raise Damaged(f"{name} is {quoted(value, 40)}")
     return cls(**values)
@@ -93,5 +96,6 @@ def read_row(cls: Callable[..., _Row], values: object, zero: Collection[str] = (
 
 @functools.cache
 def _hints(cls: Callable[..., object]) -> dict[str, Any]:
+    # With postponed annotations, a field's type is a string.
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

@@ -57,6 +57,7 @@ def allow_tf32(owner: object) -> Callable[[], object]:
         # The older name: after setting `fp32_precision`, torch raises when the older ones are read, and torch.compile
         # reads them.
         products.allow_tf32 = True
+    # At exit there is nothing to restore, and torch may be half torn down.
     end = weakref.finalize(owner, _release)
     end.atexit = False
     return end
@@ -65,6 +66,7 @@ def allow_tf32(owner: object) -> Callable[[], object]:
 def _release() -> None:
     import torch
 
+    # Owners may end in any order: any but the last only decrements the count.
     if len(_before) > 1:  # the first entry is the original setting
         _before.pop()
         return

@@ -37,26 +37,32 @@ class Stopwatch:
         import torch
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Earlier work must not run between the events.
         torch.cuda.synchronize()
         start.record()
         for _ in range(times):
             call()
         end.record()
         end.synchronize()
+        # Events have a resolution of about half a microsecond, so a short call may measure as 0.
         return max(start.elapsed_time(end) / 1e3, 1e-9) / times  # milliseconds to seconds
 
     def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
         """Returns the seconds of one call: the median of a few samples, which is closer to a run than the minimum."""
+        # The warm-up. A call of more than a second is not repeated; its warm-up is a small part of it.
         first = self._once(call)
         if first > 1:
             return first
         second = self._once(call)
+        # Two long calls are enough: the noise of a scheduler is small compared with them.
         if second > 0.03:
             return min(first, second)
         # Several calls per sample if one is too short for the clock or, on a GPU, to hide the launch.
         times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
+        # The second call is a sample only if samples have the same number of calls.
         samples = [second] if times == 1 else []
         end = time.perf_counter() + budget
+        # Two to nine samples, as many as fit into the budget.
         while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
             samples.append(self._once(call, times))
         return median(samples)
@@ -72,6 +78,7 @@ class OtherProcesses:
         """Returns the CPU seconds used by all other processes, and the current time."""
         if not Path("/proc/stat").exists():
             return 0.0, time.perf_counter()
+        # First line: CPU time of all cores in clock ticks. Idle and waiting time, which follow, do not count.
         user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)[1:4]
         total = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
         return total - time.process_time(), time.perf_counter()
@@ -106,11 +113,13 @@ class Random:
         self.device = device
         self.generator = torch.Generator(device).manual_seed(0)
         self.numbers = torch.randn(2**20, device=device, generator=self.generator)
+        # Offset of the next tensor, which differs between tensors so that no two operands are equal.
         self.place = 0
 
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
         self.place = (self.place + 64 * 1009) % len(self.numbers)  # a multiple of 64, so that memory stays aligned
+        # Ceiling division: enough repetitions to cover the offset and the count.
         numbers = self.numbers.to(dtype).repeat(-(-(self.place + count) // len(self.numbers)))
         return numbers[self.place : self.place + count].view(shape)
 
@@ -118,4 +127,5 @@ class Random:
         """Returns `count` row indices in random order, without repetition if there are enough."""
         import torch
 
+        # (count,)
         return torch.randperm(max(count, below), device=self.device, generator=self.generator)[:count] % below

@@ -60,6 +60,7 @@ def write(
 
     out = Path(out)
     require_new(out, run)
+    # Checked first, because the merge and the trace take minutes.
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise RunError("--to aoti: needs a C++ compiler and found none on the PATH: apt install g++, or use --to onnx")
     bound = verify.bound_of("aoti", dtype, tolerance)
@@ -74,6 +75,7 @@ def write(
                 local_files_only=True,
                 trust_remote_code=remote_code.allowed(),
             )
+            # `Logits` drops the cache, which a compiled graph would have to return.
             compile_package(Logits(cast), file, positions)
             reader = model_card.version_of("torch")
             summary = model.finish(out, file, dtype, partial(replay, file), bound, reader=reader)
@@ -100,4 +102,5 @@ def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
     """Returns the logits [1, length, vocabulary] of rows of tokens from the loaded package, in fp32."""
     model = torch._inductor.aoti_load_package(str(file))
     with torch.no_grad():
+        # bfloat16 packages return bfloat16 logits.
         return [model(row, torch.ones_like(row)).float() for row in rows]

@@ -87,6 +87,7 @@ def write(
                 )
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")
+            # The program accepts at most length - 1 tokens in a call.
             rows = [row[:, : length - 1] for row in model.rows]
             wanted = [row[:, : length - 1] for row in model.reference_logits]
             difference = verify.compare(wanted, replay(file, rows), rows)
@@ -136,6 +137,7 @@ def quantize(model: PreTrainedModel) -> list[str]:
         Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP)),
         is_quantized,
     )
+    # torch.export traces plain tensors, not torchao's subclasses.
     unwrap_tensor_subclass(model)
     return skipped
 
@@ -157,9 +159,12 @@ def lower(model: PreTrainedModel, file: Path, length: int, *, quantized: bool = 
     model.set_attn_implementation("sdpa")
     model.config.use_cache = model.generation_config.use_cache = True
     model.generation_config.cache_implementation = "static"
+    # Registers the cache's tensors as buffers of the program, which its calls update.
     module = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=length)
     ids = torch.zeros(1, 3, dtype=torch.int64)
+    # One call takes any number of tokens: a prompt, or a single token.
     tokens = torch.export.Dim("tokens", min=1, max=length - 1)
+    # The dynamic partitioner first: it claims the quantized maps, and the other takes the rest.
     partitioners = (
         [XnnpackDynamicallyQuantizedPartitioner(), XnnpackPartitioner()] if quantized else [XnnpackPartitioner()]
     )
@@ -192,7 +197,9 @@ def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
     logits = []
     for row in rows:
         half = (row.shape[1] + 1) // 2
+        # The first half in one call, as a prompt.
         steps = [(0, half), *((n, n + 1) for n in range(half, row.shape[1]))]
+        # Cloned, because the runtime reuses its output buffer.
         parts = [forward.execute((row[:, a:b].contiguous(), torch.arange(a, b)))[0].clone() for a, b in steps]
         logits.append(torch.cat(parts, dim=1))
     return logits

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["write"]
 
+# Mistral's layers compute the same as llama's; its window is noted in `_notes`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
 _ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # all others: silu
 _TOOL = "llama-quantize"
@@ -79,11 +80,13 @@ def write(
             if tool is None:
                 types = _write(model, file, dtype, name)
             else:
+                # K-quants: llama-quantize reads an f32 file, so nothing is rounded twice.
                 unquantized = folder / f"{name}-f32.gguf"
                 _write(model, unquantized, "f32", name)
                 _quantize(tool, unquantized, file, dtype)
                 unquantized.unlink()
                 types = gguf_reader.types_of(file)
+            # transformers dequantizes the file, which checks names, layout and rounding.
             difference, reloaded = gguf_reader.compare(model, file)
             verify.refuse_beyond(difference, bound, str(out), _HINT)
             llama_cpp_figures = _by_llama_cpp(model, file, dtype, tolerance)
@@ -118,6 +121,7 @@ def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None)
         return {}
     difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits)
     bound = verify.BOUNDS["llama.cpp"][dtype]
+    # llama.cpp computes in its own precision, so a user's tolerance can only widen this bound.
     if tolerance is not None:
         bound = verify.Bound(max(tolerance, bound.largest))
     verify.refuse_beyond(difference, bound, f"{file.name}, run by llama.cpp", _HINT)
@@ -145,6 +149,7 @@ def _tool(dtype: str) -> str:
 def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
     process = subprocess.run(tethered([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True)
     if process.returncode or not file.is_file():
+        # The tool logs its progress first; the reason is in the last line.
         message = ((process.stderr or process.stdout).strip().splitlines() or ["no output"])[-1]
         raise RunError(f"--dtype {dtype}: {tool} failed ({process.returncode}): {message}")
 
@@ -163,6 +168,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     for title, data in _tensors(plain.model, architecture, gguf, factors):
         kind = _type(title, data, dtype)
         encoded = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
+        # Larger values became infinite; bf16 has fp32's range.
         if kind == "F16" and not _finite(encoded):
             raise RunError(f"--dtype {dtype}: {title} has values beyond f16's 65,504; use --dtype bf16 or f32")
         writer.add_tensor(title, encoded, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -170,6 +176,7 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
     if dtype.startswith("q"):
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    # All metadata before the first write, because the header counts the keys.
     add_vocabulary(writer, plain.tokenizer, config.vocab_size, plain.end_tokens, plain.end_of_turn)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -188,6 +195,7 @@ def _writer(file: Path, architecture: str) -> GGUFWriter:
         ) -> bytes:
             if vtype != gguf.GGUFValueType.ARRAY or len(val):
                 return super()._pack_val(val, vtype, add_vtype, sub_type)
+            # Type of the value, type of its elements, and their number: 0.
             return self._pack("I", vtype) * add_vtype + self._pack("I", sub_type) + self._pack("Q", 0)
 
     return Writer(file, architecture)
@@ -211,6 +219,7 @@ def _architecture(config: PretrainedConfig) -> str:
             f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and "
             "llama.cpp's converter"
         )
+    # gemma2's config uses the second name.
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation != _ACTIVATIONS.get(family, "silu"):
         raise RunError(
@@ -222,6 +231,7 @@ def _architecture(config: PretrainedConfig) -> str:
             f"--to gguf: llama.cpp scales gemma2's scores by its head size {config.head_dim}, and this model "
             f"by {config.query_pre_attn_scalar}; use --to hf"
         )
+    # transformers' Qwen models may mix full and windowed layers.
     if family != "gemma2" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise RunError(f"--to gguf: some layers attend in a window, which llama.cpp's {family} does not; use --to hf")
     return _ARCHITECTURES[family]
@@ -238,6 +248,7 @@ def _add_sizes(writer: GGUFWriter, config: PretrainedConfig, gguf: ModuleType) -
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    # Explicit, because some families have heads that are not hidden_size / heads wide.
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -266,8 +277,10 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
         writer.add_rope_scaling_factor(rope["factor"])
         return None
     if kind == "llama3":
+        # llama3's scaling is a divisor per frequency: theta^(-2 i / d) over the scaled frequencies of the model.
         base = rope["rope_theta"] ** -(_arange(_head_dim(config)))
         return (base / model.model.rotary_emb.inv_freq.double()).float().numpy()
+    # llama.cpp computes yarn's attention factor from the scale alone.
     if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {
         k for k, v in rope.items() if v is not None
     }:
@@ -300,10 +313,12 @@ def _tensors(
         if tied and name == "lm_head.weight":
             continue  # llama.cpp uses the embedding if there is no head
         stem, _, last = name.rpartition(".")
+        # gguf maps module names, so the parameter's last component is split off.
         title = names.get_name(stem)
         if title is None:
             raise RunError(f"--to gguf: llama.cpp's {architecture} has no field for {name}; use --to hf")
         data = value.detach().float()
+        # llama.cpp rotates neighbouring dimensions in llama, transformers the two halves of a head.
         if architecture == "llama" and title.endswith(("attn_q", "attn_k")):
             heads = config.num_attention_heads if title.endswith("attn_q") else config.num_key_value_heads
             data = _interleaved(data, heads)
@@ -316,11 +331,13 @@ def _tensors(
 
 def _interleaved(rows: Tensor, heads: int) -> Tensor:
     """Permutes rows of q or k, [heads * head_dim, ...]: rotary pairs (i, i + head_dim / 2) become (2 i, 2 i + 1)."""
+    # (heads, 2, head_dim / 2, ...) -> (heads, head_dim / 2, 2, ...)
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _type(title: str, data: np.ndarray, dtype: str) -> str:
     """Returns the type of one tensor."""
+    # Norms and biases are small, and llama.cpp expects them in fp32.
     if data.ndim == 1:
         return "F32"
     if dtype.startswith("q") and data.shape[-1] % _BLOCK:
@@ -332,6 +349,7 @@ def _type(title: str, data: np.ndarray, dtype: str) -> str:
 
 def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
     notes = []
+    # Fields for end of text, of turn and of message; further end tokens have no field.
     if unnamed := ends_left(plain.tokenizer.eos_token_id, plain.end_tokens, plain.end_of_turn)[2]:
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")

@@ -30,6 +30,7 @@ def compare(plain: Plain, file: Path) -> tuple[verify.Difference, PreTrainedMode
         RunError: the file's tokenizer differs.
     """
     model, tokenizer = load(file)
+    # First, because it takes no forward pass and names the token.
     _same_tokens(plain.tokenizer, tokenizer, file)
     return verify.compare(plain.reference_logits, verify.logits(model, plain.rows), plain.rows), model
 
@@ -55,6 +56,7 @@ def load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             file.parent, config=config, dtype=torch.float32, **options
         )
+    # transformers does not read the divisors of llama3's scaling.
     if "rope_freqs.weight" in names:
         factors = load_gguf_state_dict(GgufHeader.from_file(str(file)))["rope_freqs.weight"][...]
         with torch.no_grad():
@@ -79,6 +81,7 @@ def _config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
     architecture = metadata["general.architecture"]
+    # None: read below, because transformers has one dictionary for all rotary settings.
     table = GGUF_CONFIG_MAPPING[architecture] | {
         "attention.key_length": "head_dim",
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -91,6 +94,7 @@ def _config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
         for key, name in table.items()
         if name and f"{architecture}.{key}" in metadata
     }
+    # "llama.rope.scaling.factor" -> "scaling.factor"
     rope = {key.removeprefix(f"{architecture}.rope."): value for key, value in metadata.items() if ".rope." in key}
     settings["rope_parameters"] = {"rope_type": rope.get("scaling.type", "default"), "rope_theta": rope["freq_base"]}
     if "scaling.type" in rope:
@@ -101,11 +105,13 @@ def _config(metadata: JsonObject, tensors: set[str]) -> PretrainedConfig:
             "beta_fast": rope["scaling.yarn_beta_fast"],
             "beta_slow": rope["scaling.yarn_beta_slow"],
         }
+    # The metadata has no flag for biases; the tensors show it.
     if architecture == "llama":
         settings |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
     if architecture == "gemma2":
         settings["query_pre_attn_scalar"] = settings["head_dim"]  # llama.cpp's assumption
     ids = {f"{mark}_token_id": metadata.get(f"tokenizer.ggml.{mark}_token_id") for mark in ("bos", "eos")}
+    # A file without a head uses the embedding.
     return AutoConfig.for_model(architecture, tie_word_embeddings="output.weight" not in tensors, **settings, **ids)
 
 
@@ -114,6 +120,7 @@ def types_of(file: Path) -> dict[str, int]:
     import gguf
     from transformers.integrations.gguf import GgufHeader
 
+    # From the header alone, without reading any weights.
     kinds = [gguf.GGMLQuantizationType(kind).name for kind in GgufHeader.from_file(str(file)).ggml_types.values()]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
@@ -127,6 +134,7 @@ def _same_tokens(wanted: PreTrainedTokenizerFast, loaded: PreTrainedTokenizerFas
             )
     for text in verify.TEXTS:
         if (ids := loaded.encode(text)) != (expected_ids := wanted.encode(text)):
+            # The first different token, or the end of the shorter list.
             at = next(
                 (n for n, (a, b) in enumerate(zip(ids, expected_ids, strict=False)) if a != b),
                 min(len(ids), len(expected_ids)),

@@ -52,11 +52,13 @@ def add_vocabulary(
 
     serialized = json.loads(tokenizer.backend_tokenizer.to_str())
     model = serialized["model"]
+    # llama.cpp's other models (Unigram, WordPiece) need other metadata.
     if model["type"] != "BPE":
         raise RunError(
             f"--to gguf: its tokenizer is of kind {model['type']}, and only BPE is supported; use --to hf and "
             "llama.cpp's converter"
         )
+    # Embeddings are often padded to a multiple, so some rows have no token.
     tokens, kinds = [f"[PAD{n}]" for n in range(rows)], [TokenType.UNUSED] * rows
     for token, n in model["vocab"].items():
         tokens[n], kinds[n] = token, TokenType.NORMAL
@@ -65,10 +67,13 @@ def add_vocabulary(
         for n, token in enumerate(tokens):
             if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
                 kinds[n] = TokenType.BYTE
+    # After the vocabulary, because added tokens may be part of it.
     for added in serialized["added_tokens"]:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    # tokenizers writes a merge as a string or as a pair, depending on its version.
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    # SentencePiece's BPE, as of Llama 2 and Mistral.
     if byte_fallback:
         if tokenizer.unk_token_id is not None and model["unk_token"] == tokenizer.unk_token:
             kinds[tokenizer.unk_token_id] = TokenType.UNKNOWN
@@ -76,6 +81,7 @@ def add_vocabulary(
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(scores_of(tokens, merges, [kind == TokenType.NORMAL for kind in kinds]))
         writer.add_add_space_prefix(_prefixed(serialized))
+    # Byte-level BPE, as of GPT-2, Llama 3 and Qwen.
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_rule(serialized))
@@ -97,6 +103,7 @@ def ends_left(eos: int, ends: list[int], turn: int | None) -> tuple[int | None, 
         ((7, 0, [5, 6]), (None, None, []))
     """
     others = [n for n in ends if n not in (eos, turn)]
+    # Without chats the next end token takes the field, so that llama.cpp stops there too.
     eot = turn if turn is not None else others.pop(0) if others else None
     return eot, others[0] if others else None, others[1:]
 
@@ -115,11 +122,13 @@ def _add_marks(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, ends: lis
         writer.add_unk_token_id(tokenizer.unk_token_id)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
+    # The tokenizer's behaviour decides: flags in its files may be ignored.
     encoded = tokenizer.encode("a")
     writer.add_add_bos_token(bool(beginning(tokenizer)))
     writer.add_add_eos_token(encoded[-1] == tokenizer.eos_token_id)
     if tokenizer.chat_template:
         template = tokenizer.chat_template
+        # Several named templates: gguf expects a list.
         if isinstance(template, dict):
             template = [{"name": name, "template": text} for name, text in template.items()]
         writer.add_chat_template(template)
@@ -134,7 +143,9 @@ def scores_of(tokens: list[str], merges: list[list[str]], normal: list[bool]) ->
     """
     ranks: dict[str, int] = {}
     for rank, (a, b) in enumerate(merges):
+        # Several merges may give one token; the first is the one that BPE applies.
         ranks.setdefault(a + b, rank)
+    # + 0.0 turns -0.0 into 0.0.
     return [-float(ranks.get(token, len(merges) + n)) + 0.0 if normal[n] else 0.0 for n, token in enumerate(tokens)]
 
 
@@ -148,6 +159,7 @@ def _parts(step: JsonObject | None, inner: str) -> list[JsonObject]:
 def _prefixed(serialized: JsonObject) -> bool:
     """Returns True if the tokenizer adds a space before the text."""
     parts = _parts(serialized["normalizer"], "normalizers") + _parts(serialized["pre_tokenizer"], "pretokenizers")
+    # Metaspace, or a normalizer that prepends or inserts the character.
     spaces = [
         part for part in parts if part["type"] == "Metaspace" or _SPACE in (part.get("content"), part.get("prepend"))
     ]
@@ -168,6 +180,7 @@ def _rule(serialized: JsonObject) -> str:
     levels = [part for part in parts if part["type"] == "ByteLevel"]
     others = [part for part in parts if part["type"] != "ByteLevel"]
     pattern = None
+    # llama.cpp adds no space before a text, and has one pattern per pre-tokenizer.
     if len(levels) == 1 and not levels[0]["add_prefix_space"]:
         if not others and levels[0]["use_regex"]:
             pattern = ""

@@ -60,6 +60,7 @@ class HeldOutText:
         """
         before, after = difference.perplexity or (None, None)
         description = f"{SAMPLES if self.documents else self.words}: {difference.predicted:,} tokens"
+        # One document longer than the file's limit would change the text, so the samples are used instead.
         if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
             before, after, description = (
                 self.before,
@@ -78,6 +79,7 @@ class HeldOutText:
         for documents in self._parts():
             for logits, (_, labels) in zip(replay([tokens for tokens, _ in documents]), documents, strict=True):
                 total += float(
+                    # Labels are already shifted: position n has the label of its next token, -100 for none.
                     torch.nn.functional.cross_entropy(
                         logits[0].float().cpu(), labels[0], ignore_index=-100, reduction="sum"
                     )
@@ -117,10 +119,16 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
     if opened.step is None:
         return HeldOutText(SAMPLES)
     plain = build.owner(Slot.OBJECTIVE) == "plain" and not opened.classes
-    if not plain or build.model.vision is not None or build.trained[0].config.is_encoder_decoder:  # type: ignore[union-attr]
+    if (
+        not plain
+        # Exported files are replayed over tokens alone, without images or the inputs of an encoder.
+        or build.model.vision is not None
+        or build.trained[0].config.is_encoder_decoder  # type: ignore[union-attr]
+    ):
         return HeldOutText(SAMPLES)
     try:
         data = replace(recipe.data, tokenizer=opened.tokenizer_folder)
+        # The same split as in training, because it depends on the data's settings and the seed.
         rows = prepare(
             data, length=recipe.batch.seq_len, seed=recipe.seed, add_tokens=recipe.model.add_tokens
         ).validation
@@ -132,13 +140,16 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
     sizes = bytes_of_tokens(opened.tokenizer)
     measured = measure_text(build, rows, micro=min(8, recipe.batch.size), limit=limit, sizes=sizes)
     documents = []
+    # The rows of the run's evaluations, so that the perplexities can be compared with its own.
     for number in evaluation_rows(len(rows), limit):
         row, start = rows.row(number), 0
+        # Unpacked: other runtimes have no mask between the documents of a packed row.
         for length in row.documents:
             tokens, labels = (
                 torch.from_numpy(values[start : start + length].copy())[None] for values in (row.tokens, row.labels)
             )
             start += length
+            # A document whose labels are all masked has no loss.
             if bool((labels != -100).any()):
                 documents.append((tokens, labels))
     rows_used = (

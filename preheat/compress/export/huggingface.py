@@ -103,14 +103,17 @@ def write_held(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and "
             "generate from the run itself"
         )
+    # Dequantizing would give a large folder with the quality of the small one.
     if is_compressed(model):
         raise RunError(
             f"{run}: is compressed, and quantized weights cannot be written in other formats; export the original model"
         )
+    # Before `unfake_` and `merge`: the run's perplexity is that of the model as it was trained.
     held_text = held_out_text(opened, run)
     rounded = unfake_(model)
     saved_dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     accepted = verify.Bound(verify.TOLERANCE[saved_dtype] if tolerance is None else tolerance)
+    # Added tokens are the last of the vocabulary.
     first = len(opened.tokenizer) - len(opened.recipe.model.add_tokens)
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, list(range(first, len(opened.tokenizer))))
     vision = opened.build.model.vision
@@ -122,16 +125,21 @@ def write_held(
         opened.tokenizer.pad_token_id = pad
         rows = [row[row != pad][None] for row in rows]
     image_rows = [] if vision is None else [drawn_image(vision)]
+    # Before merging, so that the comparison covers the merge as well.
     wanted = verify.logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
+    # A classifier has its own class in transformers, which reads logits at the last token only.
     if pad is not None:
         text_note = text_alone(layout.whole, "it is a classifier") if layout is not None else text_note
         layout = None
         reader, wanted = transformers.AutoModelForSequenceClassification, [row[:, -1] for row in wanted]
         model = _classifier(model, pad, run)
+    # After merging in fp32: one rounding instead of two.
     model.to(saved_dtype)
+    # The folder must keep the relation, or training it further would update one matrix only.
     tied = not classifies and model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.set_attn_implementation("eager")  # the folder must not name our own attention
+    # Training turns the cache off; generation from the folder needs it.
     model.config.use_cache = True
     notes = [held_text.unfinished] if held_text.unfinished else []
     notes += [_NO_WINDOW] if Tag.SLIDING_WINDOW in opened.build.tags else []
@@ -143,6 +151,7 @@ def write_held(
     runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
     name = str(saved_dtype).removeprefix("torch.")
     with NewFolder(out) as folder:
+        # `write` returns why the layout cannot represent the model; then the text part alone is saved.
         if layout is not None and (problem := layout.write(model, folder, name)):
             text_note = text_alone(layout.whole, problem)
             layout = None
@@ -163,6 +172,7 @@ def write_held(
         del model
         notes += verify.code_in(folder) if final else []
         reloaded = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=runs)
+        # Perplexity is undefined for a classifier.
         texts = None if classifies else [*rows, *(inputs["input_ids"] for inputs in image_rows)]
         difference = verify.compare(wanted, verify.logits(reloaded, rows, image_rows), texts)
         hint = (
@@ -171,6 +181,7 @@ def write_held(
             else "use --dtype float32, or raise --tolerance"
         )
         verify.refuse_beyond(difference, accepted, str(out), hint)
+        # Equal logits do not show it: two equal matrices compute the same as one.
         if not classifies and tied != (
             reloaded.get_input_embeddings().weight is reloaded.get_output_embeddings().weight
         ):
@@ -219,6 +230,7 @@ def _classifier(model: PreTrainedModel, pad: int, run: str | Path) -> PreTrained
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
     names = Reader(run).data.get("classes") if (Path(run) / "recipe.yaml").is_file() else None
+    # The hub's widget and pipelines show these names.
     if names:
         classifier.config.id2label = dict(enumerate(map(str, names)))
         classifier.config.label2id = {name: n for n, name in classifier.config.id2label.items()}

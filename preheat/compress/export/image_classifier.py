@@ -32,6 +32,7 @@ class _Scores(nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
+        # Eval mode: batch norm must use its running statistics, not those of a batch.
         self.model = model.eval()
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -61,8 +62,10 @@ def to_onnx(
     """
     require("onnx", "onnx", "onnxscript", "onnxruntime")
     file, module = Path(file), _Scores(model)
+    # int8 is computed from the fp32 file.
     unquantized = file.with_name(file.name + ".float") if int8 else file
     with torch.no_grad():
+        # Two images, because torch.export specializes a dimension of size 1.
         program = torch.export.export(module, (images[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
     trace.to_onnx(program, unquantized, ("pixel_values",), beside=False)
     if int8:
@@ -84,6 +87,7 @@ def _calibrated(unquantized: Path, file: Path, images: Tensor) -> None:
             batch = next(self.left, None)
             return None if batch is None else {"pixel_values": batch.numpy()}
 
+    # Fuses and folds nodes first, so that fused ones share a quantization.
     preprocessed = unquantized.with_name(unquantized.name + ".ready")
     quant_pre_process(unquantized, preprocessed, skip_symbolic_shape=True)
     # Products of activations (squeeze-and-excite, swish) stay in fp32: int8 ruins EfficientNet's logits.
@@ -107,6 +111,7 @@ def open_onnx(file: str | Path) -> Scorer:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    # As many threads as torch has, so that times can be compared.
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return lambda pixels: torch.from_numpy(session.run(None, {"pixel_values": pixels.numpy()})[0])
@@ -131,6 +136,7 @@ def to_executorch(
     with torch.no_grad():
         program = torch.export.export(module, (images[:1],))
         if int8:
+            # Quantization returns a module, which is exported again.
             program = torch.export.export(_observed(program, images), (images[:1],))
         try:
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
@@ -153,6 +159,7 @@ def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Modul
 
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
     prepared = prepare_pt2e(program.module(), quantizer)
+    # The exported graph has a batch size of one.
     for image in images.split(1):
         prepared(image)
     return convert_pt2e(prepared)
@@ -178,9 +185,11 @@ def _held(
 ) -> verify.Difference:
     with torch.no_grad():
         expected = torch.cat([module(part) for part in images.split(8)])
+    # (n, 1, classes): each image is a row of one position.
     difference = verify.compare([expected[:, None]], [logits[:, None]])
     bound = verify.bound_of("vision", "int8" if int8 else "float32", tolerance)
     if difference.beyond(bound):
+        # No file remains that a user might take for a checked one.
         file.unlink()
     verify.refuse_beyond(
         difference, bound, str(file), "calibrate on more images like those to come, or raise the tolerance"

@@ -63,6 +63,7 @@ def _run(
 
     settings = xllamacpp.CommonParams()
     settings.model.path = str(file)
+    # One sequence at a time, with a little room for the forced token; warm-up would only take time.
     settings.n_ctx, settings.n_parallel, settings.warmup = max(row.shape[1] for row in rows) + 8, 1, False
     settings.cpuparams.n_threads = torch.get_num_threads()
     try:
@@ -70,12 +71,15 @@ def _run(
     except RuntimeError as error:
         raise RunError(f"{file.name}: llama.cpp does not load it ({error}); nothing was written") from None
     _same_tokens(server, tokenizer, file)
+    # The last token, because a tokenizer may put a space token in front.
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     pairs = []
     for row, logits in zip(rows, wanted, strict=True):
         length = row.shape[1] - 1  # leaves llama.cpp room for a next token in a full context
+        # Evenly spaced over the row; a set, because short rows give equal positions.
         for end in sorted({max(1, length * n // _POSITIONS) for n in range(1, _POSITIONS + 1)}):
             logprobs = _next(server, row[0, :end].tolist(), letter)
+            # Normalized over the whole vocabulary, then taken at llama.cpp's tokens.
             expected = logits[0, end - 1].double().log_softmax(-1)[list(logprobs)]
             pairs.append((expected[None, None], torch.tensor(list(logprobs.values()), dtype=torch.float64)[None, None]))
     return pairs
@@ -84,10 +88,12 @@ def _run(
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Context manager that redirects the process's stdout and stderr, to which llama.cpp logs directly."""
+    # Buffered output of Python must not end up in the null device.
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(n) for n in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    # Descriptors instead of sys.stdout: llama.cpp is C++ and does not know Python's objects.
     try:
         for n in (1, 2):
             os.dup2(nowhere, n)
@@ -107,6 +113,7 @@ def _next(server: Server, ids: list[int], letter: int) -> dict[int, float]:
             an incomplete character. The probabilities are those before this bias.
     """
     request = {"prompt": ids, "max_tokens": 1, "n_probs": _TOP, "logit_bias": [[letter, 1000]], "temperature": 0.0}
+    # Without the prompt's cache, so that each position is computed from the tokens alone.
     response = server.handle_completions({**request, "cache_prompt": False})
     if "choices" not in response:
         raise RunError(f"llama.cpp does not continue after {len(ids)} tokens: {json.dumps(response)[:200]}")

@@ -102,6 +102,7 @@ class Plain:
         Raises:
             RunError: the difference exceeds the bound.
         """
+        # The replay runs the written file in its own runtime.
         difference = verify.compare(self.reference_logits, replay(self.rows), self.rows)
         verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
         self.copy_settings(file.parent)
@@ -119,6 +120,7 @@ class Plain:
     def copy_settings(self, folder: Path) -> None:
         """Copies the tokenizer, configuration and generation settings to the export's folder."""
         for file in self.folder.iterdir():
+            # Neither weights nor their index.
             if file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json"):
                 shutil.copy(file, folder)
 
@@ -136,8 +138,10 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = parent / "huggingface"
+    # fp32, so that the other format rounds once, from full precision.
     summary, held_text = huggingface.write_held(run, folder, dtype=torch.float32, base=base, final=False)
     try:
+        # Only classifiers have none.
         if summary["before"]["perplexity"] is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
         if AutoConfig.from_pretrained(
@@ -150,9 +154,11 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=remote_code.allowed()
         )
+        # Rows of added tokens too; at most 32, which fit into one row. Some tokenizers have more tokens than rows.
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
         rows = verify.rows(tokenizer, facts(model.config).positions, known)
         notes = [summary["note"]] if summary["note"] else []
+        # Of the folder's model, which `write_held` has compared with the run.
         wanted = verify.logits(model, rows)
         yield Plain(
             source=Path(run),
@@ -170,6 +176,7 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
             held_out_text=held_text,
         )
     finally:
+        # Also if the writer fails: its weights must not end up in the export.
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -77,9 +77,11 @@ def quantize(file: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     unquantized = file.with_name("float.onnx")
+    # The fp32 weights, which the quantized file does not need.
     data = file.with_name(file.name + ".data")
     import onnx
 
+    # Into one file under another name, because the quantizer writes to the original name.
     onnx.save_model(onnx.load(file), unquantized)
     data.unlink(missing_ok=True)
     file.unlink()
@@ -97,6 +99,7 @@ def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:
     """Returns the logits [1, length, vocabulary] of rows of tokens by ONNX Runtime on the CPU."""
     import onnxruntime
 
+    # The threads that torch uses, not all cores of the machine.
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])

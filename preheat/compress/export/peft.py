@@ -85,21 +85,27 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
     pissa = getattr(opened.recipe.techniques.get("lora"), "variant", "") == "pissa"
     half = {} if pissa else _half(model)  # pissa rounds the residual, which is not a weight of the base
+    # The reference: the run's logits in memory, before anything is converted.
     wanted = verify.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
+    # Copies on the CPU, because the run's model is freed before peft loads the base.
     values = {
         name: {key: t.detach().cpu().clone() for key, t in adapter_tensors(model.get_submodule(name))} for name in names
     }
     if pissa:
+        # PiSSA took s B0 A0 out of the base: the exported adapter has to add B A and subtract B0 A0.
         for name in names:
             values[name] = _as_lora(
                 values[name], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
             )
+        # True: peft must not decompose the base again. Twice the rank at the same scale, alpha / r or alpha /
+        # sqrt(r).
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
     config.target_modules = _short(names, model)
     pairs = _pairs(model, config)
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
+    # Names of modules in the plain base, without the adapter's wrapper.
     packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
     double = any(m.nf4_ranges is not None for m in packed.values())
     written = {
@@ -111,8 +117,10 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         "dtype": torch.float32,
         "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code),
     }
+    # The base is read from the run's folder; the adapter names it as others can find it.
     source, notes = str(opened.build.weights.folder), [held_text.unfinished] if held_text.unfinished else []
     notes += [_PISSA] if pissa else []
+    # peft generates with the base's settings, so an end token that only the adapter's folder names is never read.
     base_generation = read_generation(opened.build.weights.folder)[0] or GenerationConfig.from_model_config(
         model.config
     )
@@ -130,12 +138,14 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        # peft builds the adapter, so that config and names are those that it reads.
         adapted: PeftModel = peft.get_peft_model(_loaded(source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
                     target.copy_(tensors[key])
             _put_pairs(adapted, pairs)
+        # Without embeddings, which peft would add if the adapter includes them; they belong to the base.
         adapted.save_pretrained(folder, save_embedding_layers=False)
         del adapted
         ends.tokenizer.save_pretrained(folder)
@@ -144,6 +154,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
         reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
         if half:
+            # Before rounding, for the note: the difference that a user sees on the base in its stored precision.
             unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             if _round_base(reloaded.get_base_model(), half):
                 notes.append(_HALF.format(_name(half), unrounded_half.largest))
@@ -153,6 +164,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             unrounded = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
             _round(reloaded.get_base_model(), written["nf4"]["modules"], double=double)
+        # The comparison that decides: peft's own reading of the folder against the run.
         difference = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows), rows)
         verify.refuse_beyond(
             difference,
@@ -170,6 +182,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             **verify.figures(difference, accepted),
             **held_text.by(reloaded.get_base_model(), difference),
         }
+        # Last, because it merges into the reloaded base in place.
         notes += _merged_otherwise(reloaded, wanted, rows)
         summary["note"] = "; ".join(notes)
         prompt = 'tokenizer("Once upon a time", return_tensors="pt")'
@@ -212,6 +225,7 @@ def _round_base(model: nn.Module, half: dict[str, torch.dtype]) -> bool:
         for name, p in model.named_parameters():
             dtype = half.get(name.replace(".base_layer", ""))
             if dtype is not None:
+                # Still stored in fp32, so that both models compute in one precision.
                 rounded = p.to(dtype).to(p.dtype)
                 changed |= not torch.equal(rounded, p)
                 p.copy_(rounded)
@@ -239,6 +253,7 @@ def _merged_otherwise(model: PeftModel, wanted: list[Tensor], rows: list[Tensor]
         merged = model.merge_and_unload()
     except (NotImplementedError, ValueError) as error:
         return [f"peft does not merge this adapter ({shorten(str(error), 120)}): preheat export --to hf does"]
+    # `merged` is the base itself with changed weights.
     difference = verify.compare(wanted, verify.logits(merged, rows))
     if difference.share() <= _MERGED:
         return []
@@ -323,21 +338,29 @@ def _as_lora(tensors: dict[str, Tensor], weight: Tensor, rest: Tensor, config: L
     W - rest has rank r up to rounding, so slightly more than r random combinations of its columns span it. Computed in
     fp64 and refactored by SVD, since the two products nearly cancel.
     """
+    # s in the docstring, as peft scales: alpha / r, or alpha / sqrt(r) with rsLoRA.
     scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     removed = (weight.double().cpu() - rest.detach().double().cpu()) / scale
+    # GPT-2's Conv1D stores its weight as (in, out).
     removed = removed.t() if config.fan_in_fan_out else removed
+    # Randomized range finder (Halko et al., arXiv:0909.4061) with 8 extra columns: (in, r + 8).
     mixing = torch.randn(
         removed.shape[1], config.r + 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
     span = torch.linalg.qr(removed @ mixing).Q
+    # SVD of a matrix of r + 8 rows instead of the whole: span is (out, r + 8).
     left_vectors, values, right_vectors = torch.linalg.svd(span.t() @ removed, full_matrices=False)
+    # (out, r) and (r, in)
     b0, a0 = (span @ left_vectors * values)[:, : config.r], right_vectors[: config.r]
     a, b = tensors["lora_A.default.weight"], tensors["lora_B.default.weight"]
+    # [B, -B0] = left first and [A; A0]^T = right second, so the change is left (first second^T) right^T,
     left, first = torch.linalg.qr(torch.cat([b.double(), -b0], dim=1))
+    # whose SVD needs only the small inner matrix, (2 r, 2 r).
     right, second = torch.linalg.qr(torch.cat([a.double(), a0]).t())
     u, values, v = torch.linalg.svd(first @ second.t(), full_matrices=False)
     v = v.t()
     root = torch.zeros(2 * config.r, dtype=torch.float64)  # a map narrower than 2 r has fewer singular values
+    # Each factor gets the square root of the singular values, so that both have similar magnitude in fp32.
     root[: len(values)] = values.sqrt()
     u, v = (torch.nn.functional.pad(t, (0, 2 * config.r - t.shape[1])) for t in (left @ u, right @ v))
     return {
@@ -352,4 +375,5 @@ def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
         for name in names:
             module: Any = model.get_submodule(name)
             weight = getattr(module, "base_layer", module).weight
+            # Through the run's own quantizer, so that the base equals the one that the adapter was trained on.
             weight.copy_(dequantize(quantize(weight, double=double), tuple(weight.shape), torch.float32, tables()))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["bare", "render"]
 
 _MARKS = ("generation", "endgeneration")
+# Whitespace and characters that HTML escapes, a system message, several turns.
 _PROBES: tuple[Sequence[Mapping[str, str]], ...] = (
     ({"role": "user", "content": ' a <b> & "c" \n'},),
     ({"role": "system", "content": "s"}, {"role": "user", "content": "a"}),
@@ -39,8 +40,10 @@ def bare(template: Template) -> str | None:
     import jinja2
 
     try:
+        # A template is foreign code: its time and output are limited.
         with limited(template.name):
             text = _written(template)
+        # Rendering decides, because no static check knows every difference of the environments.
         return text if all(_same(text, template, chat) for chat in _PROBES) else None
     except jinja2.TemplateError:
         return None
@@ -70,13 +73,16 @@ def _written(template: Template) -> str:
     import jinja2
 
     # The options of transformers' environment: the lexer's output has whitespace trimmed accordingly.
+    # The lexer splits the text into tokens (line, kind, text).
     parts = list(jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lex(template.text))
     output = [
         f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}" for name, value in template.variables.items()
     ]
+    # Written without "-" and "+", since the lexer has applied the trimming that they ask for.
     tags = {"block_begin": "{%", "block_end": "%}", "variable_begin": "{{", "variable_end": "}}"}
     tags |= {"raw_begin": "{% raw %}", "raw_end": "{% endraw %}"}
     skipped = ""
+    # Drops comments and {% generation %} tags; everything else is written as it was.
     for number, (_, kind, value) in enumerate(parts):
         if skipped:
             skipped = "" if kind == skipped else skipped

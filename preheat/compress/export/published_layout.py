@@ -56,9 +56,11 @@ class PublishedLayout:
         Returns:
             '', or why the model has no place in the layout; then nothing was written.
         """
+        # All checks come first: on a problem nothing may have been written.
         settings, problem = self._settings(model.config, dtype)
         stated = read_object(self.source / "config.json", _KNOB).get("transformers_weights")
         files = weight_files(self.source, _KNOB, stated=stated).files
+        # Tensor name -> file.
         keys: dict[str, Path] = {}
         for file in files:
             with open_tensors(file, _KNOB) as opened:
@@ -76,6 +78,7 @@ class PublishedLayout:
         """Returns the published config.json with what the run changed, and why it cannot say that ('' if it can)."""
         values = read_object(self.source / "config.json", _KNOB)
         text = values["text_config"]
+        # Compared as full dictionaries, because the differences to the defaults hide values that returned to them.
         now, before = (json.loads(c.to_json_string(use_diff=False)) for c in (config, self.before))
         changed = {key: value for key, value in now.items() if key not in _NOT_COMPARED and value != before.get(key)}
         if now["model_type"] != before["model_type"] or "num_hidden_layers" in changed:
@@ -84,15 +87,18 @@ class PublishedLayout:
             return values, "its weights are stored quantized"
         for key in _TOKENS:
             if key in changed:
+                # Published configs state tokens at the top or in the text part; the one that has the key is read.
                 (values if values.get(key) is not None else text)[key] = changed.pop(key)
         if "tie_word_embeddings" in changed:
             values["tie_word_embeddings"] = changed["tie_word_embeddings"]
+        # transformers reads the older keys too, so leaving them would contradict the new ones.
         if "rope_parameters" in changed:
             for old in ("rope_theta", "rope_scaling"):
                 text.pop(old, None)
             published = getattr(self.whole.get_text_config(), "rope_parameters", None) or {}
             changed["rope_parameters"] = {**published, **changed["rope_parameters"]}
         text |= changed
+        # Each part of the configuration may state the dtype, under its new or its older key.
         for part in (values, *(value for value in values.values() if isinstance(value, dict))):
             for key in ("dtype", "torch_dtype"):
                 if key in part:
@@ -106,6 +112,7 @@ class PublishedLayout:
 
         files = list(dict.fromkeys(keys.values()))
         size, places = 0, dict[str, str]()
+        # File by file, so that only one file's tensors are in memory.
         for file in files:
             with open_tensors(file, _KNOB) as opened:
                 tensors = {
@@ -120,6 +127,7 @@ class PublishedLayout:
             )
             size += sum(tensor.nbytes for tensor in tensors.values())
             places |= dict.fromkeys(tensors, file.name)
+        # A single file with an index keeps its index.
         if len(files) > 1 or (self.source / INDEX).is_file():
             index = {"metadata": {"total_size": size}, "weight_map": places}
             (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
@@ -136,11 +144,13 @@ def published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:
     if folder is None:
         return None, text_alone(whole, "the run began with new weights, which no vision part fits")
     try:
+        # Without memory: only tests that transformers has the class and accepts the configuration.
         with torch.device("meta"):
             AutoModelForImageTextToText.from_config(whole)
     except (*FAULTS, ImportError) as error:
         return None, text_alone(whole, f"transformers cannot load the whole here ({fault(error, 160)})")
     before = configs.of(opened.recipe, None)
+    # The run's config has no dropout either, so that it does not count as a change.
     configs.without_dropout(before)
     return PublishedLayout(folder, whole, before), ""
 

@@ -44,6 +44,7 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
         if dtype is not None:
             raise RecipeError("--dtype: is not for --to peft; an adapter is written as it was trained")
         return None
+    # The bounds of a format list its dtypes.
     known = [str(kind).removeprefix("torch.") for kind in verify.TOLERANCE] if to == "hf" else list(verify.BOUNDS[to])
     if dtype is not None and dtype not in known:
         raise RecipeError(f"--dtype {shorten(str(dtype))}: --to {to} has {', '.join(known)}")
@@ -53,6 +54,7 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
 def require_settings(to: str, settings: Mapping[str, object]) -> None:
     """Raises RecipeError for invalid settings of an export step: wrong type, or not supported by the format."""
     tolerance, length = settings.get("tolerance"), settings.get("length")
+    # `not >= 0` rejects NaN too; bool is a subclass of int.
     if tolerance is not None and (
         isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0
     ):
@@ -80,6 +82,7 @@ def _reads_images(run: str | Path) -> bool:
     from preheat.models import configs, hf
     from preheat.models.vision import vision_of
 
+    # From the configuration alone, because loading the model takes long.
     path = Path(run)
     if (path / "recipe.yaml").is_file():
         return (
@@ -113,6 +116,7 @@ def write(
     """
     import torch
 
+    # Imported late: with every format's libraries the command line would start slowly.
     from preheat.compress.export import aoti, executorch, gguf, huggingface, onnx, peft, torchchat, vllm
 
     kind = _dtype_of(to, dtype)
@@ -128,6 +132,7 @@ def write(
             raise RecipeError("--base: is not for --to peft; an adapter is written as it was trained")
         return peft.write(run, out, tolerance=tolerance)
     if to == "hf":
+        # None keeps the run's dtype.
         return huggingface.write(run, out, dtype=getattr(torch, kind) if kind else None, tolerance=tolerance, base=base)
     assert kind is not None
     if to == "executorch":

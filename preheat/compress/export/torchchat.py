@@ -52,6 +52,7 @@ _ENDS = {
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "output.weight",
 }
+# transformers' maps and norms -> torchchat's: w1 is the gate, w3 the up and w2 the down projection.
 _PARTS = {
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
@@ -92,14 +93,17 @@ def write(
     bound = verify.bound_of("torchchat", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
+            # Fails for unsupported blocks before any weight is converted.
             params = _params(model.model.config, model.source) | {
                 "tokenizer_prepend_bos": bool(beginning(model.tokenizer))
             }
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
+            # `_settle` then changes the copied tokenizer settings.
             model.copy_settings(folder)
             notes = [*model.notes, *_settle(folder, model)]
+            # Through the files, so that a wrong name, order or parameter appears as a difference.
             difference = verify.compare(model.reference_logits, read(folder, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             perplexity = model.held_out_text.perplexities(difference, partial(read, folder))
@@ -131,6 +135,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
         config.num_attention_heads,
         dict(config.rope_parameters or {}) if hasattr(config, "rope_parameters") else None,
     )
+    # The first branch makes sure of the fields that the others read.
     problem = ""
     if rope is None or getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
         problem = f"{config.model_type} has other blocks"
@@ -140,6 +145,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
         problem = f"its rotary positions are scaled by '{rope['rope_type']}', and torchchat has llama3's alone"
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         problem = "only a part of its heads has rotary positions"
+    # A window as long as the context has no effect.
     elif (
         (window := getattr(config, "sliding_window", None))
         and getattr(config, "use_sliding_window", True)
@@ -155,6 +161,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
         "vocab_size": config.vocab_size,
         "n_layers": config.num_hidden_layers,
         "n_heads": heads,
+        # torchchat's name of the key-value heads.
         "n_local_heads": config.num_key_value_heads,
         "dim": config.hidden_size,
         "hidden_dim": config.intermediate_size,
@@ -176,8 +183,10 @@ def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[s
     """
     weights: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
+        # torchchat reuses the embedding.
         if name == "lm_head.weight" and params["tie_word_embeddings"]:
             continue
+        # "model.layers.3.self_attn.q_proj.bias" -> part "self_attn.q_proj", kind "bias"
         part, _, kind = name.removeprefix("model.layers.").partition(".")[2].rpartition(".")
         if name in _ENDS:
             weights[_ENDS[name]] = weight
@@ -196,6 +205,7 @@ def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[s
                     weights.setdefault(f"layers.{layer}.{block}.{map_name}.bias", weight.new_zeros(len(weight)))
     for layer in range(params["n_layers"]):
         for kind in ("weight", "bias") if params.get("attention_bias") else ("weight",):
+            # wqkv is the queries, keys and values one below the other; values are not rotated, so their order stays.
             q, k, v = (weights.pop(f"layers.{layer}.attention.{map_name}.{kind}") for map_name in ("wq", "wk", "wv"))
             interleaved = [_pairs_together(q, params["n_heads"]), _pairs_together(k, params["n_local_heads"])]
             weights[f"layers.{layer}.attention.wqkv.{kind}"] = torch.cat([*interleaved, v])
@@ -204,6 +214,7 @@ def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[s
 
 def _pairs_together(weight: Tensor, heads: int) -> Tensor:
     """Reorders rows of a head from (first halves, second halves) to (first, second, first, second, ...)."""
+    # (heads, 2, size / 2, ...) -> (heads, size / 2, 2, ...)
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
@@ -218,6 +229,7 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     """
     file, notes, tokenizer = folder / "tokenizer_config.json", [], model.tokenizer
     settings = json.loads(file.read_text(encoding="utf-8"))
+    # torchchat stops at the tokenizer's eos_token only.
     if model.end_of_turn is not None:
         settings["eos_token"] = tokenizer.convert_ids_to_tokens(model.end_of_turn)
     ends = [n for n in model.end_tokens if tokenizer.convert_ids_to_tokens(n) != settings.get("eos_token")]
@@ -246,6 +258,7 @@ def _settle(folder: Path, model: Plain) -> list[str]:
 def read(folder: Path, rows: list[Tensor]) -> list[Tensor]:
     """Returns the logits [1, length, vocabulary] of rows of tokens [1, length], in fp32, from the files of a folder."""
     params = json.loads((folder / "params.json").read_text(encoding="utf-8"))
+    # weights_only: a pickle may run code when it is loaded.
     weights = {name: w.float() for name, w in torch.load(folder / "model.pth", mmap=True, weights_only=True).items()}
     with torch.no_grad():
         return [_logits(row, weights, params) for row in rows]
@@ -261,23 +274,30 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: JsonObject) -
     def linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
+    # (length, size / 2)
     angles = torch.outer(torch.arange(length).float(), _frequencies(size, params))
     rotations = torch.polar(torch.ones_like(angles), angles)[None, :, None]  # [1, length, 1, size / 2]
 
     def rotated(x: Tensor) -> Tensor:
+        # Neighbouring dimensions as a complex number, times e^(i angle).
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * rotations).flatten(-2)
 
+    # (1, length, width)
     x = weights["tok_embeddings.weight"][tokens]
     for layer in range(params["n_layers"]):
         at = f"layers.{layer}"
+        # (1, length, (heads + 2 kv_heads) size)
         parts = linear(norm(x, f"{at}.attention_norm.weight"), f"{at}.attention.wqkv")
         q, k, v = (
             p.unflatten(-1, (-1, size)) for p in parts.split([heads * size, kv_heads * size, kv_heads * size], -1)
         )
+        # (1, heads or kv_heads, length, size)
         q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
+        # Key-value heads serve groups of query heads, in order.
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + linear(attended.transpose(1, 2).flatten(-2), f"{at}.attention.wo")
         y, block = norm(x, f"{at}.ffn_norm.weight"), f"{at}.feed_forward"
+        # Gated feed-forward: w2(silu(w1 y) * w3 y)
         x = x + linear(functional.silu(linear(y, f"{block}.w1")) * linear(y, f"{block}.w3"), f"{block}.w2")
     head = weights["tok_embeddings.weight" if params["tie_word_embeddings"] else "output.weight"]
     return functional.linear(norm(x, "norm.weight"), head)
@@ -291,5 +311,7 @@ def _frequencies(size: int, params: JsonObject) -> Tensor:
     trained, low, high = (
         scaling[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
+    # Turns within the trained context decide: above `high` a frequency stays, below `low` it is divided by the
+    # factor.
     smooth = ((trained * frequencies / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies

@@ -31,7 +31,9 @@ class Logits(nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
+        # Our own attention has operators that other runtimes lack.
         model.set_attn_implementation("sdpa")
+        # The cache would be a further output of the graph.
         model.config.use_cache = False
         self.model = model.eval()
 
@@ -45,7 +47,9 @@ def trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
     Args:
         positions: maximum sequence length; 0: unlimited.
     """
+    # Two rows, because torch.export specializes a dimension of size 1.
     ids = torch.zeros(2, min(8, positions or 8), dtype=torch.int64)
+    # Both inputs share the dimensions, so that the graph may rely on equal shapes.
     batch = torch.export.Dim("batch", min=1)
     length = torch.export.Dim("length", min=1, max=positions or None)
     shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
@@ -88,10 +92,12 @@ def refused(error: BaseException, to: str, alternative: str) -> RunError | None:
     """
     cause: BaseException | None = error
     while cause is not None:
+        # "op='aten::x'", "Operator torch._ops.aten.x", or "Missing out variants: {'aten::x'"
         if match := re.search(
             r"(?:op='|Operator |Missing out variants: \{')(?:torch\._ops\.)?(\w+)(?:\.|::)(\w+)", str(cause)
         ):
             name = f"{match[1]}.{match[2]}"
             return RunError(f"--to {to}: the operator {name} is not supported there; {alternative}")
+        # The exporters wrap the error several times.
         cause = cause.__cause__ or cause.__context__
     return None

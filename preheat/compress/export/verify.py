@@ -60,6 +60,7 @@ class Bound:
     perplexity: float = math.inf
 
 
+# Bound(largest, mean, agreement, perplexity), as fractions.
 BOUNDS: dict[str, dict[str, Bound]] = {
     # Rounded weights, matmuls in fp32 or fp64. The largest of 32 normal values is at 2.2 standard deviations on
     # average, so rounding in steps of largest / 127 (q8_0) has an error of 0.5 % of a weight, of largest / 8 (q4_0)
@@ -137,9 +138,11 @@ EXACT = 1 << 29
 
 def rows(tokenizer: PreTrainedTokenizerFast, positions: int, extra: list[int]) -> list[Tensor]:
     """Tokenizes the sample texts, one row [1, n] each; `extra` tokens (added to the model) get their own row."""
+    # Models without a limit of positions have 0.
     limit = min(_LENGTH, positions or _LENGTH)
     encoded = [tokenizer.encode(text)[:limit] for text in TEXTS]
     if extra:
+        # Alternating with ordinary tokens, so that each added token is read and predicted in a text.
         encoded.append([token for pair in zip(extra, encoded[0], strict=False) for token in pair][:limit])
     return [torch.tensor([row]) for row in encoded if row]
 
@@ -168,6 +171,7 @@ def logits(
     Args:
         image_rows: further rows with images: arguments of transformers' forward.
     """
+    # fp64 leaves no rounding of the matmuls, so that any difference is one of the weights.
     exact = parameter_counts(model)[1] <= EXACT
     model.to(torch.float64 if exact else torch.float32)
     for module in model.modules():
@@ -178,6 +182,7 @@ def logits(
         plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu()
         for row in image_rows
     ]
+    # In fp32 again, because fp64 would double the memory for the rest of the export.
     model.to(torch.float32)
     return outputs
 
@@ -210,6 +215,7 @@ class Difference:
     def beyond(self, bound: Bound) -> str:
         """Describes how the difference exceeds the bound; '' if it does not. NaN exceeds it."""
         unit, those = max(self.scale, 1.0), "from those of the trained model"
+        # Negated comparisons, because every comparison with NaN is false.
         if not self.share() <= bound.largest:
             return (
                 f"by up to {self.largest:.2g} {those} (largest logit {self.scale:.3g}), more than the "
@@ -241,6 +247,7 @@ def compare(wanted: list[Tensor], computed: list[Tensor], tokens: Sequence[Tenso
     Args:
         tokens: inputs of the logits, [rows, length] each, for the perplexity.
     """
+    # Each is cut to the other's vocabulary, (rows, length, vocabulary).
     pairs = [
         (a[..., : b.shape[-1]].double(), b[..., : a.shape[-1]].double()) for a, b in zip(wanted, computed, strict=True)
     ]
@@ -249,6 +256,7 @@ def compare(wanted: list[Tensor], computed: list[Tensor], tokens: Sequence[Tenso
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
     return Difference(
         largest=max(float(a.max()) for a in differences),
+        # Of the trained model alone: the bounds are relative to it.
         scale=max(float(row.abs().max()) for row in wanted),
         tokens=positions,
         mean=sum(float(a.sum()) for a in differences) / sum(a.numel() for a in differences),
@@ -265,6 +273,7 @@ def _perplexities(pairs: list[tuple[Tensor, Tensor]], tokens: Sequence[Tensor]) 
     sums = [0.0, 0.0]
     for both, row in zip(pairs, tokens, strict=True):
         for side, logits in enumerate(both):
+            # Position n predicts token n + 1; cross_entropy expects the classes in dimension 1.
             sums[side] += float(
                 torch.nn.functional.cross_entropy(
                     logits[:, :-1].transpose(1, 2), row[:, 1:].to(logits.device), reduction="sum"

@@ -58,6 +58,7 @@ def write(
     bound = verify.bound_of("vllm", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
+            # The reference logits are those of the fp32 weights, so the comparison includes the rounding to bfloat16.
             skipped = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
             for file in model.folder.iterdir():
                 if (
@@ -66,6 +67,7 @@ def write(
                     and not (folder / file.name).exists()
                 ):
                     (folder / file.name).write_bytes(file.read_bytes())
+            # Through compressed-tensors' own decompression, which checks scales and packing.
             reloaded = _load(folder)
             difference = verify.compare(model.reference_logits, verify.logits(reloaded, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype int8, --to hf, or raise --tolerance")
@@ -112,8 +114,10 @@ def pack(model: PreTrainedModel, bits: int, folder: Path) -> list[str]:
     skipped = [name for name, module in maps.items() if bits == 4 and module.in_features % GROUP and name != head_name]
     weights = QuantizationArgs(num_bits=bits, type="int", symmetric=True, **granularity)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    # Every matrix but the head was skipped.
     if len(skipped) + 1 == len(maps):
         raise RunError(f"--dtype int4: no matrix has rows of whole groups of {GROUP}; use --dtype int8")
+    # Adds the scales as parameters, which are set below.
     apply_quantization_config(
         model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=[head_name, *skipped]), show_progress=False
     )
@@ -121,13 +125,16 @@ def pack(model: PreTrainedModel, bits: int, folder: Path) -> list[str]:
         for name, module in maps.items():
             if name == head_name or name in skipped:
                 continue
+            # (out, groups, inputs of a group) -> scales (out, groups)
             blocks = module.weight.unflatten(1, (-1, GROUP if bits == 4 else module.in_features))
             scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), weights)
             module.weight_scale.copy_(scale)  # type: ignore[operator]  # added by `apply_quantization_config`
+    # Packs the codes into int32 words and replaces the weights by them.
     compressor = ModelCompressor.from_pretrained_model(model)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar without an option to turn it off
         compressor.compress_model(model)
         model.save_pretrained(folder)
+    # After save_pretrained, whose config.json does not have the quantization.
     compressor.update_config(folder)
     return skipped
 

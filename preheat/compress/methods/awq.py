@@ -47,6 +47,7 @@ def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None 
 
     def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
         group = group_for(name, module, chosen.group, "awq")
+        # factors: (in)
         groups, factors = awq(map_weight(module), inputs.gram, group, symmetric=chosen.symmetric)
         return Int4Linear.of(module, groups, input_scales=factors)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BitBudget", "sensitivity", "spend_bits"]
 
+# In ascending order of bits.
 CHOICES = ("int4 in groups of 128", "int4 in groups of 32", "int4 in groups of 32 with zeros", "int8", "bf16")
 
 _TOKENS = 2048  # per backward pass
@@ -41,6 +42,7 @@ def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     from preheat.ops.quantization.linear import map_weight
 
     if choice == CHOICES[0]:
+        # The divisor of the inputs nearest to 128.
         return divisor(map_weight(module).shape[1], 128), True
     return group_for(name, module, "auto", "bit_budget"), choice == CHOICES[1]
 
@@ -83,17 +85,21 @@ def sensitivity(
 
     def watch(name: str) -> Callable[..., None]:
         def forward(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            # (tokens, in)
             x = args[0].detach().flatten(0, -2)
 
             def backward(gradient: Tensor) -> None:
                 weight = map_weight(module).detach()
                 for n, choice in enumerate(choices):
+                    # dW of this choice. Its effect on the loss is measured with the gradient of the map's output
+                    # (tokens, out).
                     change = map_weight(_quantized(name, module, choice)).detach() - weight
                     # The unquantized map is in fp32 here, and is written in bf16.
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
                     totals[name][n] += loss_rise(x, change, gradient.flatten(0, -2))
 
+            # A hook on the output runs during backward, when its gradient exists; `x` stays alive until then.
             out.register_hook(backward)
 
         return forward
@@ -103,11 +109,13 @@ def sensitivity(
     try:
         with plainly(model), torch.enable_grad():
             # Each choice is quantized again for each batch, as keeping all would take several times the model's memory.
+            # (rows of about 2,048 tokens together, length)
             for batch in torch.cat(list(rows)).split(max(1, _TOKENS // rows[0].shape[1])):
                 batch = batch.to(model.device)
                 # Differentiates activations only, no weights: the graph starts at the embedding's output.
                 embedded = model.get_input_embeddings()(batch).detach().requires_grad_()
                 logits = model(inputs_embeds=embedded, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+                # Summed over tokens, so that each token's gradient does not depend on the batch.
                 torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").backward(
                     inputs=[embedded]
                 )
@@ -142,9 +150,11 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     require_rows(rows)
     maps, excluded = chosen_maps(model, chosen, "bit_budget")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    # On the model before any map is changed: all predictions have the same reference.
     rises = sensitivity(model, maps, rows[: chosen.rows])
     sizes = {name: [_bits(name, module, choice) for choice in CHOICES] for name, module in maps.items()}
     weights = sum(map_weight(module).numel() for module in maps.values())
+    # Minimizes the sum of the predicted rises subject to the sum of the bits.
     try:
         numbers = allocate_bits(list(sizes.values()), [rises[name] for name in maps], chosen.bits * weights)
     except ValueError:
@@ -155,10 +165,13 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
         ) from None
     plan = {name: CHOICES[n] for name, n in zip(maps, numbers, strict=True)}
     predicted = sum(rises[name][n] for name, n in zip(maps, numbers, strict=True))
+    # For the measured rise; after this point the maps are replaced.
     before = _loss(model, rows[: chosen.rows])
     if chosen.rounding == "gptq":
+        # Layer by layer, so that GPTQ sees inputs that come out of the quantized layers before it.
         for layer in walk(model, rows):
             layer_maps = {name: m for name, m in maps.items() if name.startswith(f"{layer.name}.")}
+            # Only four-bit maps need input statistics.
             inputs = layer.inputs({name: m for name, m in layer_maps.items() if plan[name].startswith("int4")})
             for name, module in layer_maps.items():
                 replacement = _quantized(name, module, plan[name])
@@ -184,6 +197,7 @@ def _bits(name: str, module: nn.Module, choice: str) -> float:
     if choice == "bf16":
         return 16.0 * map_weight(module).numel()
     quantized = _quantized(name, module, choice)
+    # Scales and zeros count; a bias is the same in all choices.
     return float(sum(8 * p.nbytes for key, p in quantized.named_parameters() if key != "bias"))
 
 
@@ -197,6 +211,7 @@ def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     with plainly(model), torch.no_grad():
         for row in rows:
             row = row.to(model.device)
+            # (length - 1, vocabulary)
             logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
             total += float(torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum"))
             count += row.shape[1] - 1

@@ -65,6 +65,7 @@ def prune_depth(
     wanted = structured_pruning.count_of("layers", layers, count, "layers")
     if wanted == count:
         raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} removes one")
+    # Higher is more important for both: a large rotation, or a large loss without the layer.
     scores = (
         structured_pruning.influences(model, rows)
         if by == "influence"
@@ -72,6 +73,7 @@ def prune_depth(
     )
     remaining = highest(scores, wanted)
     before = model.num_parameters()
+    # A new model with copies, so that the original can still be compared with it.
     smaller = slicing.smaller(model, slicing.KeptIndices(layers=remaining))
     # Before the model is changed, since this compares with it.
     structured_pruning.require_skipped(model, smaller, remaining, rows)

@@ -43,6 +43,7 @@ class Fp8(High, Method):
         import torch
 
         problems = super().check(model)
+        # Checked here, because without fp8 matmuls the quantized map fails at its first call.
         if not torch.cuda.is_available():
             problems.append(
                 "needs a CUDA device of compute capability 8.9 or more: a CPU has no fp8 matmuls; use int8 or "

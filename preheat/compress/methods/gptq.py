@@ -47,6 +47,7 @@ def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | Non
 
     def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
         group = group_for(name, module, chosen.group, "gptq")
+        # (out, in); the Gram matrix of the inputs is (in, in).
         weight = map_weight(module)
         return Int4Linear.of(
             module, gptq(weight, inputs.gram, group, symmetric=chosen.symmetric, damping=chosen.damping)

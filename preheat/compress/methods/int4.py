@@ -41,6 +41,7 @@ def to_int4(model: PreTrainedModel, settings: Int4 | None = None) -> Change:
 
     def make(name: str, module: nn.Module) -> nn.Module:
         group = group_for(name, module, chosen.group, "int4")
+        # Dynamic: each token's scale is computed at run time.
         inputs = "dynamic" if chosen.inputs == "int8" else None
         return Int4Linear.of(module, group=group, symmetric=chosen.symmetric, inputs=inputs)
 

@@ -44,7 +44,9 @@ def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int
     chosen = settings or Int8Static()
 
     def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
+        # (in): factors that the inputs are multiplied by.
         factors = smooth(map_weight(module), inputs.largest, chosen.strength)
+        # One scale for all inputs: the largest smoothed value becomes 127. Never 0, because inputs are divided by it.
         scale = (inputs.largest * factors.float()).max() / 127
         return Int8Linear.of(module, inputs="static", input_scales=factors, input_scale=scale.clamp(min=1e-12))
 

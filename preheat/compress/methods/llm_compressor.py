@@ -47,9 +47,11 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     chosen = settings or LlmCompressor()
     maps, excluded = chosen_maps(model, chosen, "llm_compressor")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    # None: one scale per output.
     groups = {n: group_for(n, m, chosen.group, "llm_compressor") if chosen.bits == 4 else None for n, m in maps.items()}
     request = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
     result = run(model, rows, request, chosen.python)
+    # All maps are present, or `run` has raised.
     for name, module in maps.items():
         codes: Any = result.maps[name]
         put_in(model, name, Int4Linear.of(module, codes) if chosen.bits == 4 else Int8Linear.of(module, codes))

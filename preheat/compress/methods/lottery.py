@@ -68,6 +68,7 @@ def prune_by_lottery(
 
     require_rows(rows, "lottery")
     current, before = slicing.sizes_of(model.config), model.num_parameters()
+    # Shapes within the parameter budget; latency can be measured only after slicing.
     drawn = shape_sampling.draw(
         model, parameters=parameters or None, draws=draws, smallest=smallest, multiple=multiple, seed=seed
     )
@@ -78,11 +79,13 @@ def prune_by_lottery(
             f"smallest has {least:.2f} of the parameters; "
             f"raise parameters to {least + 0.05:.2f}, or lower smallest"
         )
+    # Once, on the whole model: all shapes are cut by the same scores.
     importance = structured_pruning.measure(model, rows, products=refit)
     candidates: list[tuple[float, int, slicing.Sizes]] = []
     times: list[float] = []
     for sizes in drawn:
         smaller = structured_pruning.pruned(model, importance, sizes, refit=refit)
+        # Before the loss, which takes longer.
         if latency:
             times.append(shape_sampling.relative_time(smaller, model, rows))
             if times[-1] > latency:
@@ -97,6 +100,7 @@ def prune_by_lottery(
             f"smallest{' and parameters' if parameters else ''}"
         )
     best, _, sizes = min(candidates)
+    # Cut again, because keeping every candidate would take their memory together.
     slicing.become(model, structured_pruning.pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     result = (

@@ -55,6 +55,7 @@ def prune_by_magnitude(
     maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
     for module in maps.values():
         weight = matrix(module)
+        # Over the whole map, as the one threshold per layer of Han et al.
         unstructured_pruning.zero_lowest(weight, weight.abs(), sparsity, pattern, by_row=False)
     return unstructured_pruning.summary(maps, pattern), len(maps)
 

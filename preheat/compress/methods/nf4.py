@@ -35,6 +35,7 @@ def to_nf4(model: PreTrainedModel, settings: Nf4 | None = None) -> Change:
     settings = settings or Nf4()
     chosen, excluded = chosen_maps(model, settings, "nf4")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    # Replaces the weights inside the modules, which keep their names.
     pack_(list(chosen.values()), double=settings.double_quantization)
     keep_high(model, excluded, settings.high, tied=tied)
     return describe_precision(model, list(chosen), "NF4, blocks of 64")

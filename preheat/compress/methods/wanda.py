@@ -62,16 +62,20 @@ def prune_by_wanda(
     maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
 
     def accumulate(squares: Tensor) -> Callable[[Tensor, Tensor], object]:
+        # (in): sum of squares of each input over all tokens
         return lambda before, after: squares.add_(before.float().square().flatten(0, -2).sum(0))
 
+    # Layer by layer: each is scored with the inputs that the pruned layers before it give.
     with plainly(model):
         for name, _, run in layer_by_layer(model, rows):
             layer_maps = [m for map_name, m in maps.items() if map_name.startswith(f"{name}.")]
+            # One sum per map; hooks add to it in place.
             squares = [matrix(m).new_zeros(matrix(m).shape[1]) for m in layer_maps]
             with hooked([(m, accumulate(own)) for m, own in zip(layer_maps, squares, strict=True)]):
                 run()
             for module, own in zip(layer_maps, squares, strict=True):
                 weight = matrix(module)
+                # By row: the score compares weights of one output only (Sun et al., section 3).
                 unstructured_pruning.zero_lowest(weight, wanda(weight, own), sparsity, pattern, by_row=True)
     return unstructured_pruning.summary(maps, pattern), len(maps)
 

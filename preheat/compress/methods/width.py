@@ -74,12 +74,14 @@ def prune_width(
     wanted = structured_pruning.sizes_for_fractions(
         current, model.config, heads=heads, channels=channels, hidden=hidden, multiple=multiple
     )
+    # Rounding to groups and multiples may undo a fraction near 1.
     if wanted == current:
         raise RecipeError(
             f"heads: {heads:g}, channels: {channels:g}, hidden: {hidden:g}: leave the model unchanged, rounded to the "
             "next multiple; use smaller fractions"
         )
     before, importance = model.num_parameters(), structured_pruning.measure(model, rows, products=refit)
+    # In place, because callers have references to the model.
     slicing.become(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
     return structured_pruning.describe_change(current, wanted, before, after), before - after

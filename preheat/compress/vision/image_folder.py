@@ -44,6 +44,7 @@ class Images:
     labels: Tensor
     processor: BaseImageProcessor
     mode: str
+    # Shared by the subsets of `part`, so that an image is decoded once for all of them.
     _decoded: dict[Path, Tensor] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -59,6 +60,7 @@ class Images:
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all images in order: (pixels, labels)."""
+        # (batch,)
         for numbers in torch.arange(len(self)).split(size):
             yield self.pixels(numbers.tolist()), self.labels[numbers]
 
@@ -73,6 +75,7 @@ class Images:
 
         try:
             with Image.open(file) as image:
+                # (channels, height, width)
                 pixels: Tensor = self.processor(images=image.convert(self.mode), return_tensors="pt")["pixel_values"][
                     0
                 ].float()
@@ -80,6 +83,7 @@ class Images:
             raise DataError(
                 f"{file}: cannot be read as an image ({str(error).splitlines()[0][:160]}); fix or remove it"
             ) from None
+        # All images have this size after the processor, so the count bounds the bytes.
         if pixels.nbytes * (len(self._decoded) + 1) <= KEPT:
             self._decoded[file] = pixels
         return pixels
@@ -124,6 +128,7 @@ def read_folder(
         return Images(tuple(file for file, _ in files), torch.tensor([row for _, row in files]), processor, mode)
 
     if (root / "train").is_dir():
+        # The names that data sets commonly have, in this order of preference.
         split = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
         if split is None:
             raise DataError(
@@ -135,6 +140,7 @@ def read_folder(
     for name, files in _listed(root).items():
         if len(files) < 2:
             raise DataError(f"--data {root / name}: has one image, and one has to be held out; add some")
+        # Per class, so that both parts have every class.
         rng.shuffle(files)
         count = min(max(1, round(held_out * len(files))), len(files) - 1)
         validation[name], train[name] = files[:count], files[count:]
@@ -160,6 +166,7 @@ def _listed(root: Path) -> dict[str, list[Path]]:
 def _rows_of(by_class: dict[str, list[Path]], config: PretrainedConfig, root: Path) -> dict[str, int]:
     """Returns the row of the head for each class."""
     known = {str(name): int(row) for name, row in config.label2id.items()}
+    # Default names: the head was never named, so any classes fit it.
     if set(known) == {f"LABEL_{n}" for n in range(len(known))}:
         if len(by_class) != len(known):
             raise DataError(
@@ -184,6 +191,7 @@ def calibration(images: Images, count: int = 128, *, seed: int = 0) -> Images:
     if len(subset) < _FEWEST:
         raise DataError(f"--data: {len(subset)} images to calibrate with are too few; use {_FEWEST} or more")
     pixels = subset.pixels(range(len(subset)))
+    # Identical images would give ranges of a single point.
     if bool((pixels == pixels[:1]).all()):
         raise DataError(f"--data: the {len(subset)} images to calibrate with are identical; add different ones")
     return subset

@@ -49,14 +49,17 @@ def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float)
     config, description = narrow_config(model.config, channels)
     with torch.random.fork_rng():  # random initialization; all values are replaced below
         small: PreTrainedModel = type(model)(config).eval()
+    # Inputs of each 1x1 convolution in the smaller model.
     widths = {name: matrix(reader).shape[1] for name, reader in readers(small).items()}
     blocks = {name: reader for name, reader in readers(model).items() if matrix(reader).shape[1] != widths[name]}
     if not blocks:
         raise RecipeError(f"width: channels: {channels:g} leaves all blocks unchanged; use a smaller fraction")
+    # Gram matrices of the inputs, (channels, channels); 0.0 until the first batch.
     products: dict[str, Any] = dict.fromkeys(blocks, 0.0)
 
     def watch(name: str) -> Callable[[Tensor, Tensor], None]:
         def record(read: Tensor, _: Tensor) -> None:
+            # (n, channels, height, width) -> (n, height, width, channels): each pixel counts as a token.
             products[name] = products[name] + moments(read.movedim(1, -1).double(), 1)[0]
 
         return record
@@ -65,10 +68,12 @@ def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float)
     with torch.no_grad(), hooked([(reader, watch(name)) for name, reader in blocks.items()]):
         for pixels in batches:
             scores(model, pixels)
+        # The diagonal as units of one channel: (channels, 1, 1).
         indices = {
             name: highest(added(matrix(reader).double(), products[name].diagonal()[:, None, None]), widths[name])
             for name, reader in blocks.items()
         }
+        # Copies the remaining channels; the convolutions that read them are then refitted.
         smaller(model, small, indices)
         for name, reader in readers(small).items():
             if name in blocks:

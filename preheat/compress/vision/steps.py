@@ -70,6 +70,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
             raise RecipeError("--data: is needed with an image classifier: name a folder of images by class")
         self._source, self._out, self._seed, self._say = source, out, seed, say
         self._model, self._processor = open_classifier(source), open_processor(source)
+        # All steps are checked before any work, so that a typing error in the last one costs nothing.
         for step, place in zip(chain.steps, chain.locations, strict=True):
             with located(place):
                 _require(step, source, self._model)
@@ -87,6 +88,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         self._scorer: image_classifier.Scorer = _eager(self._model)
 
     def begin(self) -> image_classifier.Scorer:
+        # Logits of the original model, which every later step is compared with.
         self._original = training.all_scores(self._model, self._held_out)
         self._before |= training.measure(self._original, self._held_out.labels) | {
             "parameters": self._model.num_parameters(),
@@ -102,6 +104,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         return " + ".join([f"train {step.train:g} passes", *step.techniques])
 
     def compress(self, step: Step, number: int) -> tuple[str, str]:
+        # A generator: only one batch of images is in memory.
         pixels = (pixels for pixels, _ in self._calibration.batches(32))
         self._model, what = narrower(self._model, pixels, _share(step))
         training.settle_norms(self._model, self._train)
@@ -112,6 +115,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
         settings = {_SETTINGS[key]: value for key, value in step.settings.items()}
         teacher = _teacher(step, self._source, self._model)
         settings.setdefault("lr", step.rate * training.LR)
+        # Each training step of the chain draws its own order of images.
         seed = self._seed + number
         loss = training.train(
             self._model, self._train, epochs=step.train, distil=teacher, seed=seed, say=self._say, **settings
@@ -138,8 +142,10 @@ class ImageSteps(Steps[image_classifier.Scorer]):
             file = folder / _FILES[str(step.export)]
             pixels = images.pixels(range(len(images)))
             difference = write(self._model, file, pixels, int8=kind == "int8", tolerance=tolerance)
+            # A user of the file needs the same preprocessing of images.
             self._processor.save_pretrained(folder)
             self._scorer = open_file(file)
+            # One image at a time, because an ExecuTorch program takes no more.
             self._logits = torch.cat([self._scorer(self._held_out.pixels([n])) for n in range(len(self._held_out))])
             bytes_ = file.stat().st_size
         self._figures = {
@@ -180,13 +186,16 @@ class ImageSteps(Steps[image_classifier.Scorer]):
 
     def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, image_classifier.Scorer]:
         row = row | {"path": str(self._out / row["name"]), "what": what} | self._figures
+        # (images,)
         same = self._logits.argmax(-1) == self._original.argmax(-1)
         row["after"] |= training.measure(self._logits, self._held_out.labels)
         row["after"]["agreement"] = float(same.double().mean())
         return row, self._scorer
 
     def time(self, rows: Sequence[JsonObject], models: Mapping[str, image_classifier.Scorer], turns: int) -> None:
+        # Values do not change the time, so one image serves all.
         image = self._held_out.pixels([0])
+        # In turns, so that the machine's load affects all models alike.
         timings = in_turns({name: partial(_milliseconds, scorer, image) for name, scorer in models.items()}, turns)
         self._before["milliseconds"] = statistics.median(timings["before"])
         for row in rows:
@@ -200,6 +209,7 @@ class ImageSteps(Steps[image_classifier.Scorer]):
             "before": self._before,
             "variants": list(rows),
         }
+        # Cards contain the times of all steps, so they are written at the end.
         for number, row in enumerate(rows):
             folder = self._out / row["name"]
             write_user_file(
@@ -236,7 +246,7 @@ def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
                 )
             if value == "auto":
                 raise RecipeError(f"settings.{key}: auto: an image classifier's training needs a number here")
-            # Checks the value as a recipe's.
+            # Checks the value as a recipe's, in a recipe with nothing else.
             recipes.override(
                 Recipe(stop=Stop(max_steps=1)), f"{key}={json.dumps(value, default=str)}", where="settings"
             )
@@ -249,6 +259,7 @@ def _share(step: Step) -> float:
         raise RecipeError(
             f"compress: {step.compress}: for image classifiers there is width; 8 bits are a dtype of their exports"
         )
+    # Validates the types of the settings; the method itself is for language models.
     compress.made_of("width", step.settings)
     if strange := sorted(step.settings.keys() - {"channels"}):
         raise RecipeError(f"width has no setting '{strange[0]}' for an image classifier; it has channels")
@@ -280,6 +291,7 @@ def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil
             "techniques.distillation.teacher: is not stated; name the folder of an image classifier, or $start"
         )
     folder = start if settings["teacher"] == START else Path(settings["teacher"])
+    # Without gradients: only the student is trained.
     teacher = open_classifier(folder, knob="techniques.distillation.teacher").requires_grad_(False)
     if teacher.config.num_labels != model.config.num_labels:
         raise RecipeError(

@@ -75,6 +75,7 @@ def train(
     steps = max(1, round(epochs * steps_per_epoch))
     row_loss = None
     if distil is not None:
+        # The identity as head: image classifiers give logits, language models hidden states.
         row_loss = Distilled(
             lambda hidden: hidden, direction=distil.divergence, temperature=distil.temperature, mixture=distil.mixture
         )
@@ -87,6 +88,7 @@ def train(
         torch.manual_seed(seed)  # dropout
         for step in range(steps):
             if step % steps_per_epoch == 0:
+                # `tensor_split` gives batches that differ by at most one image.
                 order = torch.randperm(len(images), generator=generator).tensor_split(steps_per_epoch)
             numbers = order[step % steps_per_epoch]
             pixels, labels = images.pixels(numbers.tolist()), images.labels[numbers]
@@ -104,6 +106,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             last.append(float(loss.detach()))
+            # Left in eval mode, as on success.
             if not math.isfinite(last[-1]):
                 model.eval()
                 raise RunError(f"step {step + 1} of {steps}: the loss is {last[-1]}; lower optimizer.lr (it is {lr:g})")
@@ -116,6 +119,7 @@ def train(
 def _share(step: int, steps: int) -> float:
     """Returns the learning rate of a step as a fraction of its peak."""
     warm = max(1, steps // 20)
+    # Linear to 1, then 0.5 (1 + cos(pi t)) with t from 0 to 1.
     return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
@@ -131,6 +135,7 @@ def settle_norms(model: nn.Module, images: Images, *, batch: int = 64) -> None:
     model.eval()
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
+        # Eval mode everywhere else, so that dropout does not disturb the statistics.
         norm.reset_running_stats()
         norm.momentum = None  # cumulative mean over all batches
         norm.train()
