@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer, git, make and a C++ compiler; the rest they install into .venv, once.
+# `make demo` and `make test` need Python 3.11 or newer, git, make and a C++ compiler. They install everything else into .venv, once.
 
 PYTHON ?= python3
 # What runs the targets. On a machine that brings its own torch: make gpu-check RUN=python3
@@ -11,15 +11,16 @@ INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
-	@echo "make test       the tests"
-	@echo "make test-pairs every pair of techniques that may go together"
-	@echo "make test-presets every public model of 'preheat models' dry-run with all its layers"
-	@echo "make test-scale every technique on several processes against one, every layout from every other, two hosts and their faults"
-	@echo "make architectures  every architecture planned, trained, resumed, exported and generated with, into docs/pages/architectures.md"
-	@echo "make check      ruff, codespell and mypy"
-	@echo "make bench      training speed and memory against other trainers, on this CPU"
-	@echo "make gpu-check  the tests and benchmarks that need a CUDA device"
-	@echo "make docs       the site: guides, techniques, recipe keys, evidence, into site/"
+	@echo "make test       run the tests"
+	@echo "make test-slow  run the slow tests: notebooks, a fine-tuning, an ablation"
+	@echo "make test-pairs test all pairs of techniques that can be combined"
+	@echo "make test-presets dry-run all public models of 'preheat models' with all layers"
+	@echo "make test-scale compare all techniques on several processes with one; read checkpoints across layouts; two hosts and their faults"
+	@echo "make architectures  run and check all architectures, and write docs/pages/architectures.md"
+	@echo "make check      run ruff, codespell and mypy"
+	@echo "make bench      compare training speed and memory with other trainers, on this CPU"
+	@echo "make gpu-check  run the tests and benchmarks that need a CUDA device"
+	@echo "make docs       build the site in site/: guides, techniques, recipe keys, evidence"
 
 .venv: .venv/installed
 

@@ -122,7 +122,7 @@ def technique_page(name: str, cls: type[Technique]) -> str:
         ("owns", cls.owns),
         ("provides", cls.provides),
         ("needs", cls.needs),
-        ("cannot go with", cls.conflicts),
+        ("conflicts with", cls.conflicts),
     ):
         if values:
             facts += f"; {word} " + ", ".join(f"`{value}`" for value in sorted(map(str, values)))
@@ -147,7 +147,7 @@ def technique_page(name: str, cls: type[Technique]) -> str:
         lines += [
             "## Measured",
             "",
-            "| alone, against the plain recipe | where |",
+            "| alone, compared with the plain recipe | measured on |",
             "|---|---|",
             *(f"| {a} | {b} |" for a, b in gave),
             "",
@@ -165,10 +165,10 @@ def cheat_sheet() -> str:
         "---",
         "# Techniques",
         "",
-        "Numerics, of loss and gradients: `exact` gives the plain model's numbers but for the order of sums, "
-        "`rounding` up to the number format, `different` another model or loss.",
+        "Numerics of loss and gradients: `exact` equals the model without the technique up to the order of summation, "
+        "`rounding` up to the number format; `different` changes the model or the loss.",
         "",
-        "| technique | what | helps | hurts | numerics | measured alone |",
+        "| technique | does | helps | hurts | numerics | measured alone |",
         "|---|---|---|---|---|---|",
     ]
     for name, cls in shipped().items():
@@ -194,12 +194,12 @@ def conflicts() -> list[str]:
     """A table of the techniques that cannot be combined; what depends on settings or models, `check` says in a plan."""
     known = {name: cls() for name, cls in shipped().items()}
     lines = [
-        "## What cannot go together",
+        "## Incompatible techniques",
         "",
-        "As declared, at default settings: two that own one slot, or one that conflicts with what the other provides. "
-        "`make test-pairs` builds all other pairs that a CPU can run and takes a step.",
+        "At default settings, two techniques are incompatible if they own the same slot, or if one conflicts with what "
+        "the other provides. `make test-pairs` builds all other pairs that a CPU can run, and takes a step.",
         "",
-        "| technique | cannot go with |",
+        "| technique | conflicts with |",
         "|---|---|",
     ]
     for name, a in known.items():
@@ -264,7 +264,7 @@ def ablation_page() -> str:
         lines += [f"- {verdict['message']}" for verdict in bench["verdicts"]]
         lines += [
             "",
-            "| contender | tokens/s | times plain (least to most) | peak, MiB | start-up, s | loss | cosine |",
+            "| contender | tokens/s | relative to plain (min to max) | peak, MiB | start-up, s | loss | cosine |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in bench["rows"]:

@@ -22,8 +22,7 @@ def bench(
         typer.Argument(
             metavar="RECIPE|RUN|MODEL...",
             help=(
-                "A recipe to compare techniques in; with --inference the folders of runs or models, of which "
-                "each is measured."
+                "A recipe whose techniques to compare; with --inference, the folders of the runs or models to measure."
             ),
         ),
     ],
@@ -75,8 +74,8 @@ def bench(
     out: Annotated[Path | None, typer.Option("--out", help="The folder of the results; default: bench/NAME.")] = None,
     json: Json = False,
 ) -> None:
-    """Techniques side by side on this machine: speed with its spread, memory, start-up time, loss and gradients; or
-    models as they write.
+    """Compare techniques on this machine (speed and its spread, memory, start-up time, loss, gradients), or the
+    generation speed of models.
 
     Example: `preheat bench demo --ablate`, `preheat bench demo --techniques lora,lion`, or
     `preheat bench runs/mine compressed/mine --inference --variant cache=int8`.

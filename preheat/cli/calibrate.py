@@ -24,7 +24,7 @@ def calibrate(
 ) -> None:
     """Measure this machine's matrix rates, memory bandwidth and operators, and store them for `plan` and `train`.
 
-    Takes some ten seconds; do it while nothing else runs.
+    Takes 15 to 60 seconds; run it while nothing else runs.
 
     Example: preheat calibrate --threads 2
     """

@@ -48,8 +48,8 @@ def chat(
     template: generation.ChatTemplate = None,
     base: Base = None,
 ) -> None:
-    """Talks with a run or a model: turn by turn on a terminal, or a message a line from a pipe. /help lists what else
-    can be said.
+    """Chat with a run or a model, on a terminal or with one message per line from a pipe. /help lists the commands of
+    a chat.
 
     Example: `preheat chat runs/mine`; from a script: `echo "Who are you?" | preheat chat runs/mine`
     """

@@ -96,7 +96,7 @@ def compress(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Makes a trained model smaller and faster: quality, size and speed before and after, a model card, and a page.
+    """Compress a trained model, measure quality, size and speed before and after, and write a model card and a page.
 
     Example: `preheat compress runs/demo --method int8`; `preheat compress runs/demo --method int4 --method gptq --bits
     5`; `preheat compress my-model --method awq --set group=64 --data text.txt`; `preheat compress runs/demo --recipe

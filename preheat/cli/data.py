@@ -22,10 +22,9 @@ def data(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Shows a recipe's data as the model will see it, what of it is trained on, and what the checks before training
-    find.
+    """Show a recipe's data as the model will see it, with the trained tokens marked, and the findings of the checks.
 
-    Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check refuses the data.
+    Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check failed.
     """
     from preheat import recipe as recipes
 

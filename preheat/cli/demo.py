@@ -17,8 +17,8 @@ def demo(
     out: Annotated[Path | None, typer.Option("--out", help="The run's folder; default: a new one under runs/.")] = None,
     json: Json = False,
 ) -> None:
-    """Plans, trains a small model on Python's own standard library, evaluates, shows text that it writes, and reports.
-    Offline, two minutes.
+    """Plan and train a small model on Python's standard library, evaluate it, generate text and write a report. Takes
+    two minutes, offline.
 
     Example: `preheat demo`
     """

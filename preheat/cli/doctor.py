@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def _doctor() -> None:
-    """Lists problems of this machine or of a run, each with the command that fixes it."""
+    """List problems of this machine or of a run, each with the command that fixes it."""
 
 
 @app.command("oom")

@@ -39,10 +39,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--data",
-            help=(
-                "A text: a file, folder or source, or a run's own `validation` (when nothing is named) or `train`. "
-                "Repeatable."
-            ),
+            help=("A text: a file, folder or source, or `validation` (the default) or `train` of a run. Repeatable."),
         ),
     ] = None,
     tasks: Annotated[
@@ -79,12 +76,13 @@ def evaluate(
         ),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option("--samples", help="A .jsonl file for the questions and answers, row by row.")
+        Path | None,
+        typer.Option("--samples", help="Write the questions and answers, row by row, to this .jsonl file."),
     ] = None,
     base: Base = None,
     json: Json = False,
 ) -> None:
-    """Loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; before and after in one table.
+    """Measure loss and perplexity on texts, and scores of tasks, with 95 % bootstrap intervals; compare two models.
 
     Example: `preheat eval runs/demo`, `preheat eval my-model --data notes.txt --tasks multiple_choice=rows.jsonl`,
     `preheat eval runs/demo --before`, `preheat eval my-model --length 4096 --tasks 'recall,lengths=[1024, 4096]'

@@ -64,7 +64,7 @@ def export(
     base: Base = None,
     json: Json = False,
 ) -> None:
-    """Writes a run's model, or its adapter alone, for other tools; reads it back with them and compares the logits.
+    """Write a run's model, or only its adapter, in another tool's format, read it back there, and compare logits.
 
     Example: `preheat export runs/demo --to gguf --dtype q8_0`, `preheat export runs/mine --to peft`
     """

@@ -59,7 +59,7 @@ def generate(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per batch.")] = 8,
     json: Json = False,
 ) -> None:
-    """Writes text with a run or a model, as it is written.
+    """Generate text with runs or models, and stream it to the terminal.
 
     Example: `preheat generate runs/demo --prompt "def main("`; two models: `preheat generate base runs/mine --file
     prompts.txt`

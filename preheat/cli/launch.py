@@ -57,8 +57,8 @@ def launch(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Writes a recipe as a job for a cluster: rendezvous, restarts, environment, and a folder by which every start
-    knows where to go on.
+    """Write a cluster job that trains a recipe, with rendezvous, restarts and environment; a restarted job resumes the
+    run.
 
     Example: `preheat launch demo --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 --set techniques.fsdp={}
     -o demo.sbatch`

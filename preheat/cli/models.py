@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Public models that can be planned by name: list and show.", invoke_without_command=True)
+app = typer.Typer(help="List and show public models that can be planned by name.", invoke_without_command=True)
 
 _OTHERS = (
     "show NAME says what one is; preheat plan NAME plans it, by any of its names on the hub in any case\n"
@@ -25,7 +25,7 @@ _OTHERS = (
 
 @app.callback()
 def models(context: typer.Context, json: Json = False) -> None:
-    """Lists the models whose published configurations a recipe may name as `model.preset`. Nothing is downloaded.
+    """List the models whose published configurations a recipe can name as `model.preset`. Downloads nothing.
 
     Example: `preheat models`, `preheat models show qwen2.5-0.5b`
     """
@@ -60,9 +60,9 @@ def models(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str, json: Json = False) -> None:
-    """Shows the size and requirements of a public model, and the commands that plan and train it.
+    """Show the size and requirements of a public model, and the commands that plan and train it.
 
-    NAME is a preset's name or one on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
+    NAME is the name of a preset or of a model on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
     """
     from preheat.cli.views.console import console, emit
     from preheat.models.presets import PRESETS, needs, on_hub

@@ -32,11 +32,11 @@ def nettest(
             help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; default: all of them. Repeatable.",
         ),
     ] = None,
-    sizes: Annotated[str, typer.Option("--sizes", help="A range by fours, or a list: 1KiB,1MiB.")] = "1KiB-64MiB",
-    repeats: Annotated[int, typer.Option("--repeats", min=5, help="Samples of each size, at most.")] = 20,
+    sizes: Annotated[str, typer.Option("--sizes", help="A range in steps of 4x, or a list: 1KiB,1MiB.")] = "1KiB-64MiB",
+    repeats: Annotated[int, typer.Option("--repeats", min=5, help="Maximum number of samples per size.")] = 20,
     warmup: Annotated[int, typer.Option("--warmup", min=1, help="Calls before the first sample.")] = 5,
     budget: Annotated[
-        float, typer.Option("--budget", min=0.01, help="Seconds of samples of one size; five are always taken.")
+        float, typer.Option("--budget", min=0.01, help="Seconds for the samples of one size; at least five are taken.")
     ] = 1.0,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other processes.")] = 60.0,
     port: Annotated[
@@ -49,7 +49,7 @@ def nettest(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Latency and bus bandwidth of collectives between processes, as nccl-tests count them, and from host to host.
+    """Measure latency and bus bandwidth of collectives between processes and hosts, as defined by nccl-tests.
 
     Example: `preheat nettest --nproc 2 --html net.html`, and on every host `torchrun --nnodes 2 --nproc-per-node 8
     --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m preheat nettest`

@@ -51,15 +51,13 @@ def plan(
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option("--count", min=1, help="Devices of a host; without --nodes, of the whole run."),
+        typer.Option("--count", min=1, help="Devices per host; without --nodes, of the whole run."),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts, of --count devices each.")] = 1,
-    length: Annotated[
-        int | None, typer.Option("--length", min=2, help="Tokens of a row (the sequence length).")
-    ] = None,
+    length: Annotated[int | None, typer.Option("--length", min=2, help="Tokens per sequence.")] = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option("--batch-tokens", help="Tokens of a global batch: of one optimizer step, over all devices."),
+        typer.Option("--batch-tokens", help="Tokens per optimizer step, over all devices (the global batch)."),
     ] = None,
     method: Annotated[
         Literal["full", "lora", "qlora"] | None,
@@ -88,7 +86,7 @@ def plan(
     price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a device-hour in dollars.")] = None,
     inference: Annotated[
         bool,
-        typer.Option("--inference", help="Plan serving: weights, KV cache, rows that fit, and the speed at best."),
+        typer.Option("--inference", help="Plan serving: weights, KV cache, how many sequences fit, and peak speed."),
     ] = False,
     compute_budget: Annotated[
         float | None,

@@ -13,7 +13,7 @@ from preheat.cli.views.output import say
 __all__ = ["app", "init"]
 
 app = typer.Typer(
-    help="The built-in recipes: list, show, and the JSON schema for editors.", invoke_without_command=True
+    help="List and show the built-in recipes; print the JSON schema for editors.", invoke_without_command=True
 )
 
 
@@ -35,7 +35,7 @@ def _find(name: str) -> Path:
 
 @app.callback()
 def recipes(context: typer.Context, json: Json = False) -> None:
-    """Lists the built-in recipes.
+    """List the built-in recipes.
 
     Example: `preheat recipes`, `preheat recipes show demo`
     """
@@ -59,13 +59,13 @@ def recipes(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str) -> None:
-    """Prints a built-in recipe with its comments. Example: `preheat recipes show demo`"""
+    """Print a built-in recipe with its comments. Example: `preheat recipes show demo`"""
     say(_find(name).read_text(encoding="utf-8"), end="")
 
 
 @app.command("schema")
 def schema() -> None:
-    """Prints the JSON schema of a recipe, for editors. Example: `preheat recipes schema > recipe.schema.json`"""
+    """Print the JSON schema of a recipe, for editors. Example: `preheat recipes schema > recipe.schema.json`"""
     import json as text
 
     from preheat.recipe import json_schema
@@ -77,7 +77,7 @@ def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")],
     out: Annotated[Path | None, typer.Option("--out", help="The output file; default: NAME.yaml.")] = None,
 ) -> None:
-    """Copies a built-in recipe for you to edit, with comments that say what each line does.
+    """Copy a built-in recipe for you to edit; comments explain each line.
 
     Example: `preheat init demo`
     """

@@ -18,7 +18,7 @@ def report(
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Write a run as one HTML page that works offline, with its figures beside it as report.json.
+    """Write the report of a run: one HTML page that works offline, and its figures in report.json.
 
     Example: preheat report runs/demo
     """

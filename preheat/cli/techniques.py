@@ -9,7 +9,7 @@ from preheat.cli.views.output import say
 
 __all__ = ["app"]
 
-app = typer.Typer(help="The techniques: list and show.", invoke_without_command=True)
+app = typer.Typer(help="List and show the techniques.", invoke_without_command=True)
 
 
 def _document(cls: type) -> str:
@@ -21,7 +21,7 @@ def _document(cls: type) -> str:
 
 @app.callback()
 def techniques(context: typer.Context, json: Json = False) -> None:
-    """Lists the techniques that a recipe may name.
+    """List the techniques that a recipe can name.
 
     Example: `preheat techniques`, `preheat techniques show lora`
     """

@@ -268,7 +268,7 @@ def train(
         typer.Option(
             "--restarts",
             min=0,
-            help="With --nproc: number of restarts from the last checkpoint after a process died.",
+            help="With --nproc: maximum number of restarts from the last checkpoint after a process died.",
         ),
     ] = 0,
     dry_run: Annotated[
@@ -276,8 +276,7 @@ def train(
         typer.Option(
             "--dry-run",
             help=(
-                "Everything before the first step, and nothing written: read the data, build the model, simulate a "
-                "step, plan."
+                "Stop before the first step and write no files: read the data, build the model, simulate a step, plan."
             ),
         ),
     ] = False,
@@ -285,16 +284,16 @@ def train(
         str | None,
         typer.Option(
             "--gpu",
-            help="With --dry-run: plan for a device of the catalogue, or for given figures, as in preheat plan.",
+            help="With --dry-run: plan for another device, by name or by its figures, as in preheat plan.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Trains a recipe, and ends with predicted beside measured and a report.
+    """Train a recipe, print the prediction next to the measurement, and write a report.
 
-    Example: `preheat train demo --set stop.max_steps=50 --out runs/first`, and after a crash the same with `--resume`.
-    On several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, whose
-    jobs `preheat launch` writes. Would it run? `preheat train demo --dry-run`.
+    Example: `preheat train demo --set stop.max_steps=50 --out runs/first`; after a crash, the same with `--resume`. On
+    several devices: `preheat train demo --set techniques.fsdp={} --nproc 2`; on several hosts under torchrun, in jobs
+    that `preheat launch` writes. To check a run before it starts: `preheat train demo --dry-run`.
     """
     from preheat import recipe as recipes
     from preheat.errors import RecipeError

@@ -33,7 +33,7 @@ def try_(
     ] = "tiny",
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", "--batch_size", min=1, help="Rows of a micro-batch; default: by size and length."),
+        typer.Option("--batch-size", "--batch_size", min=1, help="Rows per micro-batch; default: by size and length."),
     ] = None,
     accumulation_steps: Annotated[
         int | None,
@@ -42,7 +42,7 @@ def try_(
             "--accumulation_steps",
             min=1,
             help=(
-                "Micro-batches in a step of gradient_accumulation and integration; default: 4, or 2 if 4 are too many."
+                "Micro-batches per step of gradient_accumulation and integration; default: 4, or 2 if 4 are too many."
             ),
         ),
     ] = None,
@@ -56,18 +56,18 @@ def try_(
         ),
     ] = 1,
     cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", "--cpu_offload", help="zero: states on the host.")
+        bool, typer.Option("--cpu-offload", "--cpu_offload", help="With zero: optimizer states in host memory.")
     ] = False,
-    seq_len: Annotated[int, typer.Option("--seq-len", "--seq_len", min=16, help="Tokens of a row.")] = 256,
+    seq_len: Annotated[int, typer.Option("--seq-len", "--seq_len", min=16, help="Tokens per row.")] = 256,
     benchmark: Annotated[
-        bool, typer.Option("--benchmark", help="All techniques, alone and together, in one table.")
+        bool, typer.Option("--benchmark", help="Compare all techniques, alone and together, in one table.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """One technique against without it, on real text (Python's own library), each in its own process: speed, memory,
-    loss.
+    """Compare speed, memory and loss with and without one technique, on Python's standard library as text.
 
-    A trial takes a few minutes and at most 16 GiB; what would need more is told with its prediction.
+    Each trial runs in its own process, for a few minutes and in at most 16 GiB. A trial that would need more memory is
+    skipped; its prediction is printed.
 
     Example: `preheat try --technique mixed_precision --model-size small`, or `preheat try --technique integration
     --benchmark`.

@@ -24,21 +24,21 @@ FSDP = "FSDP"
 INTRO = """\
 # Architectures
 
-`make architectures` writes this page: it takes a tiny model with random weights of every architecture through the columns below and ends with an error if a cell neither works nor is refused in one line.
-The classes and configurations are those of transformers {version}; layers, token mixers and experts are found in the model's own modules and configuration.
+This page lists what works with each architecture. `make architectures` writes it: it runs a tiny randomly initialized model of each architecture through the checks below. A check either works or is refused with a one-line error; anything else fails the command.
+The classes and configurations are those of transformers {version}; the layer types are read from the model's modules and configuration.
 {causal}
 
-| column | what was compared |
+| column | check |
 |---|---|
-| plan | `preheat plan` gives memory and time |
-| packed | loss and gradients of packed rows against transformers' own eager forward, one document at a time: loss to 1e-5, gradients to 2e-5 (gated delta nets 2e-4) in fp32 |
+| plan | `preheat plan` predicts memory and time |
+| packed | loss and gradients of packed sequences equal those of transformers' eager forward pass on single documents: loss to 1e-5, gradients to 2e-5 (gated delta nets 2e-4), in fp32 |
 | ckpt | the same with `activation_checkpointing` |
 | chunked | the same with `chunked_loss` |
-| FSDP | losses and gradient norms of five steps on two processes (gloo) against one process |
-| resume | losses after a restart from a checkpoint against those of the uninterrupted run: equal |
-| export | `preheat export --to hf`, read by transformers: logits to 1e-5 |
-| generate | `preheat generate` with its cache against transformers' greedy text: equal |
-| LoRA | trained, merged and exported: logits as above |
+| FSDP | losses and gradient norms of five steps on two processes (gloo) agree with those of one process |
+| resume | losses after a restart from a checkpoint equal those of the uninterrupted run |
+| export | `preheat export --to hf`, read by transformers: logits agree to 1e-5 |
+| generate | `preheat generate` with its KV cache gives the greedy text of transformers |
+| LoRA | an adapter is trained, merged and exported: logits agree as above |
 
 """
 SHORT = {
@@ -79,12 +79,12 @@ def page(rows: list[Row]) -> str:
         intro
         + "\n".join(lines)
         + "\n"
-        + ("\nRefused, in the words of the error:\n\n" + "\n".join(reasons) + "\n" if notes else "")
+        + ("\nError messages of the refused checks:\n\n" + "\n".join(reasons) + "\n" if notes else "")
     )
 
 
 CAUSAL = (
-    "A slow test builds every other causal architecture of transformers once: each trains with the loss of "
+    "A slow test builds all other causal architectures of transformers: each either trains with the loss of "
     "transformers, or is refused before the data is read."
 )
 

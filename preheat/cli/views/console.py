@@ -46,7 +46,7 @@ Set = Annotated[
 ]
 Base = Annotated[
     str | None,
-    typer.Option("--base", help="The base of an adapter or a run, where it is no longer at the place that these name."),
+    typer.Option("--base", help="The base model of an adapter or run, if it is not at the recorded path."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
