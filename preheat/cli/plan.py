@@ -189,6 +189,12 @@ def finish(
         screen.print(plan_overview(result, subject.recipe.name))
         if note:
             screen.print(note, style="dim", soft_wrap=True)
+        if packages := result.get("packages"):
+            screen.print(
+                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}",
+                style="dim",
+                soft_wrap=True,
+            )
         if subject.absent:
             screen.print(
                 (
