@@ -65,6 +65,82 @@ RECIPES = [
     ),
 ]
 
+_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "vocab_size": 16384,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_expand": 2}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_group": 1, "topk_group": 1}
+# kind of token mixer -> model type, the kind of all layers but the last, and what else the configuration has
+MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "softmax attention": ("qwen3", "", {}),
+    "sliding windows": ("gemma3_text", "sliding_attention", {"sliding_window": 64}),
+    "sinks, experts": (
+        "gpt_oss",
+        "sliding_attention",
+        {"sliding_window": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | _LOCAL,
+    ),
+    "latent attention, experts": ("glm4_moe_lite", "", _LATENT | _ROUTED),
+    "gated delta net": ("qwen3_5_text", "linear_attention", _DELTA),
+    "gated delta net, experts": ("qwen3_5_moe_text", "linear_attention", _DELTA | _EXPERTS),
+    "Mamba 2": ("mamba2", "", {"num_heads": 12, "head_dim": 64, "n_groups": 1, "state_size": 64, "expand": 2}),
+    "Mamba 2 and attention": ("falcon_h1", "", _MAMBA | {"mamba_d_ssm": 768}),
+    "Mamba 1": ("jamba", "", {"mamba_dt_rank": 24, "num_experts": 1, "attn_layer_period": 4, "attn_layer_offset": 3}),
+    "short convolution": ("lfm2", "conv", {}),
+    "lightning attention": ("minimax", "linear_attention", _LOCAL),
+    "chunked attention": (
+        "llama4_text",
+        "chunked_attention",
+        {"attention_chunk_size": 64, "moe_layers": [], "intermediate_size_mlp": 1024},
+    ),
+    "Kimi delta attention": (
+        "kimi_linear",
+        "linear_attention",
+        _LATENT
+        | _LOCAL
+        | {"moe_intermediate_size": 256, "q_lora_rank": None, "linear_head_dim": 64, "linear_num_heads": 6},
+    ),
+}
+
+
+def mixers(folder: Path) -> list[tuple[str, list[str]]]:
+    """A recipe of each kind of token mixer, name and settings; its configuration is written below the folder."""
+    from transformers import AutoConfig
+
+    recipes = []
+    for name, (kind, mixer, more) in MIXERS.items():
+        types = {"layer_types": [mixer] * 3 + ["full_attention"]} if mixer else {}
+        AutoConfig.for_model(kind, **(_SIZES | types | more)).save_pretrained(folder / kind)
+        settings = ["stop.max_steps=4", "evaluate={rows: 8}", "checkpoint={}", "sample={}"]
+        settings += ["batch={size: 16, seq_len: 256}", "techniques={efficient_attention: {}, chunked_loss: {}}"]
+        recipes.append((f"{name} ({kind})", [*settings, f"model={{path: {folder / kind}, weights: random}}"]))
+    return recipes
+
 
 def listed() -> list[tuple[str, list[str]]]:
     """The recipes above: name and settings."""
@@ -88,8 +164,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_vs_measured.json"))
     parser.add_argument("--drawn", type=int, default=0, help="so many recipes drawn at random, instead of the list")
     parser.add_argument("--seed", type=int, default=1, help="which are drawn")
+    parser.add_argument(
+        "--mixers", action="store_true", help="a recipe of each kind of token mixer, instead of the list"
+    )
     options = parser.parse_args()
-    chosen = listed()
+    configurations = tempfile.TemporaryDirectory()
+    chosen = mixers(Path(configurations.name)) if options.mixers else listed()
     if options.drawn:
         more = drawn(options.drawn, options.seed)
         chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]

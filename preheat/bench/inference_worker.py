@@ -109,7 +109,7 @@ class InferenceWorker:
         """Returns the sizes of the model and the predicted cache of each shape."""
         from preheat.models.generation.generate import patterned, settled
         from preheat.models.generation.kv_cache import room
-        from preheat.planning.analytic import CACHES, cache_bytes
+        from preheat.planning.inference_cache import CACHES, cache_bytes
 
         model = self.model
         # Settled once here, so that prediction and measurement use the same kind of cache.
@@ -121,7 +121,8 @@ class InferenceWorker:
 
         def cache(rows: int, length: int) -> float:
             positions = room(self.settings, length + self.tokens - 1)  # the last token is never an input
-            return cache_bytes(model.config, positions, rows, size, scale=scale, window=self.settings.window)
+            settings = self.settings
+            return cache_bytes(model.config, positions, rows, size, scale=scale, window=settings.window, latent=False)
 
         # By storage, so that tied weights count once.
         storages = {

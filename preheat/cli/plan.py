@@ -195,6 +195,12 @@ def finish(
         screen.print(plan_overview(result, subject.recipe.name))
         if note:
             screen.print(note, style="dim", soft_wrap=True)
+        if packages := result.get("packages"):
+            screen.print(
+                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}",
+                style="dim",
+                soft_wrap=True,
+            )
         if subject.absent:
             screen.print(
                 (
@@ -333,10 +339,11 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import serving_picture
     from preheat.hardware.rates import Rates
-    from preheat.planning.analytic import CACHES, cache_bytes, parameters_of, serving
+    from preheat.planning.analytic import serving, size_of
+    from preheat.planning.inference_cache import CACHES, cache_bytes
     from preheat.training.plan_request import hardware
 
-    config, total, ends = parameters_of(recipe)
+    model = size_of(recipe)
     device, rates, _ = hardware(gpu, recipe, devices)
     # Measured rates of this machine, or the sustained ones of a device in the catalogue.
     if isinstance(rates, Rates):
@@ -344,14 +351,12 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
     else:
         assert rates.device.bandwidth is not None
         bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
-    length = recipe.batch.seq_len
+    length, state = recipe.batch.seq_len, cache_bytes(model.config, 0)
     rows = [
         estimate
         for cache_format in CACHES
         for estimate in serving(
-            config,
-            total,
-            ends,
+            model,
             memory=device.memory,
             length=length,
             devices=devices,
@@ -364,9 +369,11 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
     result = {
         "model": recipe.name,
         "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
-        "parameters": total,
+        "parameters": model.parameters,
+        "active_parameters": model.active,
         "length": length,
-        "cache_bytes_per_token": cache_bytes(config, length) / length,
+        "cache_bytes_per_token": (cache_bytes(model.config, length) - state) / length,
+        "state_bytes_per_row": state,
         "fits": any(s.rows for s in rows),
         "formats": [
             {

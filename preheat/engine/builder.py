@@ -35,7 +35,7 @@ from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
-from preheat.models.token_mixers import missing_kernels, recurrent_mixers
+from preheat.models.token_mixers import kernel_packages, missing_kernels, recurrent_mixers
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention.multihead import attention_in_chunks
 from preheat.recipe import Parallel, Recipe, check
@@ -223,9 +223,11 @@ def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
     if not count:
         return
     device = model_build.device
-    # A device that is only planned for (not at hand) may have other packages than this machine.
-    missing = missing_kernels(layers) if device.kind == "cuda" and device.at_hand else []
-    kernels = f"; by PyTorch's operators, slower: {' and '.join(missing)} not installed" if missing else ""
+    kernels = ""
+    if device.kind == "cuda" and not device.at_hand:
+        kernels = f"; planned with the kernels of {' and '.join(kernel_packages(layers))}, which it needs installed"
+    elif device.kind == "cuda" and (missing := missing_kernels(layers)):
+        kernels = f"; by PyTorch's operators, slower: {' and '.join(missing)} not installed"
     message = f"{count} recurrent mixers run each document of a packed row apart, exact{kernels}"
     model_build.changes["recurrent_layers"] = [Change(message, count)]
 

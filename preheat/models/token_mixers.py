@@ -33,6 +33,7 @@ __all__ = [
     "attentions_of",
     "documents_handed",
     "keep_within_documents",
+    "kernel_packages",
     "missing_kernels",
     "recurrent_mixers",
     "require_known_mixers",
@@ -153,13 +154,8 @@ def documents_handed() -> Iterator[None]:
         _HANDED.reset(token)
 
 
-def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
-    """Returns the packages whose fused kernels the recurrent mixers would use on a GPU, as far as not installed.
-
-    Without them, and without the package `kernels`, which gets them from the hub, transformers runs its PyTorch code.
-    """
-    if importlib.util.find_spec("kernels") is not None:
-        return []
+def kernel_packages(layers: Sequence[nn.Module]) -> dict[str, str]:
+    """Returns the packages whose fused kernels the recurrent mixers use on a GPU, and the modules that they install."""
     packages = {}
     for mixer in (mixer for layer in layers for mixer in recurrent_mixers(layer)):
         packages["causal-conv1d"] = "causal_conv1d"
@@ -167,7 +163,18 @@ def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
             packages["mamba-ssm"] = "mamba_ssm"
         elif "A_log" in mixer._parameters:  # the decay of a gated delta rule
             packages["flash-linear-attention"] = "fla"
-    return sorted(package for package, module in packages.items() if importlib.util.find_spec(module) is None)
+    return dict(sorted(packages.items()))
+
+
+def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
+    """Returns those of `kernel_packages` that are not installed.
+
+    Without them, and without the package `kernels`, which gets them from the hub, transformers runs its PyTorch code.
+    """
+    if importlib.util.find_spec("kernels") is not None:
+        return []
+    packages = kernel_packages(layers)
+    return [package for package, module in packages.items() if importlib.util.find_spec(module) is None]
 
 
 def special_mixers(text: PretrainedConfig, sinks: bool) -> str:

@@ -6,35 +6,56 @@ Activations and temporaries of a training step have no closed form; the dry run 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
-from preheat.models import configs, hf
+from preheat.models import configs, hf, moe
+from preheat.models.layer_sizes import largest
+from preheat.planning.inference_cache import CACHES, cache_bytes, layer_caches
 from preheat.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = [
-    "CACHES",
+    "ModelSize",
     "Optimal",
     "Serving",
-    "cache_bytes",
     "compute_optimal",
-    "parameters_of",
     "prefill_flops",
     "serving",
+    "size_of",
     "state_bytes",
 ]
 
 
-def parameters_of(recipe: Recipe) -> tuple[PretrainedConfig, int, int]:
-    """Returns the model's configuration, its parameter count, and how many of those are in embedding and head.
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameter counts of a model.
 
-    Works for models that preheat cannot train, too.
+    Attributes:
+        config: transformers' configuration.
+        parameters: all of them, tied ones once. ends: those of embedding and head.
+        experts: those of all experts. routed: fraction of a layer's experts that a token is sent to.
+    """
+
+    config: PretrainedConfig
+    parameters: int
+    ends: int
+    experts: int = 0
+    routed: float = 1.0
+
+    @property
+    def active(self) -> int:
+        """Parameters that compute for a token."""
+        return self.parameters - round(self.experts * (1 - self.routed))
+
+
+def size_of(recipe: Recipe) -> ModelSize:
+    """Returns the parameter counts of the recipe's model, also of one that preheat cannot train.
 
     Raises:
         RecipeError: the model does not exist, or transformers cannot build it.
@@ -60,7 +81,10 @@ def parameters_of(recipe: Recipe) -> tuple[PretrainedConfig, int, int]:
         for m in (model.get_input_embeddings(), model.get_output_embeddings())
         if m is not None
     }
-    return config, sum(p.numel() for p in model.parameters()), sum(ends.values())
+    count, chosen, _ = moe.sizes_of(config.get_text_config())
+    experts = sum(p.numel() for m in moe.experts_of(model) for p in m.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
+    return ModelSize(config, parameters, sum(ends.values()), experts, chosen / count if count else 1.0)
 
 
 def state_bytes(
@@ -92,49 +116,6 @@ def state_bytes(
     return parameters * sum(size / devices if stage < zero else size for stage, size in enumerate(sizes))
 
 
-def cache_bytes(
-    config: PretrainedConfig,
-    length: int,
-    rows: int = 1,
-    size: float = 2,
-    *,
-    scale: float = 0,
-    window: int | None = None,
-) -> float:
-    """Returns the bytes of the KV cache of a batch.
-
-    Sliding-window layers cache the tokens of their window only; latent attention (MLA) caches one latent vector and one
-    rotary key per token.
-
-    Args:
-        config: transformers' configuration of the model.
-        size: bytes of an element. scale: bytes of the scale of each vector (one head's keys or values of a token).
-        window: maximum number of cached tokens, regardless of the model's own windows.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig(hidden_size=6144, num_attention_heads=48, num_hidden_layers=118)
-        >>> round(cache_bytes(config, 2048, rows=512) / 1e12, 2)  # multi-head, depth of PaLM 540B (arXiv:2211.05102)
-        3.04
-    """
-    text = config.get_text_config()
-    # MLA (DeepSeek-V2, arXiv:2405.04434): `kv_lora_rank` values and a rotary key that all heads use.
-    if (latent := getattr(text, "kv_lora_rank", None)) is not None:
-        cached = min(length, window or length)
-        return float(rows * cached * text.num_hidden_layers * ((latent + text.qk_rope_head_dim) * size + 2 * scale))
-    # Grouped-query attention caches fewer heads than it queries; older configurations have no key for it.
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    own, most = hf.facts(config).window, min(length, window or length)
-    # Without `layer_types`, all layers have the model's window, if it has one.
-    kinds: Sequence[str] = getattr(text, "layer_types", None) or (
-        ["sliding_attention" if own else "full_attention"] * text.num_hidden_layers
-    )
-    tokens = sum(min(most, own) if own and kind == "sliding_attention" else most for kind in kinds)
-    # `tokens` is summed over the layers; 2: keys and values.
-    return float(rows * tokens * 2 * heads * (width * size + scale))
-
-
 @dataclass(frozen=True)
 class Serving:
     """Memory and speed of serving a model, per device.
@@ -144,8 +125,8 @@ class Serving:
         weights, cache: bytes; the cache is that of one sequence of the requested length.
         rows: largest batch of such sequences; 0 if the weights leave no room for one.
         longest: tokens of the longest single sequence that fits.
-        tokens_per_second: upper bound for the whole batch: each token reads all weights and the cache once. None if the
-            bandwidth is unknown.
+        tokens_per_second: upper bound for the whole batch: each pass reads the cache and the weights once, but only the
+            experts that are chosen. None if the bandwidth is unknown.
         alone: the same for a single sequence.
         first_token: lower bound in seconds of the prefill of such a sequence: its FLOPs over the matmul rate, or the
             weights over the bandwidth. None if unknown.
@@ -163,14 +144,10 @@ class Serving:
 
 
 _FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes per weight; 4 bits with 8-bit scales (arXiv:2305.14314)
-CACHES: Mapping[str, tuple[float, float]] = {"bf16": (2.0, 0.0), "int8": (1.0, 4.0)}
-"""Bytes of a cache element, and of the scale of each vector (fp32 in models/generation/kv_cache.py)."""
 
 
 def serving(
-    config: PretrainedConfig,
-    parameters: int,
-    ends: int,
+    model: ModelSize,
     *,
     memory: int,
     length: int,
@@ -183,7 +160,7 @@ def serving(
     """Returns weights, KV cache, batch size and the best possible speed for each weight format.
 
     Args:
-        parameters, ends: number of weights, and how many of them are in embedding and head, which stay in bf16.
+        model: its embedding and head stay in bf16.
         memory: bytes of a device. reserved: bytes that are not for tensors (driver context and workspaces).
         length: tokens of a sequence, prompt and answer together.
         devices: number of devices across which the weights and the heads of the cache are split.
@@ -193,60 +170,62 @@ def serving(
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
-        >>> [(s.format, s.rows) for s in serving(config, 8_030_261_248, 1_050_673_152, memory=24 * 2**30, length=8192)]
+        >>> model = ModelSize(config, 8_030_261_248, ends=1_050_673_152)
+        >>> [(s.format, s.rows) for s in serving(model, memory=24 * 2**30, length=8192)]
         [('bf16', 8), ('int8', 15), ('4 bits', 18)]
     """
-    heads = (
-        getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
-    )
-    # A head of the cache cannot be split, so more devices than heads hold copies.
+    text = model.config.get_text_config()
+    heads = largest(text, "num_key_value_heads") or largest(text, "num_attention_heads") or devices
     apart = min(devices, heads)
     size, scale = CACHES[kept]
     servings = []
     for name, bytes in _FORMATS.items():
-        weights = ((parameters - ends) * bytes + ends * 2) / devices
-        cache = cache_bytes(config, length, size=size, scale=scale) / apart
-        # Negative if the weights alone do not fit: `rows` is then 0.
+        weights = ((model.parameters - model.ends) * bytes + model.ends * 2) / devices
+        experts = model.experts * bytes / devices
+        cache = cache_bytes(model.config, length, size=size, scale=scale) / apart
         room = memory - reserved - weights
         rows = max(0, math.floor(room / cache))
 
-        def speed(rows: int, weights: float = weights, cache: float = cache) -> float | None:
-            # A decoding step reads weights and caches once and gives one token per row.
-            return bandwidth * rows / (weights + rows * cache) if bandwidth and rows else None
+        def speed(rows: int, weights: float = weights, experts: float = experts, cache: float = cache) -> float | None:
+            # A pass reads the experts to which one of its tokens is sent, if each expert is equally likely.
+            read = weights - experts * (1 - model.routed) ** rows
+            return bandwidth * rows / (read + rows * cache) if bandwidth and rows else None
 
         first = None
         if bandwidth and matrix_rate and rows:
-            # A short prompt is bound by reading the weights, a long one by its FLOPs.
-            first = max(prefill_flops(config, parameters, ends, length) / devices / matrix_rate, weights / bandwidth)
-        longest = _longest(lambda n: cache_bytes(config, n, size=size, scale=scale), room * apart)
+            first = max(prefill_flops(model, length) / devices / matrix_rate, weights / bandwidth)
+        longest = _longest(lambda n: cache_bytes(model.config, n, size=size, scale=scale), room * apart)
         servings.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
     return servings
 
 
-def prefill_flops(config: PretrainedConfig, parameters: int, ends: int, length: int) -> float:
-    """Returns the FLOPs of a prefill: two per weight and token, plus causal attention.
+_STATE_FLOPS = 6
+"""FLOPs of an element of a recurrent state for each token: decay, add an outer product, multiply by the query."""
 
-    The head computes logits for the last token only; of the experts only the routed ones count.
+
+def prefill_flops(model: ModelSize, length: int) -> float:
+    """Returns the FLOPs of a prefill: two per active weight and token, plus causal attention and recurrent states.
+
+    The head computes logits for the last token only.
 
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
-        >>> round(prefill_flops(config, 8_030_261_248, 1_050_673_152, 8192) / 1e12)
+        >>> round(prefill_flops(ModelSize(config, 8_030_261_248, ends=1_050_673_152), 8192) / 1e12)
         132
     """
-    model = hf.facts(config)
-    idle = 0.0
-    if model.experts and model.experts_per_token:
-        # Weights of the experts that a token does not use: three matrices each (gate, up, down).
-        idle = (
-            3.0
-            * model.expert_layers
-            * (model.experts - model.experts_per_token)
-            * model.width
-            * (model.expert_width or 0)
-        )
-    scores = 2 * model.layers * model.heads * model.head_dim * length * length  # QK^T and PV, half of each masked
-    return 2 * (parameters - ends - idle) * length + scores
+    facts, caches = hf.facts(model.config), layer_caches(model.config)
+    # Layers that attend to another layer's keys and values have no cache, and compute as the layers that have one do.
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None) or 0
+    attending = [cache for cache in caches if cache.elements]
+    scores = 0.0
+    for cache in attending:
+        window = min(length, cache.window or length)
+        pairs = window * length - window * window / 2  # the first tokens see fewer than a window
+        scores += 4 * facts.heads * facts.head_dim * pairs  # QK^T and PV
+    scores *= (len(attending) + shared) / max(1, len(attending))
+    states = sum(cache.state + cache.state_fp32 for cache in caches) * length
+    return 2.0 * (model.active - model.ends) * length + scores + _STATE_FLOPS * states
 
 
 def _longest(cache: Callable[[int], float], room: float) -> int:

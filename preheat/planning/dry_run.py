@@ -35,6 +35,7 @@ from preheat.planning.phases import (
     fake_batch,
     track_phases,
 )
+from preheat.planning.recurrent_kernels import fused_recurrent_kernels
 from preheat.planning.request import Request
 
 if TYPE_CHECKING:
@@ -83,7 +84,14 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     )
     # Known only after the build, whose techniques provide the tags.
     recorder.tf32 = Tag.TF32_PRODUCTS in build.tags
-    with mode, recorder, counting(recorder), gathering(recorder.look_at_gathered), reducing(recorder.sum_gradients):
+    with (
+        mode,
+        recorder,
+        counting(recorder),
+        gathering(recorder.look_at_gathered),
+        reducing(recorder.sum_gradients),
+        fused_recurrent_kernels(build.trained, request.device),
+    ):
         # Before the first step, while parameters and preallocated optimizer states are all that is alive.
         known = _known(build, recorder)
         track_phases(build, recorder)

@@ -14,6 +14,7 @@ from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
 from preheat.planning.observation import BESIDE, CATEGORIES, Observation
+from preheat.planning.recurrent_kernels import packages_of
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
@@ -183,6 +184,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "seconds_to_start": start,
         "seconds_total": total,
         "slots": observation.slots,
+        "packages": packages_of(observation),
         "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,

@@ -124,24 +124,27 @@ def serving_picture(result: JsonObject) -> Group:
             # of one row of `length` tokens
             memory(f["cache_gib_per_row"]),
             f"{f['rows']:,}",
-            f"{f['longest_context']:,}" if f["rows"] else "-",
+            "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
             "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
             rate(f["tokens_per_second_alone"]) if f["rows"] else "-",
             rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
-    # The bandwidth of a CPU is measured with copies, which read and write.
+    idle = result["active_parameters"] < result["parameters"]
+    active = f" ({result['active_parameters']:,} active)" if idle else ""
+    row_state = result["state_bytes_per_row"]
+    state = f", a row {row_state / 2**20:,.1f} MiB of recurrent state" if row_state else ""
     measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
             (
-                f"{result['model']}: {result['parameters']:,} parameters, served on {many}{d['name']} of "
+                f"{result['model']}: {result['parameters']:,} parameters{active}, served on {many}{d['name']} of "
                 f"{memory(d['memory_gib'])}"
             ),
             style="bold",
         ),
         Text(
-            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache, a row has "
+            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache{state}, a row has "
             f"{result['length']:,} tokens; memory of each device:"
         ),
         table,

@@ -8,7 +8,7 @@ Source of quantized KV caches: KIVI (Liu et al. 2024, arXiv:2402.02750), which u
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "Int8Layer",
     "cache_attention",
     "cache_nbytes",
+    "cache_tensors",
     "dequantize",
     "has_recurrent_state",
     "make_cache",
@@ -212,16 +213,26 @@ def room(settings: Sample, length: int) -> int:
     return -(-length // _STEP) * _STEP if settings.compile is True else length
 
 
-def cache_nbytes(cache: Cache) -> int:
-    """Bytes that the keys and values of a cache occupy now."""
-    # The memory of storages: a static cache occupies its capacity, and a view keeps all of its base.
-    tensors = [
-        tensor
-        for layer in cache.layers
-        for tensor in (layer.parts if isinstance(layer, Int8Layer) else (layer.keys, layer.values))
-        if tensor is not None
+def cache_tensors(cache: Cache) -> list[list[Tensor]]:
+    """Returns the tensors of each layer: keys and values, recurrent and convolutional states."""
+
+    def tensors(values: Iterable[object]) -> Iterator[Tensor]:
+        for value in values:
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, dict | list):
+                yield from tensors(value.values() if isinstance(value, dict) else value)
+
+    linear = getattr(cache, "linear_cache", [])  # MiniMax keeps its states beside the layers
+    return [
+        list(tensors([*vars(layer).values(), *linear[number : number + 1]]))
+        for number, layer in enumerate(cache.layers)
     ]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def cache_nbytes(cache: Cache) -> int:
+    """Bytes that a cache occupies now; scalars, which count tokens, are left out."""
+    return sum(t.untyped_storage().nbytes() for layer in cache_tensors(cache) for t in layer if t.dim())
 
 
 @functools.cache

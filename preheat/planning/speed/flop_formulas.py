@@ -12,7 +12,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["Formula", "flops_of", "formula_of"]
+__all__ = ["FUSED", "Formula", "flops_of", "formula_of"]
+
+FUSED = "preheat::fused_"
+"""Prefix of operators that represent another package's kernels in a dry run, and state their FLOPs."""
 
 Formula: TypeAlias = Callable[..., int]
 """Computes FLOPs from the shapes of an operator's arguments and `out_val`, the shape of its result."""
@@ -52,6 +55,8 @@ def formula_of(operator: OpOverload) -> Formula | None:
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         # Five products in backward (scores again, dV, dP, dQ, dK) for two in forward.
         return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
+    if operator._schema.name.startswith(FUSED):
+        return lambda inputs, sizes, ranks, dtypes, flops, *, out_val: flops  # it states them
     # Torch registers no in-place matmuls.
     packet = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}.get(packet, packet)
     return flop_registry.get(packet)

@@ -21,6 +21,7 @@ from preheat.core import DATA, Axis, Device
 from preheat.hardware.catalogue import Accelerator, accelerator
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
+from preheat.planning.speed.flop_formulas import FUSED
 
 __all__ = ["Roofline", "Seconds", "fused_share", "link_seconds"]
 
@@ -213,6 +214,14 @@ class Roofline:
         done = kernel.flops / 2 if kernel.causal else kernel.flops
         return done / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
 
+    def _fused(self, kernel: Kernel) -> float:
+        """Seconds of a recurrent layer's kernel: small matmuls in one pass, as attention is."""
+        share, _ = _ATTENTION.get(self.device.generation, (0.45, 0.38))
+        return max(
+            kernel.flops / (self._rate(kernel.dtype) * share),
+            self._moving(kernel.bytes_read + kernel.bytes_written),
+        )
+
     def collective(self, kernel: Kernel) -> float:
         """Returns the seconds of a collective without overlap."""
         assert kernel.group is not None
@@ -258,6 +267,8 @@ class Roofline:
             launches += count
             if kernel.flops and "attention" in kernel.operator:
                 attention += (self._attention(kernel) + _LAUNCH) * count
+            elif kernel.operator.startswith(FUSED):
+                attention += (self._fused(kernel) + _LAUNCH) * count
             elif kernel.flops:
                 products += (self._product(kernel) + _LAUNCH) * count
             else:

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from preheat.inference.load import LoadedModel, load_model
 from preheat.models.generation.generate import PrefixCache, Timed, generate
 from preheat.models.generation.kv_cache import Int8Layer, dequantize, make_cache, quantize
-from preheat.planning.analytic import CACHES, cache_bytes
+from preheat.planning.inference_cache import CACHES, cache_bytes
 from preheat.recipe import Sample
 
 

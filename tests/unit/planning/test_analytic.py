@@ -10,8 +10,9 @@ import pytest
 
 from preheat.errors import RecipeError
 from preheat.models import configs
-from preheat.planning.analytic import cache_bytes, compute_optimal, parameters_of, serving, state_bytes
+from preheat.planning.analytic import compute_optimal, serving, size_of, state_bytes
 from preheat.planning.dry_run import observe
+from preheat.planning.inference_cache import cache_bytes
 from preheat.planning.request import Request
 from preheat.recipe import override, parse
 
@@ -74,14 +75,14 @@ def test_shares_of_states_are_what_the_dry_run_sees(zero: int, techniques: str) 
 
 def test_serving_fills_what_weights_leave() -> None:
     recipe = parse("model: {preset: llama-2-7b}\nstop: {max_steps: 1}")
-    config, parameters, ends = parameters_of(recipe)
-    assert (parameters, ends) == (LLAMA2, 2 * 32000 * 4096)
-    half, eighth, quarter = serving(config, parameters, ends, memory=24 * GIB, length=4096, bandwidth=1e12)
+    model = size_of(recipe)
+    assert (model.parameters, model.ends) == (LLAMA2, 2 * 32000 * 4096)
+    half, eighth, quarter = serving(model, memory=24 * GIB, length=4096, bandwidth=1e12)
     assert half.weights / 1e9 == pytest.approx(13.48, abs=0.01)
     assert half.cache == 2 * GIB  # 32 layers, 32 heads of 128, keys and values in bf16: 512 KiB a token
     assert half.rows == (24 * GIB - 2**29 - half.weights) // half.cache == 5
     assert half.rows < eighth.rows < quarter.rows
-    assert serving(config, parameters, ends, memory=8 * GIB, length=4096)[0].rows == 0
+    assert serving(model, memory=8 * GIB, length=4096)[0].rows == 0
     assert half.tokens_per_second == pytest.approx(1e12 * 5 / (half.weights + 5 * half.cache))
 
 
