@@ -24,6 +24,7 @@ def give_classes(model: PreTrainedModel, classes: int) -> str:
     `draw_head` initializes it.
     """
     old = model.get_output_embeddings()
+    # Families name their head differently (lm_head, embed_out, ...), so it is found by identity.
     name = next(name for name, module in model.named_modules() if module is old)
     head = ClassHead(old.in_features, classes, bias=False, device=old.weight.device, dtype=old.weight.dtype)
     parent, _, last = name.rpartition(".")
@@ -37,6 +38,7 @@ def draw_head(head: nn.Module, std: float) -> None:
     """Initializes a head's weights as transformers initializes its classifiers."""
     assert isinstance(head, ClassHead)
     with torch.no_grad():
+        # Drawn in fp32 on the CPU, so that every device and dtype starts from the same numbers.
         head.weight.copy_(torch.randn(head.weight.shape) * std)
 
 
@@ -71,12 +73,15 @@ def as_sequence_classifier(model: PreTrainedModel, *, pad: int) -> PreTrainedMod
     name = next(name for name, module in model.named_modules() if module is head)
     config = copy.deepcopy(model.config)
     config.pad_token_id, config.num_labels = pad, head.out_features
+    # No memory for weights that the next lines replace.
     with torch.device("meta"):
         classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     state: dict[str, Tensor] = {
+        # transformers names the head of its classifiers `score`.
         f"score{key.removeprefix(name)}" if key.startswith(f"{name}.") else key: v
         for key, v in model.state_dict().items()
     }
+    # assign: parameters on meta are replaced by the model's own tensors, without a copy.
     missing, unexpected = classifier.load_state_dict(state, assign=True, strict=False)
     if missing or unexpected:
         raise ValueError(

@@ -30,6 +30,7 @@ def is_plain(operator: Operator) -> bool:
     Raises:
         RunError: the switch names an unknown operator.
     """
+    # Read at each call, so that a notebook or a test can change it without a restart.
     names = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := sorted(names - {*OPERATORS, "all"}):
         raise RunError(
@@ -48,6 +49,7 @@ def named_failures(operator: Operator) -> Iterator[None]:
     try:
         yield
     except _failures() as error:
+        # Out of memory is no fault of the kernel, and the recovery from it must see the original error.
         if is_oom(error):
             raise
         lines = str(error).strip().splitlines() or [""]
@@ -60,5 +62,6 @@ def named_failures(operator: Operator) -> Iterator[None]:
 def _failures() -> tuple[type[Exception], ...]:
     """Returns what compiling and launching a kernel can raise: torch, Triton, its compilers, outdated libraries."""
     kinds = (ImportError, AttributeError, RuntimeError, OSError, subprocess.SubprocessError)
+    # Not imported here: if Triton is absent or unused, none of its errors can occur.
     triton = sys.modules.get("triton")
     return kinds if triton is None else (*kinds, triton.TritonError)

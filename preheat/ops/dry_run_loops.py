@@ -52,6 +52,7 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
         [0, 2, 4, 6, 8]
     """
     counters = _counters.get()
+    # Up to three iterations are the first, the second and the last: nothing is saved by folding them.
     if not counters or len(turns) < (2 if wholly else 4):
         yield from turns
         return
@@ -60,6 +61,8 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
         yield turns[0]
         counters[-1].again(before, len(turns) - 1)
         return
+    # The first iteration may allocate buffers or skip an accumulation, and the last may be smaller, so both run as they
+    # are.
     yield turns[0]
     before = counters[-1].mark()
     yield turns[1]

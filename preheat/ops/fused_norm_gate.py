@@ -74,11 +74,13 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
+        # In place in silu's result: one tensor fewer than silu(a) * b.
         return functional.silu(a).mul_(b)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
+        # d (silu(a) b): by a it is silu'(a) b, by b it is silu(a), which is cheaper to compute again than to save.
         return torch.ops.aten.silu_backward(grad * b, a), functional.silu(a).mul_(grad)
 
 
@@ -91,11 +93,13 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     wide = weight.float()
+    # y = x r w with r = 1 / sqrt(mean(x²) + eps), chunk by chunk, so that the fp32 copy stays in the cache.
     for row, to, one in _rows(x, out, scale):
         row = row.float()
+        # One pass without a squared copy of the row: sum(x²) = norm².
         torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=one)
         one.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        to.copy_((row * one).mul_(wide))
+        to.copy_((row * one).mul_(wide))  # rounds once
     return out, scale
 
 
@@ -113,8 +117,10 @@ def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tu
         )
         return by_x, by_weight.to(weight.dtype)
     by_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # All rows add to the weight's gradient, so it is summed in fp32.
     by_weight = torch.zeros_like(weight, dtype=torch.float32)
     wide = weight.float()
+    # With n = x r and g = dy w: dw = sum over rows of dy n, and dx = r (g - n mean(g n)).
     for row, to, one, given in _rows(x, by_x, scale, grad):
         normed, given = row * one, given.float()  # fp32: the scale is
         by_weight += torch.linalg.vecdot(normed, given, dim=0)
@@ -138,6 +144,7 @@ def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *_ = inputs
     ctx.save_for_backward(x, output[1], weight)
+    # The reciprocal root mean square is a by-product for backward.
     ctx.mark_non_differentiable(output[1])
 
 
@@ -158,9 +165,12 @@ def shared_by_rows() -> None:
     @register_sharding(torch.ops.preheat.rms_norm.default)
     def _(x: DTensorSpec, weight: object, eps: float, dtype: torch.dtype) -> list[Sharding]:
         placements = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
+        # Any dimension but the last: a row's norm needs the full row. Results: norm and scale; arguments: x, weight,
+        # and two that are no tensors.
         return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
     def _(grad: object, x: DTensorSpec, scale: object, weight: object) -> list[Sharding]:
+        # Each rank sums the weight's gradient over its own rows, so the total is Partial.
         replicated = ([Replicate()] * 2, [Replicate()] * 4)
         return [replicated, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]

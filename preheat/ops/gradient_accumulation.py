@@ -36,10 +36,14 @@ def accumulate(
     """
     total = None
     if isinstance(global_weight, int | float):
+        # Without trained tokens all losses are 0, and so are the gradients: 0 / 1 instead of 0 / 0.
         global_weight = max(global_weight, 1)
     for batch in micro_batches:
         loss = loss_sum(batch)
+        # Divided by the weight of the full batch, so that micro-batches with more tokens count more, as in one large
+        # batch. Backward within the loop frees each graph before the next one is built.
         (loss / global_weight).backward()
+        # A tensor, since reading it would wait for the device in each micro-batch.
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a global batch has at least one micro-batch"
     return total

@@ -45,8 +45,10 @@ def _native(*tensors: Tensor) -> bool:
     It needs 16-byte rows and no fp64; on CUDA, bf16 on Hopper or Blackwell. Otherwise it reads the bounds back.
     """
     device = tensors[0].device
+    # On other GPUs torch loops over the experts, which needs the bounds on the host.
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return False
+    # Stacks of matrices may be read transposed, so both of their last dimensions must be aligned.
     aligned = all(size * t.element_size() % 16 == 0 for t in tensors for size in t.shape[-2:] if t.ndim == 3)
     aligned = aligned and all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
     kinds = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cpu" else (torch.bfloat16,)
@@ -54,7 +56,7 @@ def _native(*tensors: Tensor) -> bool:
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
-    last = [int(n) for n in ends.tolist()]
+    last = [int(n) for n in ends.tolist()]  # reads values: on CUDA this would wait for the device
     return list(zip([0, *last[:-1]], last, strict=True))
 
 
@@ -84,13 +86,17 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, ends: Tensor, rows: int) -> _Blocks:
         experts, device = ends.shape[0], ends.device
+        # Small inputs take the balanced number of rows per expert, so that few blocks are mostly padding.
         size = min(_BLOCK, -(-rows // experts))
         ends = ends.long()
         begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-        blocks = (ends - begins + size - 1) // size
-        last = blocks.cumsum(0)
+        blocks = (ends - begins + size - 1) // size  # [experts], blocks of each; none for an expert without rows
+        last = blocks.cumsum(0)  # [experts], the block after each expert's last
+        # Upper bound: every expert may have one block that is not full. Surplus blocks fall to the last expert and lie
+        # beyond its end, so they hold padding alone.
         number = torch.arange(rows // size + experts, device=device)
         expert = torch.bucketize(number, last, right=True).clamp(max=experts - 1)
+        # First row of each block: the expert's first row, and `size` rows for each of its earlier blocks.
         first = begins[expert] + (number - (last - blocks)[expert]) * size
         at = first[:, None] + torch.arange(size, device=device)
         real = at < ends[expert][:, None]
@@ -104,6 +110,7 @@ def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     out = rows.new_empty(count + 1, matrices.shape[2])  # the last row receives the padding
     for n in range(len(blocks.at)):
         matrix = matrices.index_select(0, blocks.expert[n : n + 1])[0]
+        # Clamped reads give padding some real row's values; its products all land in the spare last row.
         out.index_copy_(0, blocks.at[n], rows[blocks.at[n].clamp(max=count - 1)] @ matrix)
     return out[:count]
 
@@ -115,6 +122,7 @@ def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1], dtype=wide)
     for n in range(len(blocks.at)):
         at = blocks.at[n].clamp(max=left.shape[0] - 1)
+        # Padding must be 0 here, since the matmul sums over the rows.
         rows = left[at].masked_fill(~blocks.real[n][:, None], 0)
         out.index_add_(
             0, blocks.expert[n : n + 1], (rows.t() @ right[at].masked_fill(~blocks.real[n][:, None], 0)).to(wide)[None]
@@ -128,10 +136,12 @@ def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
     `weight` is [experts, in, out], or [experts, out, in] with `flip`.
     """
     matrices = weight.transpose(1, 2) if flip else weight
+    # Fastest first: torch's grouped kernel, then blocks without a sync, then a loop on the host (CPU only).
     if _native(rows, weight):
         return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
     if not _reads_at_once(ends):
         return _multiply_blocks(rows, matrices, ends)
+    # Experts without rows multiply an empty slice.
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     for matrix, (first, last) in zip(matrices, _bounds(ends), strict=True):
         torch.mm(rows[first:last], matrix, out=out[first:last])
@@ -145,7 +155,7 @@ def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @_products.register_fake
 def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1])
+    return rows.new_empty(rows.shape[0], weight.shape[1])  # [n, out]
 
 
 @torch.library.custom_op("preheat::grouped_back", mutates_args=())
@@ -155,7 +165,7 @@ def _rows_back(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @_rows_back.register_fake
 def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[2])
+    return rows.new_empty(rows.shape[0], weight.shape[2])  # [n, in]
 
 
 @torch.library.custom_op("preheat::grouped_outer", mutates_args=())
@@ -182,6 +192,7 @@ def _keep(ctx: AutogradContext, inputs: tuple[Tensor, ...], output: object) -> N
 
 def _back(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
+    # y = x W^T per expert: dx = dy W, dW = dy^T x. A frozen base needs only the first.
     of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
     of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
     return of_rows, of_weight, None
@@ -192,6 +203,7 @@ _products.register_autograd(_back, setup_context=_keep)
 
 @register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
 def _products_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    # Every row meets one matrix, however the router distributes them, so the count does not depend on the routing.
     return int(2 * rows[0] * weight[1] * weight[2])
 
 
@@ -228,8 +240,11 @@ def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         order [n] (row at each sorted position), place [n] (sorted position of each row), counts [experts] int64.
     """
+    # Stable, so that sums over an expert's rows have the same order in every run.
     order = expert.argsort(stable=True)
+    # The inverse permutation, by one scatter instead of a second sort.
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    # bincount would read the largest value back to size its result.
     counts = torch.zeros(experts, dtype=torch.int64, device=expert.device).scatter_add_(
         0, expert, torch.ones_like(expert)
     )
@@ -276,16 +291,17 @@ def compute_experts(
         [tokens, width], in the dtype of `hidden`.
     """
     exchange = getattr(experts, EXCHANGE, None)
+    # Row i of the flattened choices belongs to token i // k.
     order, place, counts = group_rows(chosen.flatten(), experts.num_experts)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
-    rows = hidden.to(dtype)[order // chosen.shape[1]]
+    rows = hidden.to(dtype)[order // chosen.shape[1]]  # [tokens * k, width], sorted by expert
     if exchange is None:
         out = _compute(experts, rows, counts, stepped)
     else:
         received, numbers, split = exchange.send(rows, counts)
         out = exchange.back(_compute_unsorted(experts, received, numbers, stepped), split)
-    out = out[place].view(*chosen.shape, -1)
+    out = out[place].view(*chosen.shape, -1)  # [tokens, k, width]
     return (out * weights[..., None].to(out.dtype)).sum(dim=1).to(hidden.dtype)
 
 
@@ -294,17 +310,20 @@ def _compute_unsorted(experts: Experts, rows: Tensor, numbers: Tensor, stepped: 
     count = rows.shape[0]
     if not count:  # a row of zeros, since an empty matmul has no backward pass
         rows, numbers = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1)
+    # Received rows are sorted by sender first; the grouped matmul needs them by expert.
     order, place, counts = group_rows(numbers, local(experts.down_proj).shape[0])
     return _compute(experts, rows[order], counts, stepped)[place][:count]
 
 
 def _compute(experts: Experts, rows: Tensor, counts: Tensor, stepped: bool) -> Tensor:
     count, n_experts = rows.shape[0], counts.shape[0]
+    # The padding, up to 16 rows per expert, is at most about a quarter of the rows then.
     if stepped and rows.element_size() == 2 and count >= 4 * _STEP * n_experts:
         # The maximum number of rows, so that shapes do not depend on the routing; the last expert gets the rest.
         total = -(-count // _STEP) * _STEP + n_experts * _STEP
-        wide = (counts + _STEP - 1) // _STEP * _STEP
+        wide = (counts + _STEP - 1) // _STEP * _STEP  # [experts], rows rounded up to multiples of 16
         ends = wide.cumsum(0)
+        # How far each expert's first row moves: its padded start less its start, for every row of the expert.
         moved = (ends - wide - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=count)
         at = torch.arange(count, device=rows.device) + moved
         ends[-1] = total
@@ -315,6 +334,7 @@ def _compute(experts: Experts, rows: Tensor, counts: Tensor, stepped: bool) -> T
 def _product(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
     ends = ends.to(torch.int32)
     if experts.has_gate:
+        # gate and up projections are one stack: [rows, 2 inner] -> [rows, inner]
         inner = experts._apply_gate(_linear(experts, "gate_up_proj", rows, ends))
     else:
         inner = experts.act_fn(_linear(experts, "up_proj", rows, ends))
@@ -335,6 +355,7 @@ def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     adapter: ExpertAdapter | None = getattr(experts, ADAPTER, None)
     if adapter is None or adapter.off:
         return out
+    # A [experts, rank, in] and B [experts, out, rank], grouped like the weights: x A^T, then B^T.
     small, large = (local(getattr(experts, f"{name}_lora_{part}")).to(rows.dtype) for part in "AB")
     return out + adapter.scale * grouped_linear(grouped_linear(rows, small, ends), large, ends)
 
@@ -369,10 +390,14 @@ class Exchange:
         from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
         devices = self.group.size()
+        # Counts first, [experts] in equal parts per rank: the receiver must know how many rows arrive. The result is
+        # [ranks, local experts].
         arriving = all_to_all_single(counts, None, None, self.group).view(devices, -1)
         own = arriving.shape[1]
         split = self._splits(rows.shape[0], counts.view(devices, -1).sum(1), arriving.sum(1))
+        # The gradient travels by the same exchange with the splits swapped.
         received = all_to_all_single_autograd(rows, split[1], split[0], self.group)
+        # The local expert of each (sender, expert) pair, then repeated for its rows; `output_size` avoids a sync.
         numbers = torch.arange(own, device=rows.device).repeat(devices)
         if _is_fake(counts):
             return received, numbers.new_empty(received.shape[0]), split
@@ -389,6 +414,7 @@ class Exchange:
             devices = self.group.size()
             even = [rows // devices + (n < rows % devices) for n in range(devices)]
             return even, even
+        # One read for both, since each waits for the device.
         both = torch.stack([out, into]).tolist()
         return both[0], both[1]
 

@@ -17,7 +17,7 @@ def wanda(weight: Tensor, squares: Tensor) -> Tensor:
 
     Source: Sun et al. 2023 (arXiv:2306.11695), equation 1.
     """
-    return weight.abs() * squares.sqrt()
+    return weight.abs() * squares.sqrt()  # [out, in] * [in]
 
 
 def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
@@ -27,8 +27,10 @@ def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
         >>> lowest(torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), 0.5, by_row=True).int().tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0]]
     """
+    # Overall is one long row.
     flat = scores if by_row else scores.reshape(1, -1)
     count = round(share * flat.shape[1])
+    # Indices instead of a threshold, so that equal scores do not change the number that is pruned.
     order = flat.argsort(dim=1, stable=True)[:, :count]
     return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, order, True).view_as(scores)
 
@@ -38,7 +40,7 @@ def two_of_four(scores: Tensor) -> Tensor:
 
     NVIDIA's sparse tensor cores run this 2:4 pattern at up to twice the rate (Mishra et al. 2021, arXiv:2104.08378).
     """
-    fours = scores.reshape(scores.shape[0], -1, 4)
+    fours = scores.reshape(scores.shape[0], -1, 4)  # [out, in / 4, 4]
     order = fours.argsort(dim=2, stable=True)[..., :2]
     return torch.zeros_like(fours, dtype=torch.bool).scatter_(2, order, True).view_as(scores)
 
@@ -50,13 +52,14 @@ def moments(x: Tensor, units: int) -> Tensor:
         >>> moments(torch.tensor([[1.0, 2], [3, 4]]), 2).flatten().tolist()
         [10.0, 20.0]
     """
-    parts = x.reshape(-1, units, x.shape[-1] // units).transpose(0, 1)
+    parts = x.reshape(-1, units, x.shape[-1] // units).transpose(0, 1)  # [units, tokens, size]
     return parts.transpose(1, 2) @ parts
 
 
 def blocks(gram: Tensor, units: int) -> Tensor:
     """Extracts the `moments` of each unit from a Gram matrix: [in, in] -> [units, size, size]."""
     size = len(gram) // units
+    # The diagonal blocks: moments across units are not needed.
     return gram.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
@@ -71,7 +74,8 @@ def added(weight: Tensor, second: Tensor) -> Tensor:
     Returns:
         [units]; exactly 0 if removing the unit changes nothing.
     """
-    parts = weight.reshape(weight.shape[0], *second.shape[:2]).transpose(0, 1)
+    parts = weight.reshape(weight.shape[0], *second.shape[:2]).transpose(0, 1)  # [units, width, size]
+    # Sum over tokens of |W x|² = tr(W M W^T), without the outputs. Rounding may give a negative number near 0.
     return ((parts @ second) * parts).sum(dim=(1, 2)).clamp(min=0)
 
 
@@ -110,8 +114,11 @@ def refit(weight: Tensor, gram: Tensor, remaining: Tensor, ridge: float = 0.01) 
     """
     gone = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
     gone[remaining] = False
+    # With r for remaining and g for removed inputs, least squares gives W_r + W_g G_gr (G_rr + damp I)^-1. fp64,
+    # because a Gram matrix squares the condition number of the inputs.
     inside = gram[remaining][:, remaining].double()
     damp = ridge * inside.diagonal().mean().clamp(min=1e-12)
     inside.diagonal().add_(damp)
-    lost = weight[:, gone].double() @ gram[gone][:, remaining].double()
+    lost = weight[:, gone].double() @ gram[gone][:, remaining].double()  # [out, remaining]
+    # G_rr is symmetric, so solving for the transposed right side gives the product with its inverse.
     return (weight[:, remaining].double() + torch.linalg.solve(inside, lost.t()).t()).to(weight.dtype)

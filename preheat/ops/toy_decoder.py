@@ -22,8 +22,9 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
+        # [batch, heads, length, dim / heads] each
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        scores = q @ k.transpose(-2, -1) * (dim // self.heads) ** -0.5
+        scores = q @ k.transpose(-2, -1) * (dim // self.heads) ** -0.5  # [batch, heads, length, length]
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1).to(v.dtype)
         return self.out((weights @ v).transpose(1, 2).reshape(batch, length, dim))
@@ -37,6 +38,7 @@ class _Layer(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        # Pre-norm: the residual stream itself is never normalized.
         x = x + self.attention(self.before_attention(x))
         return x + self.feed_forward(self.before_feed_forward(x))
 
@@ -53,6 +55,7 @@ class Decoder(nn.Module):
         self.embedding, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
         self.layers = nn.ModuleList(_Layer(dim, attention()) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        # GPT-2's standard deviation; torch's default of 1 would drown the layers' outputs in the residual stream.
         for table in (self.embedding, self.positions):
             nn.init.normal_(table.weight, std=0.02)
 
