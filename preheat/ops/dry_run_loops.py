@@ -61,8 +61,7 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
         yield turns[0]
         counters[-1].again(before, len(turns) - 1)
         return
-    # The first iteration may allocate buffers or skip an accumulation, and the last may be smaller, so both run as they
-    # are.
+    # The first iteration may skip an accumulation and the last may be smaller, so both run as they are.
     yield turns[0]
     before = counters[-1].mark()
     yield turns[1]

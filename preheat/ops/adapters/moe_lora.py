@@ -59,8 +59,7 @@ def draw_pairs(module: nn.Module) -> None:
     with torch.no_grad():
         for name in STACKS:
             first = module.get_parameter(f"{name}_lora_A")
-            # kaiming_uniform_(a=sqrt(5)) of nn.Linear, whose bound is 1 / sqrt(in). B = 0 makes the addition 0 at the
-            # start.
+            # kaiming_uniform_(a=sqrt(5)) of nn.Linear has the bound 1 / sqrt(in). With B = 0 nothing is added at first.
             first.uniform_(-1 / math.sqrt(first.shape[-1]), 1 / math.sqrt(first.shape[-1]))
             module.get_parameter(f"{name}_lora_B").zero_()
 

@@ -45,8 +45,7 @@ class TiedHead(nn.Linear):
         if embedding.disable_adapters:
             return None
         (name,) = embedding.active_adapters
-        # peft's names for an embedding: B is [width, rank], A is [rank, vocabulary]. The head's addition is the
-        # transpose.
+        # peft's names in an embedding: B is [width, rank], A is [rank, vocabulary]. The head adds the transpose.
         down, up = embedding.lora_embedding_B[name], embedding.lora_embedding_A[name]
         return Pair(full_tensor(down), full_tensor(up), embedding.scaling[name])
 

@@ -338,8 +338,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
             linear(t, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for t, w, b in zip((query, key, value), weights, biases, strict=True)
         )
-        # The hint replaces the mask tensor, so that a fused kernel can skip what it hides. With unequal lengths the
-        # mask decides.
+        # The hint replaces the mask tensor, so that a fused kernel can serve. With unequal lengths the mask decides.
         causal = is_causal and query.shape[1] == key.shape[1]
         bias = _joined(None if causal else attn_mask, key_padding_mask, self.num_heads)
         dropout = self.dropout if self.training else 0.0

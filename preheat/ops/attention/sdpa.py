@@ -175,8 +175,7 @@ def sdpa_attention(
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
 
-    # The context rejects inputs that the named kernel does not support; torch would otherwise fall back to materialized
-    # scores.
+    # Inputs that the named kernel does not support are an error here, not a silent fall back to materialized scores.
     with sdpa_kernel(KERNELS[kernel]):
         return by_document(fused, q, k, v, apart) if apart is not None else fused(q, k, v)
 

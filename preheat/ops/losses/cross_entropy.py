@@ -275,13 +275,11 @@ class _Chunked(torch.autograd.Function):
         adapter = LogitAdapter(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
-        # Uninitialized: the first chunk overwrites it. In the weight's own dtype (usually fp32), because every chunk
-        # adds to it.
+        # Uninitialized, since the first chunk overwrites it; in the weight's own dtype, since every chunk adds to it.
         grad_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
         # [rows, vocabulary], reused by every chunk: first logits, then their gradient.
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
-        # A row loss with its own gradient turns the buffer into that gradient; others allocate logits and gradient per
-        # chunk.
+        # A row loss with its own gradient writes it into the buffer; for others, autograd allocates per chunk.
         in_place = getattr(row_loss, "value_and_grad_", None)
         for start in fold_identical(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]  # [chunk, width]

@@ -82,8 +82,7 @@ def group_grid(weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1
         at = blocks.abs().argmax(dim=2, keepdim=True)
         extreme = blocks.gather(2, at)[..., 0] * shrink  # [out, groups], with its sign
         scales = (extreme / -8).to(HALF)
-        # A group of zeros: any scale serves, and 1 does not divide by zero. Scales have a sign, so clamp cannot be
-        # used.
+        # A group of zeros: any scale but 0 serves. Scales have a sign, so clamp cannot be used.
         return torch.where(scales.abs() < _TINY, torch.ones_like(scales), scales), None
     low, high = blocks.amin(dim=2) * shrink, blocks.amax(dim=2) * shrink
     # Sixteen codes have fifteen steps from low to high.

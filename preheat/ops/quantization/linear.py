@@ -183,8 +183,7 @@ class Int8Linear(QuantizedMap):
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
 
     def product(self, x: Tensor) -> Tensor:
-        # Few rows: our AVX2 kernel, else aten's CPU kernel, and on CUDA our Triton kernel. Many rows: codes cast for
-        # the call.
+        # Few rows: our AVX2 kernel, else aten's; on CUDA our Triton kernel. Many rows: codes cast for the call.
         few = self._few(x)
         if few and self.in_features % 32 == 0 and x.dtype == HALF and of_use():
             return eight_bits(x, self.codes, self.scales.to(HALF))
@@ -215,8 +214,7 @@ class Int4Linear(QuantizedMap):
 
     kind = "int4"
     zeros: nn.Parameter | None
-    # The weight in the order of this machine's kernel, made at the first decode step. Not a parameter: it is never
-    # saved.
+    # The weight in the order of this machine's kernel, made at the first decode step; not a parameter, so never saved.
     _ready: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -272,8 +270,7 @@ class Int4Linear(QuantizedMap):
         return group_values(self.groups(), dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        # Few rows: our AVX2 kernel, or aten's tiles on CUDA, or at the end aten's CPU kernel. All others: a dequantized
-        # weight.
+        # Few rows: our AVX2 kernel, aten's tiles on CUDA, or last aten's CPU kernel. Others: a dequantized weight.
         few = self._few(x)
         if few and self.form["group"] % 32 == 0 and x.dtype == HALF and of_use():
             return four_bits(x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF))
