@@ -36,6 +36,7 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
         ValueError: `rank` exceeds the matrices' rank.
     """
     for module in experts:
+        # Before the pairs are added, which stay trainable.
         module.requires_grad_(False)
         for name in STACKS:
             stack: Any = module.get_parameter(name)
@@ -46,6 +47,7 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
                     f"{rank} is more than the {min(out, into)} directions of an expert's matrix ({out} x {into}); "
                     "lower it",
                 )
+            # Stacked like the experts' weights [experts, out, in], but in fp32 whatever their dtype.
             for part, shape in (("A", (count, rank, into)), ("B", (count, out, rank))):
                 pair = torch.empty(shape, dtype=torch.float32, device=stack.device)
                 module.register_parameter(f"{name}_lora_{part}", nn.Parameter(pair))
@@ -57,6 +59,7 @@ def draw_pairs(module: nn.Module) -> None:
     with torch.no_grad():
         for name in STACKS:
             first = module.get_parameter(f"{name}_lora_A")
+            # kaiming_uniform_(a=sqrt(5)) of nn.Linear has the bound 1 / sqrt(in). With B = 0 nothing is added at first.
             first.uniform_(-1 / math.sqrt(first.shape[-1]), 1 / math.sqrt(first.shape[-1]))
             module.get_parameter(f"{name}_lora_B").zero_()
 
@@ -76,6 +79,7 @@ def merge_pairs(model: nn.Module) -> int:
             scale = vars(module)[ADAPTER].scale
             for name in STACKS:
                 stack, first, second = (_values(module, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
+                # [out, in] += s [out, rank] x [rank, in]; one expert in fp32 at a time bounds the memory.
                 for matrix, a, b in zip(stack, first, second, strict=True):
                     matrix.copy_(matrix.float() + scale * (b.float() @ a.float()))
                 for part in "AB":
@@ -85,4 +89,5 @@ def merge_pairs(model: nn.Module) -> int:
 
 
 def _values(module: nn.Module, name: str) -> Tensor:
+    # Under expert parallelism each rank merges the experts that it holds; pairs are sharded alike.
     return local(module.get_parameter(name).detach())

@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 BASE = "preheat_base.json"
 _FILE, _PICKLES = "adapter_model.safetensors", ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+# Settings of peft that train or change more than additions to linear maps, with the reason for the error message.
 _NOT_ADDED = {
     "modules_to_save": "also trains whole modules",
     "trainable_token_indices": "also trains rows of the embedding",
@@ -116,6 +117,7 @@ class AdapterFolder:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of each tensor in the file, keyed by the base's module names."""
+        # Slices read the header alone, so that a wrong adapter is found without loading its values.
         with self._opened() as file:
             return {_plain(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
@@ -148,8 +150,10 @@ class AdapterFolder:
         Raises:
             RecipeError: it is another base, or one with newly initialized weights.
         """
+        # Weights drawn for this run are no base that an adapter could have been trained on.
         if weights.folder is None:
             raise self.fault("fits the base that it was trained on; this model's weights are newly initialized")
+        # Content decides if it can be compared; names are the last resort, since folders are copied and renamed.
         known = self.written.get("fingerprint")
         if known is None and self.base and Path(self.base).is_dir():
             known = type(weights)(Path(self.base)).fingerprint()
@@ -158,6 +162,7 @@ class AdapterFolder:
                 f"is an adapter for {self.base}, whose weights are not those of {path}; name the base that it was "
                 "trained on"
             )
+        # `org/model` on a hub and `models/model` on disk agree in their last part.
         if known is None and not stated and self.base and _last(self.base) != _last(path):
             raise self.fault(
                 f"is an adapter for {self.base}, not for {path}; if they are the same model, write {path!r} as "
@@ -180,15 +185,18 @@ class AdapterFolder:
             )
         for field in dataclasses.fields(ours):
             theirs, here = getattr(self.config, field.name, None), getattr(ours, field.name)
+            # None, False, [] and {} all mean that a setting is unset.
             if field.init and field.name not in _FREE and theirs != here and (theirs or here):
                 name = called.get(field.name, f"settings.{field.name}")
                 raise self.fault(f"has {field.name} {theirs}, the recipe {here}; change {name}, or leave the start out")
 
     def fits(self, model: nn.Module) -> None:
         """Rejects a model (also on meta) whose adapters differ from those of the folder."""
+        # First, all that the model needs is there in the right shape; then, nothing is left over that it would ignore.
         theirs, wanted = self.shapes(), dict(_wanted(model))
         for key, tensor in wanted.items():
             shape = _find(theirs, key)
+            # peft may leave out buffers that it draws again from a seed (VeRA's projections with save_projection off).
             if shape is None and isinstance(tensor, nn.Parameter):
                 raise self.fault(f"has no {key}, which the model needs; is it for other targets or another base?")
             if shape is not None and shape != tuple(tensor.shape):
@@ -196,6 +204,7 @@ class AdapterFolder:
                     f"has {key} of shape {shape}, the model needs {tuple(tensor.shape)}: another rank, or an adapter "
                     "for another base"
                 )
+        # Tensors that peft saves twice or together with the adapter; `load` compares those of the base.
         twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
         if left:
@@ -208,8 +217,10 @@ class AdapterFolder:
         from peft.utils.other import get_pattern_key
 
         pair, config = pair_of(head), self.config
+        # As peft computes it: a pattern that matches the module's name overrides the common rank and alpha.
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        # rsLoRA: alpha / sqrt(r) (arXiv:2312.03732)
         theirs = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         if pair is not None and not math.isclose(pair.scale, theirs):
             raise self.fault(
@@ -222,6 +233,7 @@ class AdapterFolder:
         theirs = self.tensors()
         with torch.no_grad():
             for key, tensor in _wanted(model):
+                # `fits` has checked that only buffers may be missing.
                 if (value := _find(theirs, key)) is not None:
                     tensor.copy_(value)
         for name in names_of(model):  # peft saves an adapted embedding together with its adapter
@@ -245,6 +257,7 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
 
     path = Path(path).expanduser()
     file = path / "adapter_config.json"
+    # The checks run from the outside in: folder, files, JSON, settings, kind. Each message names what to do.
     if not path.is_dir():
         raise RecipeError(f"{knob}: {path}: no such folder; name one that holds adapter_config.json and {_FILE}")
     if not file.is_file():
@@ -268,11 +281,13 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         raise RecipeError(
             f"{knob}: {path}: its configuration cannot be read ({type(error).__name__}: {error})"
         ) from None
+    # peft's own table, so that a newer peft brings its kinds along.
     cls = next((cls for known, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if known.value == kind), None)
     if cls is None:
         raise RecipeError(
             f"{knob}: {path} is of the kind {kind!r}, which the installed peft does not know; update peft"
         )
+    # An unknown setting with a value may change the adapter's function, so it is an error; an empty one is harmless.
     known = {f.name for f in dataclasses.fields(cls)}
     if unknown := sorted(key for key in values if key not in known and values[key]):
         raise RecipeError(f"{knob}: {path} sets {unknown[0]}, which the installed peft does not know; update peft")
@@ -299,6 +314,7 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         raise folder.fault(
             f"is of the kind {kind}, which trains extra tokens or keys; preheat supports adapters of linear maps"
         )
+    # PiSSA, OLoRA, LoftQ and others change the base at the start, and their pairs fit only that changed base.
     if (begun := getattr(config, "init_lora_weights", True)) not in _STARTS_AS_BASE:
         raise folder.fault(
             f"belongs to a base that {begun} changed; save it again with peft's "
@@ -332,12 +348,14 @@ def begin(
     Raises:
         RecipeError: the folder's adapter does not match this model, base or settings.
     """
+    # Also with a folder to start from: what the file leaves out keeps peft's initial values.
     weights.fresh(parameters_of(model, names), [""], lambda model: draw(model, config, names))
     if not start:
         return ""
     folder = read_folder(start, knob)
     folder.agrees(config, called)
     folder.fits(model)
+    # Last, since fingerprints open the weight files.
     folder.on_base(path or "", weights)
     weights.fresh(parameters_of(model, names), [""], folder.load)
     return f", begun from {start}"
@@ -350,6 +368,7 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
             names = inject(model, folder.config)
         except FAULTS as error:
             raise folder.fault(f"cannot be put into this model: {fault(error, 200)}") from None
+    # Checked before anything is copied, so that an error leaves no half-loaded adapter.
     folder.fits(model)
     folder.load(model)
     for p in model.parameters():
@@ -369,6 +388,8 @@ def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapters' own tensors by their names in peft's files."""
     for name in names_of(model):
         for key, tensor in adapter_tensors(model.get_submodule(name)):
+            # Files leave out the adapter's name `default`. peft keeps DoRA's magnitude in a module of its own, but
+            # saves it as one tensor.
             short = re.sub(r"\.default(?=\.|$)", "", key)
             yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
 
@@ -390,4 +411,5 @@ def _matches(theirs: str, ours: str) -> bool:
 
 
 def _find(theirs: Mapping[str, T], ours: str) -> T | None:
+    # The full name first, then a tensor that all layers share.
     return theirs[ours] if ours in theirs else theirs.get(ours.rpartition(".")[2])

@@ -59,19 +59,23 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
         ValueError: no module matches, or a matching module is not supported by the method or shares its weight with
             another one (a tied head, without `ensure_weight_tying`).
     """
+    # peft creates its parameters on the default device, so a model on meta needs the context.
     with torch.device("meta") if next(model.parameters()).device.type == "meta" else nullcontext():
         try:
             _inject(model, config)
         except TypeError as error:  # peft raises it for a layer type that a method does not support
             raise ValueError(str(error)) from None
         except ValueError as error:
+            # peft raises ValueError for other causes too; only its two messages about missing targets are translated.
             if "arget modules" not in str(error) and "were targeted" not in str(error):
                 raise
             raise ValueError("matches no linear map of the model") from None
+    # Number of modules that hold each parameter, by identity.
     uses: dict[int, int] = {}
     if getattr(config, "ensure_weight_tying", False):
         _tie_head(model)
     for module in model.modules():
+        # peft froze everything that is not an adapter.
         if isinstance(module, ClassHead):
             module.requires_grad_(True)
         if isinstance(module, TiedHead):
@@ -80,6 +84,7 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
     for name in names:
+        # Experts in one stacked parameter have no `weight`; NF4 layers have none either, but a property.
         if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
             raise ValueError(
                 f"{name} holds all its experts' matrices in one parameter, which is not a linear map; name other "
@@ -96,6 +101,7 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
 def _tie_head(model: nn.Module) -> None:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    # peft's layers forward `weight` to their base, so identity means a tied head.
     if hasattr(embedding, "get_base_layer") and head is not None and head.weight is embedding.weight:
         tie(head, embedding)
 
@@ -111,6 +117,7 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
     from peft.tuners.lora import Embedding, Linear
     from peft.tuners.lycoris_utils import LycorisLayer
 
+    # peft writes into the config that it is given.
     config = copy.deepcopy(config)
     tied = getattr(config, "ensure_weight_tying", False)
     with warnings.catch_warnings():
@@ -122,6 +129,7 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # `inject` rejects tied weights, about which peft only warns.
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        # The tuner itself, which injects on construction and modifies `model` in place; the wrapper object is not used.
         PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, "default")
         if tied:
             config.ensure_weight_tying = True
@@ -158,7 +166,9 @@ def added_linear() -> type[nn.Module]:
                 or not self._is_plain(names[0])
             ):
                 return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            # [rank, in] and [out, rank]. The scale multiplies [tokens, rank], the smallest tensor of the product.
             down, up = self.lora_A[names[0]], self.lora_B[names[0]].weight
+            # result + (dropout(x) A^T s) B^T
             result = self.base_layer(x)
             small = (
                 down(self.lora_dropout[names[0]](self._cast_input_dtype(x, down.weight.dtype))) * self.scaling[names[0]]
@@ -167,6 +177,7 @@ def added_linear() -> type[nn.Module]:
 
         def _is_plain(self, name: str) -> bool:
             """True if the up projection is only a local weight; a sharded or hooked module must be called itself."""
+            # Variants such as DoRA compute more than a sum.
             if name not in self.lora_A or name in self.lora_variant:
                 return False
             last = self.lora_B[name]
@@ -187,6 +198,7 @@ def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
     """
     low = torch.is_autocast_enabled(result.device.type)
     apart = any(isinstance(t, DTensor) for t in (result, small, up))
+    # Sharded operands, or a sum that is promoted and rounded: out of place, as peft computes it.
     if apart or small.dtype != result.dtype or not (low or up.dtype == result.dtype):
         return (result + functional.linear(small, up)).to(result.dtype)
     up = up.to(result.dtype)
@@ -196,6 +208,7 @@ def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
     if result._is_view() or not result.is_contiguous() or keeps_results():
         rows = torch.addmm(result.reshape(-1, result.shape[-1]), small.reshape(-1, small.shape[-1]), up.t())
         return rows.view(result.shape)
+    # The base's matmul does not need its own result for backward, so overwriting it is safe.
     return _Added.apply(result, small, up)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -204,6 +217,7 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: AutogradContext, result: Tensor, small: Tensor, up: Tensor) -> Tensor:
+        # Autograd then knows that `result` is modified, and raises if another operator saved it.
         ctx.mark_dirty(result)
         ctx.save_for_backward(small, up)
         result.view(-1, result.shape[-1]).addmm_(small.reshape(-1, small.shape[-1]), up.t())
@@ -213,8 +227,10 @@ class _Added(torch.autograd.Function):
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         small, up = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None
+        by_small = torch.mm(rows, up).view(small.shape) if ctx.needs_input_grad[1] else None  # [tokens, rank]
+        # [out, rank]
         by_up = torch.mm(rows.t(), small.reshape(-1, small.shape[-1])) if ctx.needs_input_grad[2] else None
+        # d (result + small up^T): the base's gradient passes through, [tokens, out] without a copy.
         return grad, by_small, by_up
 
 
@@ -239,6 +255,7 @@ def base_of(model: nn.Module, name: str) -> Any:
 
 def parameters_of(model: nn.Module, names: list[str]) -> str:
     """Returns a regular expression that matches the adapters' own parameters and buffers."""
+    # First name parts only (lora_A, lora_B, ...), so that the expression stays short for any number of layers.
     own = {key for name in names for key, _ in adapter_tensors(model.get_submodule(name))}
     return r"\.(" + "|".join(sorted(re.escape(key.partition(".")[0]) for key in own)) + r")(\.|$)"
 
@@ -256,6 +273,8 @@ def draw(model: nn.Module, config: PeftConfig, names: list[str]) -> None:
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
+    # VeRA and RandLoRA draw projections that all layers share: they are recreated together. Other methods go module by
+    # module, so that only one fp32 copy of a base exists at a time.
     shared = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].uses_shared_state or config.peft_type == "RANDLORA"
     for group in [names] if shared else [[name] for name in names]:
         _draw(model, config, group, in_fp32=not shared)
@@ -267,8 +286,10 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
     bases: dict[str, tuple[Any, Any]] = {}
     for name in names:
         base = base_of(model, name)
+        # NF4 layers dequantize to fp32 themselves.
         low = not isinstance(base, PackedMap) and base.weight.dtype != torch.float32
         bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
+        # The same module path, since per-layer ranks (rank_pattern) match on names.
         parent, (*path, last) = alone, name.split(".")
         for part in path:
             if part not in parent._modules:
@@ -276,6 +297,7 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
             parent = parent.get_submodule(part)
         parent.add_module(last, bases[name][1])
     config = copy.deepcopy(config)
+    # Full names select exactly these modules, whatever form the original selection had.
     config.target_modules, config.exclude_modules = set(names), None
     _inject(alone, config, part=True)
     with torch.no_grad():
@@ -283,6 +305,7 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
             values = dict(adapter_tensors(alone.get_submodule(name)))
             for key, target in adapter_tensors(model.get_submodule(name)):
                 target.copy_(values[key])
+            # PiSSA and its like subtract the initial pair from the base: the copy's weight goes back, rounded once.
             if full is not base:
                 base.weight.copy_(full.weight)
 
@@ -295,6 +318,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """
     layers: list[Any] = [model.get_submodule(name) for name in names_of(model)]
     pairs: list[Any] = [vars(experts)[ADAPTER] for experts in adapted_experts(model)]
+    # `disable_adapters` of the layer reads this attribute.
     for layer in layers:
         layer._disable_adapters = True
     for pair in pairs:
@@ -315,12 +339,15 @@ def under_autocast(model: nn.Module) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    # Under autocast the matmul casts to half precision itself, so an fp32 copy is pure waste.
     def cast(by_peft: Callable[..., Any], x: Any, dtype: torch.dtype) -> Any:
         return x if torch.is_autocast_enabled(x.device.type) else by_peft(x, dtype)
 
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module._cast_input_dtype = functools.partial(cast, module._cast_input_dtype)  # type: ignore[method-assign,assignment]
+            module._cast_input_dtype = functools.partial(  # type: ignore[method-assign,assignment]
+                cast, module._cast_input_dtype
+            )
 
 
 def merge(model: nn.Module) -> int:
@@ -333,6 +360,7 @@ def merge(model: nn.Module) -> int:
         ValueError: an adapter cannot be merged into a weight.
     """
     names = names_of(model)
+    # A merged NF4 layer gets the dtype of the model's first weight.
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for name in names:
         layer: Any = model.get_submodule(name)
@@ -342,21 +370,25 @@ def merge(model: nn.Module) -> int:
             base_dtype = dtype
         else:
             base_dtype = base.weight.dtype
+        # In fp32, so that the sum of base and adapter is rounded once.
         base.float()
         with torch.no_grad():
             layer.merge()
         base.to(base_dtype)
         parent, _, last = name.rpartition(".")
+        # The base replaces peft's wrapper, so that names are those of the original model again.
         setattr(model.get_submodule(parent), last, base)
     for module in model.modules():
         if isinstance(module, TiedHead):
             untie(module)
+    # The tuner left its settings on the model; they describe no adapter any more.
     vars(model).pop("peft_config", None)
     return len(names) + merge_pairs(model)
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Returns the numbers of trained and of all weights; counts 4-bit weights as weights, not bytes."""
+    # Packed codes are counted as bytes at first, and replaced by the layer's true size.
     total = sum(p.numel() for p in model.parameters())
     for module in model.modules():
         if isinstance(module, PackedMap):

@@ -40,10 +40,12 @@ class TiedHead(nn.Linear):
 
     def pair(self) -> Pair | None:
         """Returns the embedding's adapter; None if it is disabled."""
+        # Read at each call, because adapters are disabled and enabled between calls.
         embedding: Any = vars(self)[_EMBEDDING]
         if embedding.disable_adapters:
             return None
         (name,) = embedding.active_adapters
+        # peft's names in an embedding: B is [width, rank], A is [rank, vocabulary]. The head adds the transpose.
         down, up = embedding.lora_embedding_B[name], embedding.lora_embedding_A[name]
         return Pair(full_tensor(down), full_tensor(up), embedding.scaling[name])
 
@@ -51,6 +53,7 @@ class TiedHead(nn.Linear):
         logits, pair = super().forward(hidden), self.pair()
         if pair is None:
             return logits
+        # Autocast lowers both matmuls anyway; without it the pair's own precision (fp32) is kept.
         dtype = hidden.dtype if torch.is_autocast_enabled(hidden.device.type) else pair.up.dtype
         return logits + (pair.lowered(hidden.to(dtype)) @ pair.up.to(dtype)).to(logits.dtype)
 
@@ -69,9 +72,11 @@ def tie(head: nn.Module, embedding: nn.Module) -> None:
     base: Any = embedding.get_base_layer()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ValueError(f"the head is a {type(head).__name__}, which would not have the embedding's adapter")
+    # Gemma scales its embeddings in a subclass (embed_scale), which the head does not share.
     if type(base).forward is not nn.Embedding.forward and getattr(base, "embed_scale", None) is None:
         raise ValueError(f"the embedding is a {type(base).__name__}, which does more than look rows up")
     vars(head)[_EMBEDDING] = embedding  # not a submodule, which would register its parameters twice
+    # Only the class changes, so that the weight stays tied and references stay valid.
     head.__class__ = TiedHead
 
 

@@ -47,6 +47,7 @@ def blocked_attention(
     q, k, v = in_compute_dtype(q, k, v)
 
     if packed(mask):
+        # Documents are cut out and padded per pass, so `_passes` sees them as rows without documents.
         return attend(_passes(mask, scale, softcap), q, k, v, mask.documents)
     q, k, v = (t.contiguous() for t in (q, k, v))  # copies once here instead of in both passes
     return attend(_passes(mask, scale, softcap), q, k, v, None)
@@ -91,17 +92,24 @@ class _Tiles:
         self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float, softcap: float | None, *, backward: bool = False
     ):
         self.q, self.k, self.scale, self.causal, self.softcap = q, k, scale, mask.causal, softcap
+        # q: [rows * key heads, groups, length, dim], k: [rows * key heads, length, dim]. A matmul of all query heads of
+        # a group with their common keys needs no repeated keys.
         self.heads, self.groups, self.length, _ = q.shape
         size, total = min(_QUERIES, self.length), k.shape[1]
         self.window = mask.window if mask.window is not None and mask.window < total else None
         self.shared = mask.global_tokens if self.window is not None else 0  # without a window all tokens are global
+        # Most keys that a tile can see, to size the buffer once for all tiles.
         keys = total
         if self.window is not None:
+            # A block of `size` queries sees its own positions and window - 1 more, on both sides unless it is causal.
             keys = min(total, self.shared + size + (self.window - 1) * (1 if self.causal else 2))
         rows = self.groups * size
+        # The largest power of two of heads whose scores fit in the scratch.
         self.most = 1 << (max(1, _SCRATCH // (rows * keys)).bit_length() - 1)
         self.buffer = q.new_empty(min(self.most, self.heads) * rows * keys)
+        # Backward of the cap needs its tanh, which softmax overwrites in the buffer.
         self.bent = torch.empty_like(self.buffer) if softcap is not None and backward else None
+        # Triangles of -inf, 0 elsewhere, which are added to the scores at the ends of a tile.
         hidden = q.new_full((_QUERIES, _QUERIES), float("-inf"))
         # Column c of `before` is the c-th key from the start of the first query's window; of `after`, the c-th beyond
         # its end.
@@ -111,6 +119,7 @@ class _Tiles:
     def __iter__(self) -> Iterator[_Tile]:
         first = 0
         while first < self.heads:
+            # The remaining heads split into powers of two as well: 13 are 8, 4 and 1.
             count = min(self.most, 1 << ((self.heads - first).bit_length() - 1))
             for begin in range(0, self.length, _QUERIES):
                 yield self._tile(slice(first, first + count), slice(begin, min(begin + _QUERIES, self.length)), count)
@@ -118,10 +127,12 @@ class _Tiles:
 
     def _spans(self, queries: slice) -> tuple[slice, ...]:
         total = self.k.shape[1]
+        # Causal attention computes no key after the block's last query.
         if self.window is None:
             return (slice(0, queries.stop if self.causal else total),)
-        start = max(0, queries.start - self.window + 1)
+        start = max(0, queries.start - self.window + 1)  # first key in the window of the first query
         stop = queries.stop if self.causal else min(total, queries.stop + self.window - 1)
+        # The window touches the global tokens: one span serves both, without a concatenation.
         if start <= self.shared:
             return (slice(0 if self.shared else start, stop),)
         return (slice(0, self.shared), slice(start, stop)) if self.shared else (slice(start, stop),)
@@ -131,14 +142,19 @@ class _Tiles:
         near = _of(self.k, heads, spans)
         keys = near.shape[1]
         block = self.q[heads, :, queries].reshape(count, self.groups * size, -1)
+        # A flat buffer, viewed in each tile's shape: edge tiles are smaller.
         scores = self.buffer[: count * self.groups * size * keys].view(count, self.groups * size, keys)
+        # [heads, groups * queries, dim] x [heads, dim, keys]. beta=0 ignores the old scores, and alpha folds the scale
+        # (and the cap's divisor) into the matmul.
         torch.baddbmm(scores, block, near.transpose(1, 2), beta=0, alpha=self.scale / (self.softcap or 1), out=scores)
         bent = None
         if self.softcap is not None:
+            # softcap * tanh(score / softcap)
             scores.tanh_()
             if self.bent is not None:
                 bent = self.bent[: scores.numel()].view(scores.shape).copy_(scores)
             scores.mul_(self.softcap)
+        # After the cap, which would turn -inf into -softcap.
         self._hide(scores.view(count, self.groups, size, keys), queries, spans)
         # In place is safe: softmax reads each full row before it writes it.
         return _Tile(heads, queries, spans, block, near, torch.softmax(scores, dim=-1, out=scores), bent)
@@ -148,11 +164,13 @@ class _Tiles:
         size, stop = queries.stop - queries.start, spans[-1].stop
         first = stop - scores.shape[-1]  # start of the tile's columns if they were one span
         if self.before is not None and self.window is not None:
+            # The window's lower edge: query r of the block misses keys before origin + r, except global tokens.
             origin = queries.start - self.window + 1
             low, high = max(origin, self.shared, 0), origin + size - 1
             if low < high:
                 scores[..., low - first : high - first].add_(self.before[:size, low - origin : high - origin])
         if self.after is not None:
+            # The upper edge: query r misses keys from origin + r on.
             origin = queries.start + (1 if self.causal else self.window or 0)
             high = min(origin + size - 1, stop)
             if origin < high:
@@ -162,11 +180,13 @@ class _Tiles:
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None) -> Tensor:
     rows, heads, length, width = q.shape
     shared = k.shape[1]
+    # Rows and key heads form one batch dimension, the query heads of each key head another.
     q = q.reshape(rows * shared, heads // shared, length, width)
     k, v = (t.reshape(rows * shared, *t.shape[2:]) for t in (k, v))
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     for tile in _Tiles(q, k, mask, scale, softcap):
         into = out[tile.heads, :, tile.queries]
+        # [heads, groups * queries, keys] x [heads, keys, dim]
         into.copy_(torch.bmm(tile.probs, _of(v, tile.heads, tile.keys)).view(into.shape))
     return out.view(rows, heads, length, -1)
 
@@ -177,7 +197,7 @@ def _backward(
     shapes, shared = (q.shape, k.shape, v.shape), len(k) * k.shape[1]
     q = q.reshape(shared, -1, *q.shape[2:])
     k, v = (t.reshape(shared, *t.shape[2:]) for t in (k, v))
-    g = grad.reshape(*q.shape[:3], v.shape[-1])
+    g = grad.reshape(*q.shape[:3], v.shape[-1])  # dO, in the grouping of q
     grad_q = torch.empty_like(q)
     # Many blocks add to the same keys, so accumulate in fp32.
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
@@ -187,16 +207,20 @@ def _backward(
     for heads, queries, keys, block, near, probs, bent in tiles:
         sizes = [span.stop - span.start for span in keys]
         slope = g[heads, :, queries].reshape(*block.shape[:2], -1)
+        # dV = P^T dO, summed over all queries and heads of the group by the matmul.
         for span, part in zip(keys, torch.bmm(probs.transpose(1, 2), slope).split(sizes, 1), strict=True):
             grad_v[heads, span] += part
+        # dP = dO V^T, then dS = P (dP - rowsum(P dP)): hidden keys have P = 0, so dS is 0 there without a mask.
         scores = scratch[: probs.numel()].view(probs.shape)
         torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
         torch.ops.aten._softmax_backward_data.out(scores, probs, -1, probs.dtype, grad_input=scores)
         if bent is not None:
             # d tanh(x) / dx = 1 - tanh(x)^2; the cap and its inverse cancel.
             scores.mul_(bent.square_().neg_().add_(1))
+        # dQ = scale dS K: each block of queries is complete in its tile, so it is written once.
         into = grad_q[heads, :, queries]
         into.copy_(torch.bmm(scores, near).mul_(scale).view(into.shape))
+        # dK = scale dS^T Q
         for span, part in zip(keys, torch.bmm(scores.transpose(1, 2), block).split(sizes, 1), strict=True):
             grad_k[heads, span].add_(part, alpha=scale)
     a, b, c = (t.to(k.dtype).view(shape) for t, shape in zip((grad_q, grad_k, grad_v), shapes, strict=True))

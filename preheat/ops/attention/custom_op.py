@@ -52,20 +52,24 @@ _ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDic
 class OpaqueMask(MaskSpec):
     """A mask whose documents are a host tensor [rows, length] int64: lengths, then zeros."""
 
+    # Typed Any: it replaces the tuples of the base class.
     documents: Any = None
 
     @staticmethod
     def of(mask: MaskSpec, rows: int, length: int) -> OpaqueMask:
+        # A row of one document too, so that packed and plain batches share a graph.
         documents = mask.documents if mask.documents is not None else ((length,),) * rows
         return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
 
 
 @functools.lru_cache(maxsize=16)  # called by every layer with the same arguments
 def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
+    # As many columns as tokens: a row has no more documents than that, and the shape never changes.
     return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)
 
 
 def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec:
+    # On the host, so reading the lengths waits for no device.
     rows = documents.numpy()
     return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows), shared)
 
@@ -103,11 +107,14 @@ class OpaqueAttention:
         # Decided before the operator: its fake version must know how much it saves.
         known, _ = self._known(q)
         keeps = known is not None and known.statistics
+        # Operators take no None: 0 means no window and no cap.
         settings = (self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0, keeps)
+        # Back to [rows, heads, length, dim], a view.
         return _attention(q, k, v, mask.documents, *settings)[0].transpose(1, 2)
 
     def _known(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
         """Returns how to call the passes for tensors like `q`, and the kernel's keywords."""
+        # A kernel with settings is a partial of one of `_KNOWN`.
         bound = self.kernel if isinstance(self.kernel, functools.partial) else None
         known, more = _KNOWN.get(bound.func if bound else self.kernel), bound.keywords if bound else {}
         return (known if known is not None and known.serves(q, **more) else None), more
@@ -117,6 +124,7 @@ class OpaqueAttention:
     ) -> tuple[Tensor, Tensor]:
         """Returns the result and its log-sum-exp, which is empty unless `keeps` is set."""
         known, more = self._known(q)
+        # An operator has a fixed number of results, hence the empty one.
         if known is None or not keeps:
             return self.kernel(q, k, v, mask, scale, **_capped(softcap)), q.new_empty(0)
         passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
@@ -177,6 +185,7 @@ def _attention(
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
     mask = _mask(documents, causal, window, shared)
+    # Looked up by number, because an operator takes tensors and numbers but no Python objects.
     out, lse = _ALIVE[number].forward(q, k, v, mask, scale, softcap, keeps)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -195,7 +204,7 @@ def _(
     softcap: float,
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])  # [rows, length, heads, dim]
     if not keeps:
         return out, q.new_empty(0)
     return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -217,6 +226,7 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = _mask(documents, causal, window, shared)
+    # The saved result is stored as [rows, length, heads, dim]; kernels read [rows, heads, length, dim].
     pair = (saved[0].transpose(1, 2), saved[1]) if saved else ()
     with _autograd():
         grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap, pair)
@@ -246,6 +256,7 @@ def _(
 def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # The log-sum-exp has no gradient, and none is allocated for it.
     ctx.set_materialize_grads(False)
+    # Inputs: q, k, v, documents, then plain values, of which backward needs all but the last.
     *settings, keeps = inputs[4:]
     ctx.save_for_backward(*inputs[:4], *(output if keeps else ()))
     ctx.settings = settings
@@ -256,6 +267,7 @@ def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Ten
         return (None,) * 11
     q, k, v, documents, *saved = ctx.saved_tensors
     grads = _attention_backward(grad, q, k, v, documents, saved, *ctx.settings)
+    # Eleven inputs, of which q, k and v have gradients.
     return (*(g.transpose(1, 2) for g in grads), *[None] * 8)
 
 

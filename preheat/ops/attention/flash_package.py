@@ -15,6 +15,7 @@ __all__ = ["flash_package_attention"]
 
 
 def _varlen(version: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    # Two packages: flash-attn is imported as flash_attn, version 3 as flash_attn_interface.
     if version == 2:
         from flash_attn import flash_attn_varlen_func
     else:
@@ -42,7 +43,9 @@ def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
     q, k, v = in_compute_dtype(q, k, v)
     bounds = bounds_of(mask, rows, length, q)
     out = _varlen(version)(
+        # [tokens, heads, head_dim] each; fewer key heads are supported.
         *(t.transpose(1, 2).reshape(rows * length, t.shape[1], t.shape[3]) for t in (q, k, v)),
+        # Queries and keys are the same tokens, so they share offsets and lengths.
         cu_seqlens_q=bounds.offsets,
         cu_seqlens_k=bounds.offsets,
         max_seqlen_q=bounds.longest,

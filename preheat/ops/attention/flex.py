@@ -30,11 +30,14 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     """
     starts = starts_of(mask, length, device)
 
+    # Evaluated per element in partial blocks; all heads share the mask.
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if mask.documents is None:
             return sees(mask, query, key)
         return sees(mask, query, key, starts[row, query], starts[row, key])
 
+    # First and last position of each block; `some`: the block has a visible pair, `every`: all its pairs are visible.
+    # Both are [rows or 1, blocks of queries, blocks of keys].
     first = torch.arange(0, length, _BLOCK, device=device)
     last = (first + _BLOCK - 1).clamp(max=length - 1)
     some: Tensor = torch.ones(len(starts), len(first), len(first), dtype=torch.bool, device=device)
@@ -43,13 +46,16 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     every = some & complete[:, None] & complete[None, :]
     q0, q1, k0, k1 = first[:, None], last[:, None], first[None, :], last[None, :]
     if mask.causal:
+        # Visible if the last query is not before the first key; full if no query is before any key.
         some, every = some & (q1 >= k0), every & (q0 >= k1)
     if mask.window is not None:
+        # Smallest distance of the two blocks in either direction, then the largest.
         near = (q0 - k1 < mask.window) & (k0 - q1 < mask.window)
         inside = (q1 - k0 < mask.window) & (k1 - q0 < mask.window)
         if mask.global_tokens:
             place = torch.arange(length, device=device)
             shared = (place - starts < mask.global_tokens).split(_BLOCK, dim=1)
+            # Per block of tokens: some or all of them are global, [rows or 1, blocks].
             any_, all_ = (torch.stack([f(s, dim=1) for s in shared], dim=1) for f in (torch.any, torch.all))
             near = near | any_[:, None, :] | any_[:, :, None]
             inside = inside | all_[:, None, :] | all_[:, :, None]
@@ -57,6 +63,7 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     if mask.documents is not None:  # starts ascend along a row: two blocks share a document if their ranges overlap
         s0, s1 = starts[:, first], starts[:, last]
         some = some & (s0[:, :, None] <= s1[:, None, :]) & (s0[:, None, :] <= s1[:, :, None])
+        # Full only if both blocks lie within one document, and it is the same.
         every = every & (s0 == s1)[:, :, None] & (s0 == s1)[:, None, :] & (s0[:, :, None] == s0[:, None, :])
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every), *_listed(every), BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
@@ -65,12 +72,14 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of blocks [rows, 1, queries] and their indices first [rows, 1, queries, keys]."""
+    # Stable: blocks of keys stay in ascending order, as flex reads them. No value is read back to the host.
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
+    # Uncompiled, flex_attention materializes all scores.
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -52,6 +52,7 @@ def attend_any(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, dropout: float = 0.0, bias: Tensor | None = None
 ) -> Tensor:
     """Uses `best_attention`, or `attention_in_chunks` with dropout, a bias, or unequal numbers of queries and keys."""
+    # Fused kernels take neither dropout nor a bias, and documents and global tokens only if attention is causal.
     fused = dropout == 0 and bias is None and q.shape[2] == k.shape[2]
     if fused and (mask.causal or not (packed(mask) or mask.global_tokens)):
         return best_attention(q, k, v, mask, scale)
@@ -82,11 +83,13 @@ def attention_in_chunks(
     """
     length, total = q.shape[2], k.shape[2]
     if mask.causal and length != total:
+        # The first query's position among the keys is unknown: a cache of earlier keys, or cross-attention.
         raise ValueError(
             f"causal attention of {length} queries on {total} keys: give the positions of the queries by a bias"
         )
     q, k, v = in_compute_dtype(q, k, v)
     if queries >= length:
+        # A single chunk saves its scores for backward: nothing is recomputed.
         return next(_chunks(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
     return _Chunks.apply(q, k, v, bias, mask, scale, dropout, queries)
 
@@ -112,10 +115,12 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, bias)
         ctx.settings = mask, scale, dropout, queries
+        # CUDA has a generator per device; the CPU's is always recorded.
         ctx.devices = [q.device] if q.device.type == "cuda" else []
         # One RNG state for all chunks: backward draws in the same order.
         ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        out = q.new_empty(*q.shape[:3], v.shape[-1])  # [rows, heads, n, head_dim of v]
+        # Causal chunks read only keys up to their last query, which halves the work.
         for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
             out[:, :, begin:end] = piece(
                 q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys)
@@ -126,6 +131,7 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
+        # A relative position bias may be trained; a mask has no gradient.
         learned = bias is not None and ctx.needs_input_grad[3]
         # fp32 at least: every chunk of queries adds to the gradients of the same keys and values.
         totals: list[Tensor] = [
@@ -145,6 +151,7 @@ class _Chunks(torch.autograd.Function):
                     k: Tensor,
                     v: Tensor,
                     bias: Tensor | None = None,
+                    # A default binds this iteration's bounds.
                     at: tuple[int, int, int] = (begin, end, keys),
                 ) -> list[Any]:
                     return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
@@ -154,9 +161,11 @@ class _Chunks(torch.autograd.Function):
                 wanted = [t.requires_grad_() for t in inputs[: 3 + learned]]
                 with torch.enable_grad():
                     out = piece(*inputs)
+                # The views of `totals` receive this chunk's gradients; without a trained bias there are three.
                 parts = torch.autograd.grad(out, wanted, grads[0][:, :, begin:end])
                 for into, part in zip(cut(*totals), parts, strict=False):  # type: ignore[arg-type]
                     into.add_(part)
+        # Eight inputs; the settings have no gradients.
         back = [g.to(t.dtype) for g, t in zip(totals, (q, k, v, bias), strict=False)]
         return (*back, *[None] * (8 - len(back)))
 
@@ -178,6 +187,7 @@ def _chunks(
 def _part(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None:
     if bias is None:
         return None
+    # Dimensions of 1 broadcast and stay: a padding mask is [rows, 1, 1, m].
     bias = bias if bias.shape[-2] == 1 else bias[..., begin:end, :]
     return bias if bias.shape[-1] == 1 else bias[..., :keys]
 
@@ -194,13 +204,16 @@ def _chunk(
     starts: Tensor | None,
     begin: int,
 ) -> Tensor:
+    # n queries of this chunk; `shared` key and value heads.
     rows, heads, n, _ = q.shape
     shared, keys = k.shape[1:3]
     # Heads that share a key are stacked as rows, so that keys are not repeated.
     scores = (
         torch.matmul(q.reshape(rows, shared, -1, q.shape[3]), k.transpose(-1, -2)).view(rows, heads, n, keys) * scale
     )
+    # Positions of queries [n, 1] and keys [1, keys].
     i, j = torch.arange(begin, begin + n, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
+    # Document starts of the queries [rows, 1, n, 1] and of the keys [rows, 1, 1, keys].
     where: tuple[Tensor, ...] = (
         () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
     )
@@ -212,7 +225,7 @@ def _chunk(
     # A row of -inf would give NaN, also in the gradient: clamp to the lowest number and zero the result.
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)
     probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)) * seeing
-    probs = drop(probs.to(v.dtype), dropout)
+    probs = drop(probs.to(v.dtype), dropout)  # [rows, heads, n, keys]
     return torch.matmul(probs.view(rows, shared, -1, keys), v).view(rows, heads, n, -1)
 
 
@@ -257,7 +270,9 @@ class EfficientAttention(nn.Module):
         """
         rows, length, _ = x.shape
         q, k, v = self.qkv(x).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        # q, k and v: [rows, heads, length, head_dim] each.
         mask = mask if mask is not None else MaskSpec(causal=self.causal)
+        # torch's convention is true for hidden, a bias' is true for visible.
         bias = None if key_padding_mask is None else ~key_padding_mask.bool()[:, None, None, :]
         dropout, scale = self.dropout if self.training else 0.0, q.shape[-1] ** -0.5
         if self.memory_efficient:
@@ -291,6 +306,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        # Fused kernels never hold the weights, so torch computes them.
         if need_weights:
             return super().forward(
                 query,
@@ -302,6 +318,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
                 average_attn_weights=average_attn_weights,
                 is_causal=is_causal,
             )
+        # As torch: is_causal is a hint about attn_mask and not a mask itself.
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask: is_causal only describes attn_mask; give the mask too")
         lone = query.ndim == 2  # a single unbatched sequence
@@ -310,6 +327,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        # One stacked projection if queries, keys and values have the same width, else three.
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
         weights = (
             self.in_proj_weight.chunk(3)
@@ -320,6 +338,7 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
             linear(t, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for t, w, b in zip((query, key, value), weights, biases, strict=True)
         )
+        # The hint replaces the mask tensor, so that a fused kernel can serve. With unequal lengths the mask decides.
         causal = is_causal and query.shape[1] == key.shape[1]
         bias = _joined(None if causal else attn_mask, key_padding_mask, self.num_heads)
         dropout = self.dropout if self.training else 0.0
@@ -332,14 +351,16 @@ def _joined(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Ten
     """Combines torch's two masks (true: hidden, or float) into one bias (true: visible), without expanding them."""
     parts = []
     if attn_mask is not None:
+        # [n, m], or [rows * heads, n, m]
         parts.append(attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, heads)))
     if padding is not None:
         parts.append(padding[:, None, None, :])
     parts = [~p if p.dtype == torch.bool else p for p in parts]
     if len(parts) < 2:
         return parts[0] if parts else None
-    if all(p.dtype == torch.bool for p in parts):
+    if all(p.dtype == torch.bool for p in parts):  # both say visible
         return parts[0] & parts[1]
+    # A float mask is added to the scores, so a bool one becomes 0 and -inf.
     floats = [
         p if p.dtype != torch.bool else torch.zeros_like(p, dtype=torch.float32).masked_fill(~p, float("-inf"))
         for p in parts
@@ -358,9 +379,11 @@ def convert_multihead(model: nn.Module) -> int:
     Raises:
         ValueError: a module uses bias_k, bias_v or add_zero_attn, or is a subclass.
     """
+    # All modules are checked before the first one changes, so that an error leaves the model as it was.
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
     modules = [(name, m) for name, m in modules if not isinstance(m, EfficientMultiheadAttention)]
     for name, module in modules:
+        # A subclass may override forward, which the new class would hide.
         if type(module) is not nn.MultiheadAttention:
             raise ValueError(
                 f"{name}: {type(module).__name__} changes torch's MultiheadAttention, so it cannot be replaced"

@@ -22,6 +22,7 @@ def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
         _whole(q, k)
+        # A model's own window and global tokens remain: the narrower window, the more global tokens.
         narrow = min(window, mask.window or window)
         return kernel(
             q, k, v, replace(mask, window=narrow, global_tokens=max(global_tokens, mask.global_tokens)), scale
@@ -43,14 +44,18 @@ def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
         _whole(q, k)
         rows, heads, length, _ = q.shape
         documents = mask.documents or ((length,),) * rows
+        # Half of the heads see groups that start at 0, half those that start half a group later, so that information
+        # crosses the borders of groups (LongLoRA's shifted sparse attention).
         masks = [replace(mask, documents=_cut(documents, group, shift)) for shift in (0, group // 2)]
-        shared = k.shape[1]
+        shared = k.shape[1]  # key and value heads
+        # Key heads split evenly, each with its query heads.
         if shared % 2 == 0:
             halves = zip(*(t.chunk(2, dim=1) for t in (q, k, v)), masks, strict=True)
             return torch.cat([kernel(*half, scale) for half in halves], dim=1)
         if heads // shared % 2:
             raise ValueError(f"shifted groups need an even number of heads, not {heads}")
         # Each half takes half of the heads that share a key.
+        # [rows, shared, groups, length, dim], halved over the groups.
         by_key = q.unflatten(1, (shared, -1)).chunk(2, dim=2)
         out = [kernel(half.flatten(1, 2), k, v, m, scale) for half, m in zip(by_key, masks, strict=True)]
         return torch.cat([o.unflatten(1, (shared, -1)) for o in out], dim=2).flatten(1, 2)
@@ -60,6 +65,7 @@ def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
 
 def _whole(q: Tensor, k: Tensor) -> None:
     if q.shape[2] != k.shape[2]:
+        # A decode step has one query and many keys, whose positions a pattern does not know.
         raise ValueError("attention with a pattern reads whole sequences: call the model with use_cache=False")
 
 

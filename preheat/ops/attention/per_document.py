@@ -53,8 +53,10 @@ def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Document
     if documents is None:
         return kernel.forward(q, k, v)
     layout = _Layout(documents, q.device)
+    # One call per group of equal padded length.
     parts = [kernel.forward(*piece) for piece in layout.pieces(q, k, v)]
     out, *lse = zip(*parts, strict=True)
+    # The log-sum-exp has no last dimension; it gets one to be rearranged like the results.
     return layout.rows(out), *(layout.rows([t.unsqueeze(-1) for t in each]).squeeze(-1) for each in lse)
 
 
@@ -83,6 +85,7 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         ctx.kernel, ctx.documents = kernel, documents
         results = forward(kernel, q, k, v, documents)
+        # In row order: padded groups would take more memory.
         ctx.save_for_backward(q, k, v, *(results if kernel.statistics else ()))
         return results[0]
 
@@ -123,6 +126,7 @@ class _Layout:
     def rows(self, parts: Sequence[Tensor]) -> Tensor:
         """Inverse of `pieces`: [rows, heads, length, dim] from one tensor per group."""
         flat = [t.transpose(1, 2).reshape(-1, *t.shape[1::2]) for t in parts]
+        # The inverse permutation, so gather and its gradient swap their indices.
         out = _Arrange.apply(torch.cat(flat), self.back, self.there)  # type: ignore[no-untyped-call]
         return out.view(*self.shape, *out.shape[1:]).transpose(1, 2)  # type: ignore[no-any-return]
 
@@ -138,6 +142,8 @@ class _Arrange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         _, back = ctx.saved_tensors
+        # Every token has exactly one position in the groups, so its gradient is one row: a gather suffices, and a
+        # scatter would add in an undefined order on a GPU.
         return _take(grads[0].contiguous(), back), None, None
 
 
@@ -169,6 +175,7 @@ def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.nda
     for row, cuts in enumerate(documents):
         start = row * length
         for n in cuts:
+            # Never longer than the row, so that a row of one document is not padded.
             padded = min(-(-n // _BLOCK) * _BLOCK, length)
             place: numpy.ndarray = numpy.full(padded, -1, dtype=numpy.int64)
             place[:n] = numpy.arange(start, start + n)
@@ -178,5 +185,6 @@ def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.nda
     there = numpy.concatenate([place for _, places in sorted(by_length.items()) for place in places])
     back: numpy.ndarray = numpy.empty(len(documents) * length, dtype=numpy.int64)
     filled = there >= 0
+    # Inverse of `there` over its real positions.
     back[there[filled]] = numpy.nonzero(filled)[0]
     return groups, there, back

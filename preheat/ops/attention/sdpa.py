@@ -55,10 +55,13 @@ def sees(
         query, key: positions, broadcast against each other.
         query_starts, key_starts: start positions of their documents.
     """
+    # Without causality all true, as a tensor of the broadcast shape: FlexAttention evaluates this per element.
     may = query >= key if mask.causal else (query >= key) | (query < key)
     if mask.window is not None:
+        # Both directions; causality has already hidden the keys ahead.
         near = (query - key).abs() < mask.window
         if mask.global_tokens:
+            # Global tokens are seen by all and see all, in terms of their position within the document.
             near = near | (key - key_starts < mask.global_tokens) | (query - query_starts < mask.global_tokens)
         may = may & near
     return may & (query_starts == key_starts) if mask.documents is not None else may
@@ -68,6 +71,7 @@ def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
     """Returns the start of each token's document, [rows, length]; zeros [1, length] without documents."""
     if mask.documents is None:
         return torch.zeros(1, length, dtype=torch.int64, device=device)
+    # On the host, and sent in one copy: lengths (3, 2) give starts (0, 0, 0, 3, 3).
     rows: list[numpy.ndarray] = [numpy.repeat(numpy.cumsum((0, *cuts[:-1])), cuts) for cuts in mask.documents]
     return to_device(numpy.stack(rows), device)
 
@@ -75,7 +79,7 @@ def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
 def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Tensor:
     """Returns the dense mask [rows or 1, 1, length, length], true if visible; n x n, for references only."""
     place, starts = torch.arange(length, device=device), starts_of(mask, length, device)
-    starts = starts[:, None]
+    starts = starts[:, None]  # [rows or 1, 1, length]
     may = sees(mask, place[:, None], place[None, :], starts[..., :, None], starts[..., None, :])
     return may.expand(starts.shape[0], 1, length, length)
 
@@ -92,7 +96,7 @@ def reference_attention(
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale  # [rows, heads, length, length]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~allowed(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
@@ -147,8 +151,10 @@ def sdpa_attention(
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
         q, k, v = in_compute_dtype(q, k, v)
+        # One call for all documents, at their true lengths.
         return attend_varlen(q, k, v, mask, scale)
     refuse_masks(mask, q.shape[2], "SDPA")
+    # A row of one document needs no separation.
     apart = mask.documents if packed(mask) else None
     grouped = q.shape[1] != k.shape[1]
     if _is_dry_run(q) and kernel != "efficient":  # replaces a GPU kernel that saves the same tensors
@@ -159,14 +165,17 @@ def sdpa_attention(
     if more and not torch.compiler.is_compiling() and sdpa_has_passes(q, kernel=kernel):
         q, k, v = in_compute_dtype(q, k, v)
         return attend(sdpa_passes(q, k, v, mask, scale, kernel=kernel, varlen=False)[0], q, k, v, apart)
+    # Compiled, or without passes of our own: autograd differentiates the repetition, and saves its result.
     if kernel == "efficient":
         k, v, grouped = _repeated(k, q), _repeated(v, q), False
+    # The CPU's flash kernel is the only fused one that fake CPU tensors have.
     if _is_dry_run(q):
         kernel = "flash"
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
 
+    # Inputs that the named kernel does not support are an error here, not a silent fall back to materialized scores.
     with sdpa_kernel(KERNELS[kernel]):
         return by_document(fused, q, k, v, apart) if apart is not None else fused(q, k, v)
 
@@ -187,12 +196,15 @@ def sdpa_passes(
 
 def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = None) -> bool:
     """True if forward and backward of a kernel can be called below autograd, for any mask."""
+    # `varlen` has no effect: callers pass all settings of the kernel. A CPU has no memory-efficient kernel; a dry run's
+    # fake tensors are planned by flash.
     if kernel == "efficient":
         return q.device.type != "cpu" or _is_dry_run(q)
     return kernel in _FLASH and (q.device.type == "cpu" or q.shape[-1] % _FLASH_DIM == 0)
 
 
 def _takes_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, kernel: str, varlen: bool | None) -> bool:
+    # Plain rows keep the fixed-length kernel, which needs no offsets.
     needed = packed(mask) or (mask.window is not None and mask.window < q.shape[2])
     wanted = varlen if varlen is not None else q.device.type == "cuda"
     return needed and wanted and kernel in _FLASH and varlen_serves(q, k, v, mask)
@@ -220,6 +232,7 @@ def _efficient(causal: bool, scale: float) -> Passes:
 
 def _repeated(t: Tensor, q: Tensor) -> Tensor:
     """Repeats keys or values for each head of `q`."""
+    # Interleaved: query heads i * groups to (i + 1) * groups - 1 use key head i, as in transformers' repeat_kv.
     return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
 
 
@@ -230,7 +243,9 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: 
     k, v = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu":
         return flash_forward(q, k, v, causal=causal, scale=scale)
+    # Arguments after v: no bias, return the log-sum-exp, no dropout.
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    # Cut to [n, heads, length], as `Passes` defines it; backward pads it again.
     return out, lse[..., : q.shape[2]]
 
 
@@ -242,20 +257,27 @@ def _efficient_backward(
     if q.device.type == "cpu":
         a, b, c = flash_backward(grad, q, *each, out, lse, causal=causal, scale=scale)
     else:
+        # The kernel's own padding is inf, for which exp(score - lse) is 0.
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _STATISTICS), value=float("inf")).contiguous()
         state = torch.empty((), dtype=torch.int64, device=q.device)  # unused RNG state: no dropout
         a, b, c, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, q, *each, None, out, lse, state, state, 0.0, [True, True, True, False], causal, scale=scale
         )
+    # [rows, heads, length, dim] -> [rows, kv_heads, groups, length, dim], summed over the groups
     b, c = (g if g.shape == t.shape else g.unflatten(1, (t.shape[1], -1)).sum(2) for g, t in ((b, k), (c, v)))
     return a, b, c
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Runs torch's flash attention below autograd; returns the result and the log-sum-exp [rows, heads, length]."""
+    # 0.0 is the dropout in all of these calls.
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]  # type: ignore[no-any-return]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+            q, k, v, 0.0, causal, scale=scale
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
+        q, k, v, 0.0, causal, scale=scale
+    )[:2]
 
 
 def flash_backward(
@@ -281,6 +303,7 @@ def flash_backward(
             k,
             v,
             out,
+            # After the log-sum-exp: no document offsets, and the two lengths.
             lse.contiguous(),
             None,
             None,

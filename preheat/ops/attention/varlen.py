@@ -49,7 +49,9 @@ class Bounds(NamedTuple):
 def varlen_serves(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
     """True if the kernel supports the mask and the head dim."""
     return (
+        # The same offsets serve queries and keys, so both have the same lengths.
         q.shape[2] == k.shape[2]
+        # The window is two numbers for all queries; it cannot leave some keys visible to everyone.
         and not (mask.window is not None and mask.global_tokens)
         and q.shape[3] == v.shape[3]
         and q.shape[3] % _DIM == 0
@@ -65,8 +67,10 @@ def _window(mask: MaskSpec, length: int) -> int:
 def _pairs(n: int, causal: bool, window: int) -> int:
     """Counts the pairs of one document, as in `Bounds.pairs`."""
     if not window or window >= n:
-        return n * n
+        return n * n  # no window, or one that hides nothing
     ahead = window * n - window * (window - 1) // 2  # pairs of each query with the keys of its window, itself included
+    # Callers halve the count if attention is causal. Otherwise keys after the query mirror those before it, and the
+    # query itself is in both sums.
     return 2 * ahead if causal else 2 * ahead - n
 
 
@@ -78,6 +82,7 @@ def _all_pairs(documents: Documents, causal: bool, window: int) -> int:
 @functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
 @torch.inference_mode(False)  # the cached tensor must also serve training if inference calls first
 def _offsets(documents: Documents, device: torch.device) -> Tensor:
+    # Rows are concatenated: documents are numbered through all of them, and none crosses a row's end.
     sizes = list(itertools.chain.from_iterable(documents))
     return to_device(numpy.cumsum([0, *sizes], dtype=numpy.int32), device)
 
@@ -91,6 +96,7 @@ def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
     # For a maximum of one token torch takes another path, which lays the log-sum-exp out differently; a bound of two
     # avoids it.
     longest, pairs = max(2, *map(max, mask.documents)), _all_pairs(mask.documents, mask.causal, window)
+    # A fake tensor must not enter the cache, from which a real run would take it.
     if isinstance(like, FakeTensor):
         return Bounds(like.new_empty(sum(map(len, mask.documents)) + 1, dtype=torch.int32), longest, pairs)
     return Bounds(_offsets(mask.documents, like.device), longest, pairs)
@@ -108,6 +114,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float)
 
 def varlen_passes(q: Tensor, mask: MaskSpec, scale: float) -> Passes:
     """Returns the kernel's forward and backward below autograd, for tensors like `q`."""
+    # Bounds are computed here, above autograd, so that forward and backward share one copy.
     rows, _, length, _ = q.shape
     settings = (*bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
     return Passes(
@@ -129,6 +136,7 @@ def _rows(t: Tensor, rows: int) -> Tensor:
 
 def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, float]]:
     """Returns the kernel's mask arguments: visible tokens to the left and right, without itself; -1: no limit."""
+    # With a window, a right limit of 0 says causal, and the kernel's own flag stays off.
     left = window - 1 if window else -1
     right = (0 if is_causal else left) if window else -1
     return is_causal and not window, {"scale": scale, "window_size_left": left, "window_size_right": right}
@@ -156,13 +164,16 @@ def varlen_attention(
     Returns:
         The result, stored as [rows, length, heads, dim], and the log-sum-exp, [rows, heads, length].
     """
+    # `pairs` is for the FLOP formula alone.
     rows, heads, length, _ = q.shape
     if q.device.type == "cpu":
         return _by_document(q, k, v, offsets, is_causal, window, scale)
     causal, more = _arguments(is_causal, window, scale)
+    # Arguments in order: q, k, v, both offsets, both maximum lengths, dropout, causal, and no debug mask.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *_flat(q, k, v), offsets, offsets, longest, longest, 0.0, causal, False, **more
     )
+    # The kernel returns the log-sum-exp of concatenated rows: [heads, tokens].
     return _rows(out, rows), lse.view(heads, rows, length).transpose(0, 1)
 
 
@@ -179,11 +190,13 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     rows, heads, length, _ = q.shape
+    # The same strides as the real operator, which torch.compile relies on.
     return _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
 
 
 def _empty(t: Tensor, width: int) -> Tensor:
     rows, heads, length, _ = t.shape
+    # Stored as [rows, length, heads, width], so that the output projection reads it without a copy.
     return t.new_empty(rows, length, heads, width).transpose(1, 2)
 
 
@@ -212,6 +225,7 @@ def varlen_attention_backward(
         return _by_document_backward(grad, q, k, v, out, lse, offsets, is_causal, window, scale)
     causal, more = _arguments(is_causal, window, scale)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused RNG state: no dropout
+    # [tokens, heads, dim] each, and the log-sum-exp as [heads, tokens].
     flat = [*_flat(grad, q, k, v, out), lse.transpose(0, 1).reshape(heads, -1)]
     grads = torch.ops.aten._flash_attention_backward(
         *flat, offsets, offsets, longest, longest, 0.0, causal, state, state, **more
@@ -253,6 +267,7 @@ def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Ten
     scratch = _scratch(*saved) if isinstance(grad, FakeTensor) else None
     grads = varlen_attention_backward(grad, *saved, *ctx.settings)
     del scratch
+    # Nine inputs, of which q, k and v have gradients.
     return (*grads, *[None] * 6)
 
 
@@ -266,6 +281,7 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
     per query head of a group.
     """
     rows, heads, length, dim = q.shape
+    # The kernel rounds head dims up to 32, and to 64 above 128.
     tokens, multiple = rows * length + 128 * (offsets.shape[0] - 1), 32 if dim <= 128 else 64
     wide = -(-dim // multiple) * multiple
     buffers = [q.new_empty(tokens, heads, wide, dtype=torch.float32), q.new_empty(heads, tokens, dtype=torch.float32)]
@@ -275,6 +291,7 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
 
 
 def _flops(q: torch.Size, v: torch.Size, pairs: int) -> int:
+    # Scores take 2 * dim FLOPs per pair and head, the weighted sum of values as many for the values' dim.
     return int(2 * q[1] * pairs * (q[3] + v[3]))
 
 
@@ -300,6 +317,7 @@ def _backward_flops(
     *_: object,
     **__: object,
 ) -> int:
+    # Five matmuls instead of two: scores again, and gradients by probabilities, values, queries and keys.
     return _flops(q, v, pairs) * 5 // 2
 
 
@@ -317,7 +335,7 @@ def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor
     """Returns the mask tensor by which torch's CPU kernel gets a window."""
     if not window or window >= n:
         return {}
-    apart = torch.arange(n)[:, None] - torch.arange(n)[None]
+    apart = torch.arange(n)[:, None] - torch.arange(n)[None]  # query - key: [n, n]
     may = (apart < window) & (apart >= 0 if is_causal else apart > -window)
     return {"attn_mask": torch.zeros(n, n, dtype=q.dtype).masked_fill_(~may, float("-inf"))}
 
@@ -325,10 +343,12 @@ def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor
 def _by_document(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, is_causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
+    # One call per document needs neither padding nor a mask for its neighbors.
     (rows, heads, length, _), one = q.shape, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
     for row, span in _document_positions(offsets, length):
         mask = _hidden(q, span.stop - span.start, is_causal, window)
+        # A mask tensor includes causality, and the kernel takes either of them.
         parts = one(q[row, :, span], k[row, :, span], v[row, :, span], 0.0, is_causal and not mask, scale=scale, **mask)
         out[row, :, span], lse[row, :, span] = parts
     return out, lse
@@ -350,6 +370,7 @@ def _by_document_backward(
     a, b, c = (_empty(t, t.shape[3]) for t in (q, k, v))
     for row, span in _document_positions(offsets, q.shape[2]):
         mask = _hidden(q, span.stop - span.start, is_causal, window)
+        # [1, heads, n, dim] each; the log-sum-exp is [1, heads, n].
         cut = (t[row, :, span] for t in (grad, q, k, v, out, lse))
         a[row, :, span], b[row, :, span], c[row, :, span] = one(*cut, 0.0, is_causal and not mask, scale=scale, **mask)
     return a, b, c

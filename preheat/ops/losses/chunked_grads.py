@@ -29,6 +29,7 @@ def sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool, at_o
         return
     for start in fold_identical(range(0, total.shape[0], _SOME_ROWS)):
         rows = slice(start, start + _SOME_ROWS)
+        # [block, n] x [n, width], in the dtype of the operands; only this block is cast to the dtype of `total`.
         product = torch.mm(left[:, rows].t(), right)
         if first:
             total[rows].copy_(product)
@@ -41,11 +42,12 @@ class LogitAdapter:
 
     def __init__(self, low: Tensor, up: Tensor, dtype: torch.dtype, differentiate: bool):
         self.low, self.up = low.detach().to(dtype), up.detach().to(dtype)
+        # By `low` each chunk writes its own rows; by `up` all chunks add to the same numbers, so it starts at zero.
         grads = (torch.empty_like(low), torch.zeros_like(up)) if differentiate else (None, None)
         self.grads: tuple[Tensor | None, Tensor | None] = grads
 
     def add_(self, logits: Tensor, start: int) -> None:
-        logits.addmm_(self.low[start : start + logits.shape[0]], self.up)
+        logits.addmm_(self.low[start : start + logits.shape[0]], self.up)  # [chunk, rank] x [rank, vocabulary]
 
     def differentiate(self, grad: Tensor, factor: Tensor, start: int) -> None:
         """Accumulates gradients from those of a chunk's logits, up to a factor per row."""
@@ -53,5 +55,6 @@ class LogitAdapter:
         if grad_low is None or grad_up is None:
             return
         rows = slice(start, start + grad.shape[0])
+        # `grad` is [chunk, vocabulary]; the factor scales the small side of both products.
         grad_low[rows] = torch.mm(grad, self.up.t()) * factor
         grad_up += torch.mm((self.low[rows] * factor).t(), grad)

@@ -62,21 +62,28 @@ class CrossEntropy:
             factor: [n]; d losses[i] / d logits[i] is factor[i] times the new `logits[i]`. The factor lets the caller
                 scale smaller tensors instead of making another pass over the logits.
         """
+        # Label -100 is no column: its rows read column 0 instead, and the last line sets their loss and factor to 0.
         trained = labels != IGNORED
         # Indexing, because gather and scatter traverse all logits on a CPU (24 ms against 0.01 ms at 512 x 32,000).
         own = (torch.arange(labels.shape[0], device=labels.device), labels.clamp(min=0))
         # In place is safe: softmax reads each full row before it writes it.
         if logits.dtype == torch.bfloat16:
+            # loss = -log softmax(logits)[label].
             # bf16 has fp32's exponent range: no probability above 1e-38 is lost, and its rounding changes the loss by
             # at most 0.004, less than rounding the logits did. This saves two passes over the logits.
             torch.softmax(logits, dim=-1, out=logits)
             losses = -logits[own].float().clamp(min=torch.finfo(torch.float32).tiny).log()
         else:
+            # loss = logsumexp - score, with logsumexp = peak - log(probability of the most likely token). In fp16 the
+            # label's own probability is 0 below 6e-8, so its log is not used. Both are read before softmax overwrites
+            # the logits.
             peak, score = logits.amax(dim=-1).float(), logits[own].float()
             torch.softmax(logits, dim=-1, out=logits)
             # The most likely token has probability exp(peak - logsumexp) >= 1 / vocabulary, so its log is safe.
             losses = peak - score - logits.amax(dim=-1).float().log()
+        # d loss / d logits = softmax(logits) - onehot(label); only the label's column differs from the probabilities.
         logits.index_put_(own, logits[own] - 1)
+        # The factor is 1 for trained rows and 0 for the others; the caller casts the bool to its dtype.
         return torch.where(trained, losses, 0.0), trained
 
 
@@ -107,16 +114,23 @@ class RegularizedCrossEntropy:
         plain = functional.cross_entropy(
             logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=self.smoothing
         )
+        # torch ignores rows of label -100 in the cross entropy alone, so the z-loss masks them itself.
         return plain + torch.where(labels != IGNORED, self.z * torch.logsumexp(logits, dim=-1).square(), 0.0)
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         trained = labels != IGNORED
         own = (torch.arange(labels.shape[0], device=labels.device), labels.clamp(min=0))
+        # All sums over raw logits come first: softmax overwrites them.
         peak, score = logits.amax(dim=-1).float(), logits[own].float()
+        # Without smoothing the mean has weight 0, so any finite tensor serves and saves a pass over the logits.
         mean = logits.mean(dim=-1, dtype=torch.float32) if self.smoothing else score
         torch.softmax(logits, dim=-1, out=logits)
+        # log p_max = peak - logsumexp, and p_max >= 1 / vocabulary.
         lse = peak - logits.amax(dim=-1).float().log()
+        # -log p(token) = lse - logit(token), and the mean of that over all tokens is lse - mean.
         losses = lse - (1 - self.smoothing) * score - self.smoothing * mean + self.z * lse.square()
+        # The caller multiplies by the factor, so the other two terms of the gradient are divided by it. It is 0 only at
+        # lse = -1 / (2 z), which is -5,000 for z = 1e-4.
         factor = 1 + 2 * self.z * lse
         logits.index_put_(own, (logits[own] - (1 - self.smoothing) / factor).to(logits.dtype))
         if self.smoothing:
@@ -156,6 +170,7 @@ class Recorded:
         return self.keep(CrossEntropy()(logits, *aligned).detach())
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        # A factor of 0 makes all gradients 0. Without this method a chunked loss would run autograd for each chunk.
         losses = self(logits, labels)
         return losses, torch.zeros_like(losses)
 
@@ -173,6 +188,7 @@ class Softcapped:
 
     def __init__(self, loss: RowLoss, cap: float):
         self.loss, self.cap = loss, cap
+        # Set per instance: the chunked loss differentiates by autograd if it finds None here.
         self.value_and_grad_ = self._in_place if getattr(loss, "value_and_grad_", None) is not None else None
 
     @property
@@ -183,8 +199,13 @@ class Softcapped:
         return self.loss(torch.tanh(logits.float() / self.cap) * self.cap, *aligned)
 
     def _in_place(self, logits: Tensor, *aligned: Tensor) -> tuple[Tensor, Tensor]:
+        # `logits` is reused three times: for logits / cap, for the capped logits, and for their gradient. `bent` is the
+        # only second tensor of [n, vocabulary].
         bent = logits.div_(self.cap).tanh()
-        losses, factor = self.loss.value_and_grad_(torch.mul(bent, self.cap, out=logits), *aligned)  # type: ignore[attr-defined]
+        losses, factor = self.loss.value_and_grad_(  # type: ignore[attr-defined]
+            torch.mul(bent, self.cap, out=logits), *aligned
+        )
+        # Chain rule: d (cap tanh(x / cap)) / dx = 1 - tanh(x / cap)².
         logits.mul_(1 - bent.square_())
         return losses, factor
 
@@ -213,6 +234,7 @@ class WeightedCrossEntropy:
 
     def value_and_grad_(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         losses, factor = self.loss.value_and_grad_(logits, labels)
+        # A row's weight scales its gradient as it scales its loss, so the factor carries it.
         return losses * weights, factor * weights
 
 
@@ -223,7 +245,7 @@ def full_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *align
         hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map without
             bias.
     """
-    logits = head(hidden).flatten(0, 1)
+    logits = head(hidden).flatten(0, 1)  # [rows * length, vocabulary]
     return row_loss(logits, *(a.flatten(0, 1) for a in aligned)).sum()
 
 
@@ -245,24 +267,32 @@ class _Chunked(torch.autograd.Function):
         *aligned: Tensor,
     ) -> Tensor:
         hidden_dtype, weight_dtype = hidden.dtype, weight.dtype
+        # `differentiate` comes from the caller, because forward always runs without gradients, and `needs_input_grad`
+        # is true under no_grad too.
         wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
+        # [n, width] and [vocabulary, width]; a cast weight is one copy for all chunks.
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
         adapter = LogitAdapter(low, up, dtype, differentiate) if low is not None and up is not None else None
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
+        # Uninitialized, since the first chunk overwrites it; in the weight's own dtype, since every chunk adds to it.
         grad_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
+        # [rows, vocabulary], reused by every chunk: first logits, then their gradient.
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
+        # A row loss with its own gradient writes it into the buffer; for others, autograd allocates per chunk.
         in_place = getattr(row_loss, "value_and_grad_", None)
         for start in fold_identical(range(0, hidden.shape[0], rows)):
-            part = hidden[start : start + rows]
+            part = hidden[start : start + rows]  # [chunk, width]
             chunk_inputs = [a[start : start + rows] for a in aligned]
-            logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
+            logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])  # [chunk, vocabulary]
             if adapter is not None:
+                # An adapted head: W x + B A x, without building W + B A.
                 adapter.add_(logits, start)
             if in_place is not None:
                 losses, factor = in_place(logits, *chunk_inputs)
-                factor = factor.to(dtype).unsqueeze(1)
+                factor = factor.to(dtype).unsqueeze(1)  # [chunk, 1]
             else:
+                # Detached, so that autograd differentiates the row loss alone and frees its tensors with the chunk.
                 with torch.enable_grad():
                     leaf = logits.detach().requires_grad_()
                     losses = row_loss(leaf, *chunk_inputs)
@@ -271,16 +301,20 @@ class _Chunked(torch.autograd.Function):
             total += losses.sum(dtype=torch.float32)
             if adapter is not None:
                 adapter.differentiate(logits, factor, start)
+            # From here on `logits` holds d loss / d logits, up to the factor. The factor multiplies tensors of [chunk,
+            # width], which are vocabulary / width times smaller than the logits.
             if grad_hidden is not None:
                 torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
                 product = part * factor
+                # grad_weight += gradient.t() @ part: [vocabulary, chunk] x [chunk, width]
                 if grad_weight.dtype == dtype:
                     grad_weight.addmm_(logits.t(), product, beta=float(start > 0))  # beta 0 ignores the old contents
                 else:
                     sum_product(grad_weight, logits, product, first=start == 0, at_once=cuda)
         beside_grads = adapter.grads if adapter is not None else (None, None)
         grads = (grad_hidden, grad_weight, *beside_grads)
+        # Backward has no work left but a scaling, so it needs the gradients themselves and none of the inputs.
         ctx.save_for_backward(*(g for g in grads if g is not None))
         ctx.wants = tuple(g is not None for g in grads), len(aligned)
         return total
@@ -289,6 +323,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wants, count = ctx.wants
         saved = iter(ctx.saved_tensors)
+        # The loss is a sum, so grads[0] is one number: the caller's scale, such as 1 / tokens.
         # In place: these tensors belong to this call alone.
         hidden, weight, low, up = (next(saved).mul_(grads[0]) if wanted else None for wanted in wants)
         return (hidden, weight, None, None, None, None, None, low, up, *([None] * count))
@@ -318,8 +353,11 @@ def chunked_logits(
     """
     device = hidden.device.type
     dtype = _compute_dtype(hidden)
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden.reshape(-1, hidden.shape[-1])  # [n, width]
+    # Autocast does not cast operators with `out=`, so everything is cast here, once.
     with torch.autocast(device, enabled=False):
+        # Autograd differentiates the small product hidden @ down, [n, rank]; the chunks give the gradients by its
+        # result and by `up`, which is as wide as the vocabulary.
         pair = pair_of(head)
         low, up = (pair.lowered(flat.to(dtype)), pair.up) if pair is not None else (None, None)
         return _Chunked.apply(
@@ -332,6 +370,7 @@ def chunked_logits(
             torch.is_grad_enabled(),
             low,
             up,
+            # [...] becomes [n], and [..., k] becomes [n, k].
             *(a.reshape(-1, *a.shape[hidden.dim() - 1 :]) for a in aligned),
         )
 
@@ -361,7 +400,10 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     if is_in_torch_dispatch_mode():
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     dtype, weight, (labels,) = _compute_dtype(hidden), _weight(head), aligned
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)  # type: ignore[attr-defined]
+    # By default torch does not chunk, so the chunk size is explicit.
+    options = torch.nn.LinearCrossEntropyOptions(  # type: ignore[attr-defined]
+        batch_chunk_size=rows, chunking_method=None
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
         return functional.linear_cross_entropy(  # type: ignore[attr-defined]
@@ -374,6 +416,7 @@ def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     assert isinstance(row_loss, CrossEntropy), f"Liger's kernel has no {type(row_loss).__name__}"
     flat = hidden.reshape(-1, hidden.shape[-1])
     if is_in_torch_dispatch_mode():
+        # Liger's own rule: ceil(vocabulary / width) chunks, whose rows are rounded up to a power of two.
         chunks = -(-_weight(head).shape[0] // flat.shape[1])
         rows = 2 ** math.ceil(math.log2(-(-flat.shape[0] // chunks)))
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)

@@ -68,8 +68,10 @@ def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
 
 def _with_rest(values: Tensor) -> Tensor:
     """Appends the log-probability of all other tokens to [..., k]; returns [..., k + 1]."""
+    # The clamp below 1 keeps log1p finite if the top k hold all of the probability.
     # 1 minus the sum of the k is inexact for small remainders, so clamp at LEAST
     rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7)).clamp(min=LEAST)
+    # Normalized again, since the clamps may have raised the remainder.
     return torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1)
 
 
@@ -95,15 +97,18 @@ def divergence(student: Tensor, teacher: Tensor | Likeliest, direction: Directio
     logp = torch.log_softmax(student.float(), dim=-1)
     if isinstance(teacher, Likeliest):
         logq = teacher.values
-        among = torch.zeros_like(logp, dtype=torch.bool).scatter_(-1, teacher.indices, True)
+        among = torch.zeros_like(logp, dtype=torch.bool).scatter_(-1, teacher.indices, True)  # [n, vocabulary]
+        # Log-probability of all other tokens together, [n, 1]; finite, because 0 * -inf would be NaN in the reverse
+        # direction.
         rest = (
             logp.masked_fill(among, -torch.inf)
             .logsumexp(dim=-1, keepdim=True)
             .clamp(min=torch.finfo(torch.float32).min)
         )
-        logp = torch.cat([logp.gather(-1, teacher.indices), rest], dim=-1)
+        logp = torch.cat([logp.gather(-1, teacher.indices), rest], dim=-1)  # [n, k + 1]
     else:
         logq = torch.log_softmax(teacher.float(), dim=-1)
+    # KL(of || to) = sum of exp(of) (of - to)
     to, of = (logp, logq) if direction == "forward" else (logq, logp)
     return (of.exp() * (of - to)).sum(dim=-1)
 
@@ -134,6 +139,7 @@ def mapped_distance(
         maps: [width of the teacher, width] each.
         labels: [rows, length], -100: not trained.
     """
+    # [rows, length]; padding and prompts do not count, as in the cross entropy.
     trained = labels != IGNORED
     parts = [
         torch.where(trained, distance(functional.linear(own.to(by.dtype), by), theirs), 0.0).sum()
@@ -159,8 +165,10 @@ class TeacherHead:
     def __call__(self, states: Tensor) -> Tensor:
         """Maps [n, width] to [n, rows], valid until the next call."""
         states = states.detach()
+        # The first chunk is the largest, so the buffer is allocated once; the last chunk takes a part of it.
         if self._buffer is None or self._buffer.shape[0] < states.shape[0]:
             self._buffer = states.new_empty((states.shape[0], self.weight.shape[0]))
+        # Weight and states already have the dtype of the matmul.
         with torch.autocast(states.device.type, enabled=False):
             logits = torch.mm(states, self.weight.t(), out=self._buffer[: states.shape[0]])
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
@@ -184,10 +192,13 @@ class CommonHead:
 
     def __call__(self, states: Tensor) -> Likeliest:
         """Maps [n, width] to the distribution of each position in the student's token ids."""
-        logits = self.head(states).float() / self.temperature
+        logits = self.head(states).float() / self.temperature  # [n, teacher's vocabulary]
+        # Normalized over the teacher's full vocabulary before the common tokens are selected, so that the probability
+        # of tokens which the student lacks joins the pool instead of being spread over the common ones.
         values, at = (logits.index_select(-1, self.theirs) - logits.logsumexp(dim=-1, keepdim=True)).topk(
             self.top, dim=-1
         )
+        # `at` indexes the list of common tokens; `own` turns it into the student's token ids.
         return Likeliest(_with_rest(values), self.own[at])
 
 
@@ -244,8 +255,10 @@ class Distilled:
         logits, trained = logits.float(), labels != IGNORED
         ce = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         teacher = self._teacher(extra)
+        # Top-k distributions were computed or stored at this temperature; full logits still need it.
         if not isinstance(teacher, Likeliest):
             teacher = teacher.float() / self.temperature
+        # ignore_index zeroes the cross entropy of rows of label -100, and this the divergence.
         kl = torch.where(trained, divergence(logits / self.temperature, teacher, self.direction), 0.0)
         self._add(ce, kl, places)
         return ce_weight * ce + self.temperature**2 * kl_weight * kl
@@ -256,10 +269,13 @@ class Distilled:
         ce_weight, kl_weight, places = self._shares(extra, labels)
         trained, teacher = labels != IGNORED, self._teacher(extra)
         ce, kl = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
+        # Block by block, because a divergence needs several fp32 tensors as wide as the logits at once.
         for at in _blocks(*logits.shape):
             part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
+            # Weights per row become [block, 1], to scale rows of [block, vocabulary].
             shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_weight, kl_weight)]
             ce[at], kl[at] = self._block_(logits[at], labels[at].clamp(min=0), part, *shares)
+        # Rows of label -100 were computed with label 0, and the factor of 0 returned below removes their gradients.
         ce, kl = torch.where(trained, ce, 0.0), torch.where(trained, kl, 0.0)
         self._add(ce, kl, places)
         return ce_weight * ce + self.temperature**2 * kl_weight * kl, trained
@@ -268,16 +284,19 @@ class Distilled:
         """Returns the weights of cross entropy and divergence, per row if they differ, and the positions of each; pops
         the deciding tensor from `extra`.
         """
+        # Every position has a label and a teacher distribution.
         if not (self.written or self.partly):
             return 1 - self.mixture, self.mixture, {}
         counts, trained = extra.pop(), labels != IGNORED
         here = counts > 0
+        # A stored teacher that covers some positions: cross entropy alone at the others.
         if self.partly:
             return (
                 torch.where(here, 1 - self.mixture, 1.0),
                 torch.where(here, self.mixture, 0.0),
                 {"divergence": trained & here},
             )
+        # Texts sampled by the student: divergence alone, with the sample's weight; text of the data keeps the mixture.
         places = {"label_loss": trained & ~here, "divergence": trained}
         return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
 
@@ -285,6 +304,7 @@ class Distilled:
         return recovered(*extra) if self.head is None else self.head(*extra)
 
     def _add(self, ce: Tensor, kl: Tensor, places: Mapping[str, Tensor]) -> None:
+        # Sums stay on the device: reading them here would synchronize in every chunk.
         parts = {"label_loss": ce, "divergence": kl}
         for name, at in places.items():
             parts |= {name: parts[name] * at, f"{name.removesuffix('_loss')}_places": at}
@@ -301,17 +321,23 @@ class Distilled:
         kl_weight: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns cross entropy and divergence of a block of rows; overwrites the logits with their gradient."""
+        # [block] row and column of each label.
         own = (torch.arange(len(labels), device=labels.device), labels)
         scores = logits.float()
-        logp = torch.log_softmax(scores, dim=-1)
+        logp = torch.log_softmax(scores, dim=-1)  # [block, vocabulary]
         ce = -logp[own]
+        # The cross entropy is at temperature 1, the divergence at T.
         tempered = logp if self.temperature == 1 else torch.log_softmax(scores / self.temperature, dim=-1)
         if isinstance(teacher, Likeliest):
             kl, slope = _of_likeliest(tempered, teacher, self.direction)
         else:
             kl, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
+        # T² from the loss times 1 / T from d (logits / T) / d logits.
         slope.mul_(kl_weight * self.temperature)
+        # At mixture 1 the cross entropy has no weight, except at positions without a teacher.
         if self.mixture < 1 or self.partly:
+            # d ce / d logits = softmax(logits) - onehot(label). This overwrites `logp`, which may be `tempered` too:
+            # the divergence has been computed by now.
             p = logp.exp_()
             p[own] -= 1
             slope.add_(p.mul_(ce_weight))
@@ -327,9 +353,11 @@ def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
 def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
     """Returns the divergence [n] of log-probabilities [n, vocabulary] and its gradient by the student's logits."""
     if direction == "forward":
+        # KL(q || p) = sum of q (log q - log p); its gradient by the student's logits is p - q.
         q, p = logq.exp(), logp.exp()
         kl = logq.sub_(logp).mul_(q).sum(dim=-1)
         return kl, p.sub_(q)
+    # KL(p || q) = sum of p (log p - log q); its gradient by the student's logits is p (log p - log q - KL).
     p = logp.exp()
     gap = logq.neg_().add_(logp)
     kl = (p * gap).sum(dim=-1)
@@ -341,12 +369,14 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
 
     The gradient by the logit of a pooled token v is that of the pool times p_v over the pool's probability.
     """
-    logq, count = teacher.values, teacher.indices.shape[-1]
+    logq, count = teacher.values, teacher.indices.shape[-1]  # [n, k + 1]
+    # Row and column of each of the k tokens; [n, 1] and [n, k] broadcast.
     among = (torch.arange(logp.shape[0], device=logp.device).unsqueeze(1), teacher.indices)
     p, own = logp.exp(), logp[among]
+    # With the k tokens at 0, the row sums to the probability of the pool.
     p.index_put_(among, own.new_zeros(()))
     rest = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    together = torch.cat([own, rest.log()], dim=-1)
+    together = torch.cat([own, rest.log()], dim=-1)  # [n, k + 1], the student's log-probabilities
     if direction == "forward":
         q = logq.exp()
         kl = (q * (logq - together)).sum(dim=-1)
@@ -356,6 +386,7 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
         mass = together.exp()
         kl = (mass * gap).sum(dim=-1)
         slope = mass * (gap - kl.unsqueeze(1))
+    # Spreads the pool's gradient over its tokens in proportion to p, then writes those of the k tokens.
     p.mul_(slope[:, count:] / rest).index_put_(among, slope[:, :count])
     return kl, p
 
@@ -371,6 +402,7 @@ def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
         {'label_loss': 1.5, 'divergence': 0.5}
     """
     totals = {name: float(total) for name, total in sums.items()}
+    # Without counts of their own, both sums run over all trained tokens.
     labelled, places = totals.pop("label_places", weight), totals.pop("divergence_places", weight)
     over = {"label_loss": labelled, "divergence": places}
     averages = {name: total / over.get(name, weight) for name, total in totals.items() if over.get(name, weight)}

@@ -35,6 +35,8 @@ class AnswerIndex:
         """Builds the index of a batch whose rows hold answers followed by padding."""
         documents, device = batch.mask.documents, batch.tokens.device
         assert documents is not None, "answers have their lengths beside them"
+        # Real answers per row; what follows them in `documents` is padding. In pairs (a group of 2), an odd last
+        # document is padding.
         answers = (
             [len(row) for row in batch.desirable]
             if batch.desirable
@@ -42,20 +44,26 @@ class AnswerIndex:
         )
         count = sum(answers)
         sizes = [size for row in documents for size in row]
+        # The answer of each document, in order over all rows; padding gets `count`, one past the last answer.
         numbers, n = [], 0
         for row, real in zip(documents, answers, strict=True):
             numbers += [n + i if i < real else count for i in range(len(row))]
             n += real
-        ends = to_device(sizes, device).cumsum(0)
+        ends = to_device(sizes, device).cumsum(0)  # [documents], in the flattened batch
         total = batch.tokens.numel()
+        # right=True: the position at which a document ends belongs to the next one.
         owner = to_device(numbers, device)[torch.bucketize(torch.arange(total, device=device), ends, right=True)]
         real_sizes = [size for size, number in zip(sizes, numbers, strict=True) if number < count]
         begins = itertools.accumulate(sizes, initial=0)
+        # accumulate yields one number more than there are documents, hence strict=False.
         starts = [start for start, number in zip(begins, numbers, strict=False) if number < count]
         within = torch.arange(max(real_sizes), device=device)
-        index = to_device(starts, device)[:, None] + within
+        index = to_device(starts, device)[:, None] + within  # [answers, longest]
+        # `total` is one past the last position: `sums` pads the values by a 0 there.
         index = torch.where(within < to_device(real_sizes, device)[:, None], index, total)
+        # `ends` fills the field until the labels are counted, for which the index is needed.
         answer_index = cls(index, owner, ends)
+        # At least 1, because losses divide by it.
         answer_index.lengths = answer_index.sums((batch.labels != IGNORED).float()).clamp(min=1)
         return answer_index
 
@@ -65,12 +73,14 @@ class AnswerIndex:
 
     def spread(self, values: Tensor, like: Tensor) -> Tensor:
         """Spreads one value per answer over its positions, 0 elsewhere, in the shape of `like`."""
+        # The 0 at the end is for padding, whose owner is one past the last answer.
         return functional.pad(values, (0, 1))[self.owner].view_as(like)
 
 
 def _log_odds(logp: Tensor) -> Tensor:
     """Returns log p / (1 - p). Clamps p below 1 by fp32's resolution, since odds and gradient are infinite at 1."""
     logp = logp.clamp(max=-torch.finfo(torch.float32).eps)
+    # expm1, since 1 - exp(logp) loses all digits for p near 1.
     return logp - torch.log(-torch.expm1(logp))
 
 
@@ -106,8 +116,9 @@ def pair_losses(
         tensor([0.6931])
     """
     if loss == "orpo":
+        # Only the odds-ratio term of arXiv:2403.07691; the caller adds the likelihood of the preferred answer.
         return -beta * functional.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-    difference = (chosen - rejected) - (reference_chosen - reference_rejected)
+    difference = (chosen - rejected) - (reference_chosen - reference_rejected)  # [pairs]
     if loss == "ipo":
         return (difference - 1 / (2 * beta)).square()
     if loss == "hinge":
@@ -115,6 +126,8 @@ def pair_losses(
     if loss not in ("dpo", "cpo", "simpo"):
         raise ValueError(f"loss: {loss} is none of dpo, ipo, hinge, simpo, cpo, orpo")
     scaled = beta * difference - (gamma if loss == "simpo" else 0.0)
+    # logsigmoid, because log(sigmoid(x)) is -inf for large negative x. Smoothing assumes that a part of the pairs is
+    # swapped; a swapped pair has the opposite sign.
     return -(1 - label_smoothing) * functional.logsigmoid(scaled) - label_smoothing * functional.logsigmoid(-scaled)
 
 
@@ -130,5 +143,6 @@ def unpaired_losses(answer: Tensor, reference: Tensor, desirable: Tensor, *, bet
         >>> unpaired_losses(torch.zeros(2), torch.zeros(2), torch.tensor([1, 0]))
         tensor([0.5000, 0.5000])
     """
+    # 1 - sigmoid(r) = sigmoid(-r), so one sigmoid serves both kinds.
     sign = 1 - 2 * desirable.float()
     return torch.sigmoid(sign * beta * (answer - reference))

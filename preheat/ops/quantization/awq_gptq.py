@@ -25,6 +25,7 @@ def output_error(change: Tensor, gram: Tensor) -> float:
         >>> output_error(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), x.t() @ x)
         5.0
     """
+    # tr(D G D^T) is the sum over the elements of (D G) * D, without a matrix of [out, out].
     return float(((change @ gram) * change).sum())
 
 
@@ -34,7 +35,7 @@ def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tupl
     Groups are searched independently, with the diagonal blocks of the Gram matrix.
     """
     count = weight.shape[1] // group
-    blocks = gram.unflatten(0, (count, group)).unflatten(2, (count, group))
+    blocks = gram.unflatten(0, (count, group)).unflatten(2, (count, group))  # [groups, group, groups, group]
     own = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [groups, group, group]
     best: Tensor | None = None
     grid: tuple[Tensor, Tensor | None] | None = None
@@ -42,10 +43,11 @@ def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tupl
         scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
         change = group_values(Groups(round_groups(weight, scales, zeros), scales, zeros)) - weight
         change = change.unflatten(1, (count, group)).transpose(0, 1)  # [groups, out, group]
-        error = ((change @ own) * change).sum(dim=2).t()
+        error = ((change @ own) * change).sum(dim=2).t()  # [out, groups]
         if best is None or grid is None:
             best, grid = error, (scales, zeros)
             continue
+        # The best shrink of each group of each output on its own.
         better = error < best
         best = torch.where(better, error, best)
         best_zeros = None if zeros is None or grid[1] is None else torch.where(better, zeros, grid[1])
@@ -75,19 +77,24 @@ def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> 
         (torch.Size([8, 64]), torch.Size([64]))
     """
     weight, gram = weight.detach().float(), gram.float()
+    # Root of the summed squares; the mean's divisor cancels in the normalization below.
     size = gram.diagonal().clamp(min=1e-12).sqrt()
 
     def tried(power: float, searched: bool) -> tuple[float, Groups, Tensor]:
         s = size.pow(power)
+        # Normalized by the geometric mean of the extremes, as in the authors' code, which centers the factors on 1.
         factors = (1 / (s / (s.max() * s.min()).sqrt())).to(HALF)
         wide = weight / factors.float()
         if searched:
+            # The inputs of the scaled weight are x * factors, so their Gram matrix is F G F.
             grid = ranged(wide, gram * factors.float()[:, None] * factors.float(), group, symmetric=symmetric)
             groups = Groups(round_groups(wide, *grid), *grid)
         else:
             groups = quantize_groups(wide, group, symmetric=symmetric)
+        # Compared in the original space: the quantized weight with its factors against the weight.
         return output_error(group_values(groups) * factors.float() - weight, gram), groups, factors
 
+    # The power is chosen without the search of ranges, which tries nine grids per power.
     power = min(_POWERS, key=lambda power: tried(power, False)[0])
     _, groups, factors = min((tried(power, searched) for searched in (False, True)), key=lambda candidate: candidate[0])
     return groups, factors
@@ -116,26 +123,33 @@ def gptq(
     """
     original = weight.detach().float()
     scales, zeros = ranged(original, gram.float(), group, symmetric=symmetric)
+    # The Hessian of the squared output error, up to a factor. fp64, because it may be nearly singular.
     curve = gram.double().clone()
-    diagonal = curve.diagonal()
+    diagonal = curve.diagonal()  # a view: writing to it changes `curve`
     unused = diagonal <= 0  # inputs that are always zero
     diagonal[unused] = diagonal.mean().clamp(min=1e-12)
     order = diagonal.argsort(descending=True)
     diagonal += damping * diagonal.mean()
+    # The upper Cholesky factor U of the inverse, H^-1 = U^T U: row n holds what GPTQ needs after columns before n are
+    # fixed, so that no inverse is updated per column (arXiv:2210.17323, step 3).
     upper = torch.linalg.cholesky(
         torch.cholesky_inverse(torch.linalg.cholesky(curve[order][:, order])), upper=True
     ).float()
+    # `left`: the weights still to be quantized, with compensation. `codes` keeps the original column order.
     left, codes = original[:, order].clone(), torch.empty_like(original, dtype=torch.uint8)
     columns = order.tolist()
     for start in range(0, len(columns), block):
         end = min(start + block, len(columns))
+        # Errors of this block, [out, block]; columns after the block receive them in one matmul.
         lost = torch.zeros(original.shape[0], end - start, device=weight.device)
         for n in range(start, end):
+            # The grid of the group in which the column lies in memory, not in processing order.
             scale = scales[:, columns[n] // group, None]
             zero = None if zeros is None else zeros[:, columns[n] // group, None]
             code = round_groups(left[:, n : n + 1], scale, zero)
             codes[:, columns[n]] = code[:, 0]
             error = (left[:, n] - group_values(Groups(code, scale, zero))[:, 0]) / upper[n, n]
+            # Spreads the error over the remaining columns of the block.
             left[:, n:end] -= error[:, None] * upper[n, n:end]
             lost[:, n - start] = error
         left[:, end:] -= lost @ upper[start:end, end:]
@@ -156,6 +170,7 @@ def smooth(weight: Tensor, largest: Tensor, strength: float = 0.5) -> Tensor:
         >>> smooth(torch.ones(2, 2), torch.tensor([4.0, 1.0])).tolist()
         [0.5, 1.0]
     """
+    # Clamped, since an input that is always 0 would give a factor of infinity.
     s = largest.float().clamp(min=1e-5).pow(strength) / weight.detach().float().abs().amax(dim=0).clamp(min=1e-5).pow(
         1 - strength
     )

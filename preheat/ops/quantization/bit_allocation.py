@@ -25,6 +25,7 @@ def loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
     Returns:
         Nats, summed over the tokens.
     """
+    # Per token: (change x) . gradient, the first-order change of its loss; its square is the Fisher estimate.
     return float(((x @ change.t()) * gradient).sum(dim=1).square().sum()) / 2
 
 
@@ -47,16 +48,18 @@ def allocate_bits(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[floa
         >>> allocate_bits([[4, 8], [4, 8]], [[1.0, 0.0], [3.0, 0.0]], 12)
         [0, 1]
     """
+    # Fewest bits; of equally many, the lowest loss.
     chosen = [min(range(len(b)), key=lambda n: (b[n], r[n])) for b, r in zip(bits, rises, strict=True)]
     left = budget - sum(b[n] for b, n in zip(bits, chosen, strict=True))
     if left < 0:
         raise ValueError(f"the minimum takes {budget - left:g} bits")
-    closed: set[int] = set()
+    closed: set[int] = set()  # layers without an upgrade that fits; the budget only shrinks, so they stay closed
     while len(closed) < len(chosen):
         best: tuple[float, int, int] | None = None
         for m, at in enumerate(chosen):
             if m in closed:
                 continue
+            # All upgrades of the layer, not just the next one: skipping a choice above the hull keeps to the hull.
             steps = [
                 ((rises[m][at] - rises[m][n]) / (bits[m][n] - bits[m][at]), m, n)
                 for n in range(len(bits[m]))
@@ -65,6 +68,7 @@ def allocate_bits(bits: Sequence[Sequence[float]], rises: Sequence[Sequence[floa
             if not steps:
                 closed.add(m)
                 continue
+            # Tuples compare by gain per bit first.
             best = max([max(steps), *([best] if best else [])])
         if best is None:
             break

@@ -23,6 +23,7 @@ def of_use() -> bool:
 
     aten's own kernels target AVX512 and ARM and are slower with AVX2 alone.
     """
+    # A tracer would miss a call through ctypes, and a fake tensor has no memory to point to.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return _avx2_alone() and _library() is not None
@@ -57,8 +58,10 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
 def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
     library = _library()
     assert library is not None, "of_use() comes first"
+    # Kept in a list until the call returns: the kernel reads raw pointers, and a freed copy would be garbage.
     inputs = [None if t is None else t.contiguous() for t in given]
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (*inputs, out)]
+    # int64 explicitly, because ctypes passes Python numbers as 32-bit ints.
     getattr(library, name)(*pointers, *map(ctypes.c_int64, (out.shape[0], *sizes)), torch.get_num_threads())
 
 

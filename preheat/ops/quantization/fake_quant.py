@@ -61,17 +61,19 @@ def rounded(weight: Tensor, grid: Grid) -> Tensor:
 class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, weight: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+        # Nothing is saved: the gradient passes through unchanged.
         return rounded(weight, grid).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        # Straight through, also for values that the grid clips.
         return slope, None
 
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:  # type: ignore[override]
-        codes, scale = round_inputs(x.reshape(-1, x.shape[-1]))
+        codes, scale = round_inputs(x.reshape(-1, x.shape[-1]))  # [tokens, in]
         return (codes * scale).view(x.shape).to(x.dtype)
 
     @staticmethod
@@ -102,7 +104,7 @@ class FakeConv1D(Conv1D):  # type: ignore[misc]
     preheat_grid: Grid
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight.t(), self.bias, self.preheat_grid)
+        return _product(x, self.weight.t(), self.bias, self.preheat_grid)  # [in, out] -> [out, in]
 
 
 @functools.cache
@@ -116,6 +118,7 @@ def _adapted() -> type[nn.Module]:
         def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
             base: Any = self.get_base_layer()
             weight = base.weight.float()
+            # Rounding W and then adding s B A would train for values that no merged model has.
             if not self.disable_adapters:
                 weight = weight + self.get_delta_weight("default").float()
             weight = weight.t() if isinstance(base, Conv1D) else weight
@@ -144,6 +147,7 @@ def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
     """
     for name, grid in grids.items():
         module: Any = model.get_submodule(name)
+        # Exact types: a subclass may compute something else from its weight.
         if type(module) in _FAKE:
             module.__class__ = _FAKE[type(module)]
         else:
@@ -160,6 +164,7 @@ def _require_lora(name: str, module: Any) -> None:
         raise ValueError(
             f"{name}: only a plain LoRA (variant lora, rslora or pissa) can be rounded together with its base"
         )
+    # Dropout acts on the adapter's inputs, and W + s B A has no separate ones.
     if not isinstance(module.lora_dropout["default"], nn.Identity):
         raise ValueError(
             f"{name}: an adapter with dropout cannot be rounded together with its base; set its dropout to 0"

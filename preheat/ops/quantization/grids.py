@@ -64,6 +64,7 @@ def quantize_rows(weight: Tensor, limit: Tensor | None = None) -> tuple[Tensor, 
     """
     weight = weight.detach().float()
     limit = weight.abs().amax(dim=1) if limit is None else limit
+    # 127 and not 128, so that the grid is symmetric and -128 is never used.
     scales = (limit / 127).clamp(min=_TINY).to(HALF)
     return (weight / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scales
 
@@ -76,14 +77,17 @@ def group_grid(weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1
         symmetric: no zeros.
         shrink: fraction of a group's range that the codes span; values beyond it are clipped.
     """
-    blocks = weight.detach().float().unflatten(1, (-1, group))
+    blocks = weight.detach().float().unflatten(1, (-1, group))  # [out, groups, group]
     if symmetric:
         at = blocks.abs().argmax(dim=2, keepdim=True)
-        extreme = blocks.gather(2, at)[..., 0] * shrink
+        extreme = blocks.gather(2, at)[..., 0] * shrink  # [out, groups], with its sign
         scales = (extreme / -8).to(HALF)
+        # A group of zeros: any scale but 0 serves. Scales have a sign, so clamp cannot be used.
         return torch.where(scales.abs() < _TINY, torch.ones_like(scales), scales), None
     low, high = blocks.amin(dim=2) * shrink, blocks.amax(dim=2) * shrink
+    # Sixteen codes have fifteen steps from low to high.
     scales = ((high - low) / 15).clamp(min=_TINY).to(HALF)
+    # Code 0 is (0 - 8) * scale + zero = low.
     return scales, (low + 8 * scales.float()).to(HALF)
 
 
@@ -109,7 +113,7 @@ def quantize_groups(weight: Tensor, group: int, *, symmetric: bool = True, shrin
 
 def group_values(groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantizes to a weight [out, in]."""
-    codes = groups.codes.to(dtype).unflatten(1, (groups.scales.shape[1], -1)).sub_(8)
+    codes = groups.codes.to(dtype).unflatten(1, (groups.scales.shape[1], -1)).sub_(8)  # [out, groups, group]
     codes.mul_(groups.scales.to(dtype)[..., None])
     if groups.zeros is not None:
         codes.add_(groups.zeros.to(dtype)[..., None])
@@ -123,6 +127,7 @@ def pack(codes: Tensor) -> Tensor:
         >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
         [[33, 3]]
     """
+    # With an odd number of inputs `high` is a column shorter, and the last high half stays 0.
     low, high = codes[:, 0::2], codes[:, 1::2]
     packed = low.clone()
     packed[:, : high.shape[1]] |= high << 4
@@ -156,5 +161,6 @@ def divisor(inputs: int, wanted: int) -> int:
         >>> divisor(172, 32), divisor(768, 32), divisor(7, 4)
         (43, 32, 7)
     """
+    # From 2: a group of one input would store a scale per weight.
     divisors = [n for n in range(2, inputs + 1) if inputs % n == 0] or [1]
     return min(divisors, key=lambda n: (abs(n - wanted), n))

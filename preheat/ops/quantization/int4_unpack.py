@@ -28,10 +28,12 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     group = columns // scales.shape[1]
+    # The kernel reads whole bytes, and an odd group would end within one.
     library = _library() if group % 2 == 0 else None
     if library is None:
         return group_values(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
     out = torch.empty(rows, columns, dtype=HALF)
+    # A list that lives until the call returns, because the kernel gets raw pointers.
     tensors = [
         codes.contiguous(),
         scales.to(HALF).contiguous(),

@@ -90,6 +90,8 @@ class QuantizedMap(nn.Module):
     def __init__(self, inputs: int, outputs: int, form: Form, tensors: Mapping[str, Tensor | None]):
         super().__init__()
         self.in_features, self.out_features, self.form = inputs, outputs, {"kind": self.kind, **form}
+        # Parameters, though nothing trains them, so that they are saved and moved with the model. None is registered
+        # too: every layer has the same attributes.
         for name, value in tensors.items():
             self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
 
@@ -105,6 +107,7 @@ class QuantizedMap(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """Multiplies x [tokens, in] by the weight; returns [tokens, out] in the dtype of x."""
+        # The dequantized weight [out, in] lives for this call alone.
         quick = _quick(x)
         return F.linear(x.to(quick), self.values(x.dtype).to(quick)).to(x.dtype)
 
@@ -124,8 +127,9 @@ class QuantizedMap(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features)  # [tokens, in]
         if self.input_scales is not None:
+            # The weight was divided by these factors before rounding.
             rows = rows * self.input_scales.to(rows.dtype)
         rounded = self.form.get("inputs")
         out = self.product(rows) if rounded is None else self.rounded_product(rows)
@@ -135,6 +139,7 @@ class QuantizedMap(nn.Module):
 
     def rounded_product(self, x: Tensor) -> Tensor:
         codes, scale = round_inputs(x, self.input_scale)
+        # Without integer matmuls: the same rounded inputs in floating point.
         return self.product((codes * scale).to(x.dtype))
 
 
@@ -162,6 +167,7 @@ class Int8Linear(QuantizedMap):
         """
         weight = map_weight(module).detach().float()
         factors = None if input_scales is None else input_scales.to(HALF)
+        # Divided by the bf16 factors that are stored, not by the exact ones: forward multiplies by the stored ones.
         codes, scales = chosen or quantize_rows(weight if factors is None else weight / factors.float())
         tensors = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
         tensors["input_scale"] = None if input_scale is None else input_scale.to(HALF)
@@ -177,6 +183,7 @@ class Int8Linear(QuantizedMap):
         return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
 
     def product(self, x: Tensor) -> Tensor:
+        # Few rows: our AVX2 kernel, else aten's; on CUDA our Triton kernel. Many rows: codes cast for the call.
         few = self._few(x)
         if few and self.in_features % 32 == 0 and x.dtype == HALF and of_use():
             return eight_bits(x, self.codes, self.scales.to(HALF))
@@ -186,17 +193,19 @@ class Int8Linear(QuantizedMap):
             with named_failures("int8_product"), torch.cuda.device_of(x):
                 return eight_bits_product(x, self.codes, self.scales)
         quick = _quick(x)
+        # One scale per output, so it multiplies the result [tokens, out] instead of the weight.
         # Codes are exact in bf16.
         return F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)
 
     def rounded_product(self, x: Tensor) -> Tensor:
         cuda = x.device.type == "cuda"
-        wide = self.in_features % _INTEGERS == 0 == self.out_features % _INTEGERS
+        wide = self.in_features % _INTEGERS == 0 == self.out_features % _INTEGERS  # both are multiples of 8
         if x.device.type != "cpu" and not (cuda and wide and not is_plain("int8_product")):
             return super().rounded_product(x)
         codes, scale = round_inputs(x, self.input_scale)
         with named_failures("int8_product") if cuda else nullcontext():
             sums = integer_product(codes.to(torch.int8), self.codes, least=_INTEGER_ROWS if cuda else 0)
+        # int32 sums are exact; one fp32 multiplication applies both scales: [tokens, 1] or [] times [out].
         return (sums.float() * (scale * self.scales.float())).to(x.dtype)
 
 
@@ -205,6 +214,7 @@ class Int4Linear(QuantizedMap):
 
     kind = "int4"
     zeros: nn.Parameter | None
+    # The weight in the order of this machine's kernel, made at the first decode step; not a parameter, so never saved.
     _ready: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -231,6 +241,7 @@ class Int4Linear(QuantizedMap):
             wide = weight if factors is None else weight / factors.float()
             groups = quantize_groups(wide, group, symmetric=symmetric)
         form = {
+            # Read from the grid, because precomputed groups bring their own size.
             "group": weight.shape[1] // groups.scales.shape[1],
             "zeros": groups.zeros is not None,
             "inputs": inputs,
@@ -243,6 +254,7 @@ class Int4Linear(QuantizedMap):
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int4Linear:
         grid = (outputs, inputs // form["group"])
         tensors = _common(inputs, outputs, bias, form)
+        # Two codes per byte; a last odd input has its own byte.
         tensors |= {"codes": _empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _empty(grid)}
         return cls(inputs, outputs, form, tensors | {"zeros": _empty(grid) if form["zeros"] else None})
 
@@ -252,11 +264,13 @@ class Int4Linear(QuantizedMap):
         return Groups(unpack(self.codes, self.in_features), self.scales.to(HALF), zeros)
 
     def values(self, dtype: torch.dtype) -> Tensor:
+        # The C++ kernel reads whole bytes, so it has no odd number of inputs.
         if dtype == HALF and self.codes.device.type == "cpu" and self.in_features % 2 == 0:
             return unpack4(self.codes, self.scales, self.zeros)
         return group_values(self.groups(), dtype)
 
     def product(self, x: Tensor) -> Tensor:
+        # Few rows: our AVX2 kernel, aten's tiles on CUDA, or last aten's CPU kernel. Others: a dequantized weight.
         few = self._few(x)
         if few and self.form["group"] % 32 == 0 and x.dtype == HALF and of_use():
             return four_bits(x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF))
@@ -290,8 +304,9 @@ class Fp8Linear(QuantizedMap):
     @classmethod
     def of(cls, module: nn.Module) -> Fp8Linear:
         weight = map_weight(module).detach().float()
-        most = torch.finfo(_FP8).max
+        most = torch.finfo(_FP8).max  # 448
         scales = (weight.abs().amax(dim=1) / most).clamp(min=1e-30).to(HALF)
+        # Clamped, because a scale that bf16 rounds down puts the largest value above 448, which torch may cast to NaN.
         codes = (weight / scales.float()[:, None]).clamp(-most, most).to(_FP8)
         codes = codes.view(torch.uint8)  # as bytes, so that casting a model's floats does not change them
         tensors = {"codes": codes, "scales": scales, "bias": _bias(module), "input_scales": None, "input_scale": None}
@@ -309,9 +324,12 @@ class Fp8Linear(QuantizedMap):
     def rounded_product(self, x: Tensor) -> Tensor:
         scale = (x.float().abs().amax(dim=1, keepdim=True) / torch.finfo(_FP8).max).clamp(min=1e-30)
         codes = (x.float() / scale).to(_FP8)
+        # A CPU has no fp8 matmul: the rounded inputs are multiplied in the dtype of x.
         if x.device.type == "cpu":
             return F.linear((codes.float() * scale).to(x.dtype), self.values(x.dtype))
         scales = self.scales.float()[None]
+        # Row-wise scales: [tokens, 1] for the inputs, [1, out] for the weight. The second operand must be column-major,
+        # which the transposed view is.
         return torch._scaled_mm(codes, self.codes.view(_FP8).t(), scale_a=scale, scale_b=scales, out_dtype=x.dtype)
 
 
@@ -346,6 +364,7 @@ class Int8Embedding(nn.Module):
         return self.codes.float() * self.scales.float()[:, None]
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # Only the rows of these tokens are dequantized.
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * self.scales[tokens][..., None]
 
 
@@ -354,6 +373,7 @@ def eight_bits_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     from preheat.ops.triton_kernels import eight_bits_kernel
 
     (rows, inputs), outputs = x.shape, codes.shape[0]
+    # Rows, outputs and inputs per program; Triton's dot takes at least 16 rows.
     out, (row, output, place) = x.new_empty(rows, outputs), (16, 32, 128)
     if rows:
         eight_bits_kernel[(-(-outputs // output), -(-rows // row))](
@@ -383,6 +403,7 @@ def takes_four_bits(module: Int4Linear) -> bool:
 
 def tiles(module: Int4Linear) -> tuple[Tensor, Tensor]:
     """Returns codes tiled for tensor cores and interleaved scales and zeros, as aten's int4 kernel reads them."""
+    # Inner k tiles of 16 inputs; in_features is a multiple of 32, so 2 always fits.
     inner = next(n for n in (8, 4, 2) if module.in_features % (16 * n) == 0)
     swapped = module.codes << 4 | module.codes >> 4  # aten expects the even position in the high half
     packed = torch.ops.aten._convert_weight_to_int4pack(swapped, inner)

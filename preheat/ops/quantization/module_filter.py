@@ -20,6 +20,7 @@ GROUP = 32
 
 def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the plain linear layers of a model by name."""
+    # Exact types: a subclass may compute something else from its weight.
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)}
 
 
@@ -43,6 +44,7 @@ def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[s
     matches: set[str] = set()
     for entry in (keep,) if isinstance(keep, str) else keep:
         matched = [name for name in names if name in roles[entry]] if entry in roles else _matching(names, entry)
+        # A role may select nothing in a model; a name that matches nothing is misspelled.
         if not matched and entry not in roles:
             known = sorted({name.rpartition(".")[2] for name in names} | set(roles))
             raise ValueError(
@@ -57,6 +59,7 @@ def _matching(names: Sequence[str], entry: str) -> list[str]:
         pattern = re.compile(entry)
     except re.error as error:
         raise ValueError(f"keep: {entry!r} is not a regular expression ({error})") from None
+    # A suffix of whole name parts, so that `proj` does not select `q_proj`.
     return [name for name in names if name == entry or name.endswith(f".{entry}") or pattern.fullmatch(name)]
 
 

@@ -78,8 +78,11 @@ def dynamic_levels() -> Tensor:
 
     Each is a sign, a power of ten and a linear fraction.
     """
+    # Seven decades from 1e-7 to 1, each with twice the levels of the one below: 127 positive levels, as many negative
+    # ones, 0 and 1.
     positive = []
     for exponent in range(7):
+        # Levels are the midpoints of equal steps from 0.1 to 1, times the power of ten.
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
         positive.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6))
     levels = torch.cat(positive)
@@ -89,6 +92,7 @@ def dynamic_levels() -> Tensor:
 def tables(device: torch.device | str | None = None) -> Tables:
     """Returns the lookup tables of `dequantize`."""
     levels = torch.tensor(LEVELS)
+    # A lookup per byte gives two weights at once: [256, 2], the high half first.
     byte = torch.arange(256)
     on_host = Tables(torch.stack([levels[byte >> 4], levels[byte & 15]], dim=1), dynamic_levels())
     return Tables(*(t.to(device) for t in on_host))
@@ -96,6 +100,7 @@ def tables(device: torch.device | str | None = None) -> Tables:
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
     """Returns the int32 index of the nearest level."""
+    # The nearest of sorted levels changes at the midpoints between neighbors.
     return torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)
 
 
@@ -114,23 +119,26 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
     """
     levels = torch.tensor(LEVELS, device=value.device)
     codes, scales = [], []
-    for blocks in _blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):
-        scale = blocks.abs().amax(dim=1)
+    for blocks in _blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):  # [blocks, 64]
+        scale = blocks.abs().amax(dim=1)  # [blocks]
+        # A block of zeros has scale 0: `tiny` avoids 0 / 0, and its weights get the level 0.
         indices = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
-        codes.append(indices[:, 0::2] << 4 | indices[:, 1::2])
+        codes.append(indices[:, 0::2] << 4 | indices[:, 1::2])  # [blocks, 32]
         scales.append(scale)
     scale = torch.cat(scales)
     packed = torch.cat(codes).view(-1)
     if not double:
         return Packed(packed, scale.view(torch.int32), None)
+    # Scales are all positive; less their mean, they use the negative levels too.
     mean = scale.mean()
-    centred = _blocks(scale - mean, SCALES)
+    centred = _blocks(scale - mean, SCALES)  # [ranges, 256]
     largest = centred.abs().amax(dim=1)
     small = _nearest(
         centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(value.device)
     )
     return Packed(
         packed,
+        # Cloned, so that the padding of the last range is not kept alive.
         small.to(torch.uint8).view(-1)[: scale.numel()].clone(),
         torch.cat([largest, mean[None]]).view(torch.int32),
     )
@@ -139,6 +147,7 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
 def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look: Tables) -> Tensor:
     """Dequantizes an NF4 weight to `shape`; multiplies in fp32 and rounds once to `dtype`."""
     values = _values(packed.codes, packed.scales, packed.ranges, look.pairs, look.scales, dtype)
+    # The last block may be padded with zeros.
     return values[: prod(shape)].view(shape)
 
 
@@ -152,10 +161,11 @@ def _values(
             # bitsandbytes counts weights in 32 bits.
             use_bitsandbytes = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
             return (by_bitsandbytes if use_bitsandbytes else by_triton)(codes, scales, ranges, pairs, levels, dtype)
-    codes = codes.view(-1, BLOCK // 2)
+    codes = codes.view(-1, BLOCK // 2)  # [blocks, 32]
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
+        # [chunk, 32] bytes -> [chunk, 32, 2] levels -> [chunk, 64] weights
         values = F.embedding(codes[rows].int(), pairs).view(-1, BLOCK)
         out[rows] = values.mul_(_scales(scales, ranges, levels, rows)[:, None])
     return out.view(-1)
@@ -165,6 +175,7 @@ def _values(
 def _(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
+    # The plain loop's scratch is left out: on CUDA one kernel writes the result alone.
     return codes.new_empty(codes.numel() * 2, dtype=dtype)
 
 
@@ -174,8 +185,9 @@ def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) 
         return scales.view(torch.float32)[rows]
     largest, small = ranges.view(torch.float32), scales[rows]
     first = rows.start // SCALES
+    # Range maxima, repeated for each of the 256 scales that they cover.
     each = largest[first : first + -(-small.numel() // SCALES), None].expand(-1, SCALES).reshape(-1)[: small.numel()]
-    return levels.index_select(0, small.int()) * each + largest[-1]
+    return levels.index_select(0, small.int()) * each + largest[-1]  # the mean is stored last
 
 
 def by_triton(
@@ -185,6 +197,7 @@ def by_triton(
     from preheat.ops.triton_kernels import nf4_kernel
 
     out, count, step = codes.new_empty(codes.numel() * 2, dtype=dtype), codes.numel(), 1024
+    # Exactly one of them holds fp32 bits: scales, or ranges with double quantization.
     fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
     with torch.cuda.device_of(codes):
         nf4_kernel[(-(-count // step),)](
@@ -205,6 +218,7 @@ def by_bitsandbytes(
     kernels = torch.ops.bitsandbytes
     fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
     if ranges is not None:
+        # Two kernels for the scales: levels times range maxima, then the mean.
         fp32 = kernels.dequantize_blockwise(scales, fp32[:-1], levels, SCALES, torch.float32).add_(fp32[-1])
     return kernels.dequantize_4bit(codes, fp32, BLOCK, "nf4", [codes.numel() * 2], dtype)  # type: ignore[no-any-return]
 
@@ -221,8 +235,10 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, x: Tensor, shape: tuple[int, int], transposed: bool, *tensors: Tensor | None
     ) -> Tensor:  # type: ignore[override]
+        # The packed bytes are saved, never the dequantized weight, which is four times as large in bf16.
         ctx.save_for_backward(*tensors)
         ctx.shape, ctx.transposed = shape, transposed
+        # Three packed tensors and two tables.
         weight = dequantize(Packed(*tensors[:3]), shape, x.dtype, Tables(*tensors[3:]))  # type: ignore[arg-type]
         return F.linear(x, weight.t() if transposed else weight)
 
@@ -230,6 +246,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tensors = ctx.saved_tensors
         weight = dequantize(Packed(*tensors[:3]), ctx.shape, slope.dtype, Tables(*tensors[3:]))
+        # The base is frozen: only x has a gradient, slope W. Conv1D stores W transposed.
         return F.linear(slope, weight if ctx.transposed else weight.t()), *(None,) * 7
 
 
@@ -247,12 +264,15 @@ class PackedMap(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        # While `written` is open, reads see the values that are being written.
         if self.nf4_draft is not None:
             return self.nf4_draft
+        # Sharded codes are gathered, because every reader expects the full weight.
         packed = Packed(*(None if t is None else full_tensor(t) for t in self._packed()))  # type: ignore[arg-type]
         weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
         if not torch.compiler.is_compiling():
-            weight._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps transformers from reinitializing the copy
+            # Keeps transformers from reinitializing this copy.
+            weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
 
     def _packed(self) -> Packed:
@@ -270,7 +290,9 @@ class PackedMap(nn.Module):
             new = quantize(self.nf4_draft, double=self.nf4_ranges is not None)
         finally:
             self.nf4_draft = None
+        # Not reached after an error, so that a failed write leaves the old codes.
         with torch.no_grad():
+            # Tables too: they are uninitialized in a module that was built on meta.
             for old, value in zip(
                 (*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True
             ):
@@ -301,7 +323,8 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
     Args:
         maps: modules of exactly the types nn.Linear and Conv1D.
     """
-    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]  # shared by all
+    # Shared by all layers.
+    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]
     count = 0
     for module in maps:
         weight: Tensor = module._parameters.pop("weight")  # type: ignore[assignment]
@@ -313,11 +336,13 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
             new = Packed(torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device="meta"), scales, ranges)
         else:
             new = quantize(weight, double=double)
+        # Only the class changes, so that references and names stay valid.
         module.__class__ = _CLASSES[type(module)]
         assert isinstance(module, PackedMap)
         module.nf4_shape, module.nf4_draft = tuple(weight.shape), None  # type: ignore[assignment]
         for name, value in zip(("nf4_codes", "nf4_scales", "nf4_ranges"), new, strict=True):
             module.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+        # Not saved, since the tables are constants.
         module.register_buffer("nf4_pairs", look.pairs, persistent=False)
         module.register_buffer("nf4_levels", look.scales, persistent=False)
     return count
@@ -325,11 +350,13 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
 
 def unpack_(module: PackedMap) -> None:
     """Turns an NF4 layer back into a plain one with an fp32 weight, in place."""
+    # Read first, since the property needs all that is deleted below.
     weight = module.weight
     for name in ("nf4_codes", "nf4_scales", "nf4_ranges"):
         del module._parameters[name]
     for name in ("nf4_pairs", "nf4_levels"):
         del module._buffers[name]
+        # `del` of the buffer leaves its name in this set.
         module._non_persistent_buffers_set.discard(name)
     del module.nf4_shape, module.nf4_draft
     module.__class__ = nn.Linear if type(module) is PackedLinear else Conv1D  # type: ignore[assignment]

@@ -44,6 +44,7 @@ _KINDS: dict[str, type[Int8Linear | Int4Linear | Fp8Linear]] = {
 
 def form_of(module: nn.Module) -> Form | None:
     """Returns how a module is quantized, in the stored format; None if it is not."""
+    # NF4 layers have no `form`; theirs follows from their tensors.
     if isinstance(module, PackedMap):
         return {"kind": "nf4", "double": module.nf4_ranges is not None}
     return dict(module.form) if isinstance(module, QuantizedMap | Int8Embedding) else None
@@ -66,6 +67,7 @@ def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
     """Replaces the module `name` by `new`, in place, and copies preheat's attributes (such as a cap on the logits)."""
     parent, _, last = name.rpartition(".")
     old = model.get_submodule(name)
+    # Plain attributes only: parameters and submodules are in dicts of their own.
     for key, value in vars(old).items():
         if key.startswith("preheat_"):
             setattr(new, key, value)
@@ -84,12 +86,14 @@ def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> JsonObject:
     for name, module in quantized_modules(model).items():
         form = form_of(module)
         assert form is not None
+        # Layers of equal form share one entry, so that config.json stays short.
         same = next((f for f in forms if {**f, "modules": None} == {**form, "modules": None}), None)
         if same is None:
             forms.append({**form, "modules": [name]})
         else:
             same["modules"].append(name)
     first, last = (getattr(model.get_submodule(name), "codes", None) for name in tied)
+    # Compared by identity: a tied head shares the embedding's codes, and safetensors stores them once.
     shared = list(tied) if first is not None and first is last else None
     return {"quant_method": STORED, "version": _VERSION, "method": method, "tied": shared, "forms": forms}
 
@@ -120,6 +124,7 @@ def open_on_meta(model: nn.Module, stored_config: JsonObject) -> list[str]:
                 put_in(model, name, _KINDS[form["kind"]].on_meta(inputs, outputs, old.bias is not None, settings))
     if stored_config["tied"] is not None:
         first, last = (model.get_submodule(name) for name in stored_config["tied"])
+        # Tied after all replacements, which would otherwise separate the two again.
         last.codes, last.scales = first.codes, first.scales
     to_half(model)
     return packed
@@ -129,6 +134,7 @@ def to_half(model: nn.Module) -> None:
     """Casts floating-point parameters to bf16 in place; leaves buffers (rotary tables) unchanged."""
     for p in model.parameters():
         if p.is_floating_point():
+            # By `data`, so that tied parameters stay the same objects. Integer codes are no floats and remain.
             p.data = p.data.to(HALF)
 
 
