@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from preheat.core import MaskSpec
+from preheat.hardware.transfers import cache_tensors
 from preheat.ops.attention.blockwise import blocked_attention, blocked_passes
 from preheat.ops.attention.per_document import Documents, Passes, forward, gradients
 from preheat.ops.attention.sdpa import sdpa_attention, sdpa_has_passes, sdpa_passes
@@ -62,7 +63,7 @@ class OpaqueMask(MaskSpec):
         return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
 
 
-@functools.lru_cache(maxsize=16)  # called by every layer with the same arguments
+@cache_tensors(maxsize=16)  # called by every layer with the same arguments
 def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
     # As many columns as tokens: a row has no more documents than that, and the shape never changes.
     return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from preheat.core import MaskSpec
+from preheat.hardware.transfers import cache_tensors
 from preheat.ops.attention.sdpa import in_compute_dtype, sees, starts_of
 from preheat.ops.attention.varlen import attend_varlen
 
@@ -22,7 +23,7 @@ __all__ = ["block_mask", "compiled_flex_attention"]
 _BLOCK = 128  # FlexAttention's default block size
 
 
-@functools.lru_cache(maxsize=8)  # the layers of a model share the mask of a batch
+@cache_tensors(maxsize=8)  # the layers of a model share the mask of a batch
 def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     """Returns the mask in 128 x 128 blocks: empty, full, or evaluated per token.
 

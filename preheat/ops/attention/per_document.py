@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from preheat.hardware.transfers import to_device
+from preheat.hardware.transfers import cache_tensors, to_device
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -154,7 +153,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return out.mul_((~empty).to(out.dtype).view(-1, *[1] * (x.ndim - 1)))
 
 
-@functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
+@cache_tensors(maxsize=16)  # called by every layer, forward and backward
 @torch.inference_mode(False)  # the cached tensors must also serve training if inference calls first
 def _arrangement_on(documents: Documents, device: torch.device) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
     groups, there, back = _arrangement(documents)

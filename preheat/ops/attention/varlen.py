@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from preheat.core import MaskSpec
-from preheat.hardware.transfers import to_device
+from preheat.hardware.transfers import cache_tensors, to_device
 from preheat.ops.attention.per_document import Documents, Passes
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _all_pairs(documents: Documents, causal: bool, window: int) -> int:
     return sum(_pairs(n, causal, window) for n in itertools.chain.from_iterable(documents))
 
 
-@functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
+@cache_tensors(maxsize=16)  # called by every layer, forward and backward
 @torch.inference_mode(False)  # the cached tensor must also serve training if inference calls first
 def _offsets(documents: Documents, device: torch.device) -> Tensor:
     # Rows are concatenated: documents are numbered through all of them, and none crosses a row's end.

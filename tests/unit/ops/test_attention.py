@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from preheat import recipe as recipes
 from preheat.core import Batch, Device, MaskSpec, Phase, conflicts_of
@@ -20,6 +21,8 @@ from preheat.engine.step import gradients
 from preheat.errors import RecipeError
 from preheat.models.hf import configure
 from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.custom_op import OpaqueMask
+from preheat.ops.attention.flex import block_mask
 from preheat.ops.attention.multihead import attention_in_chunks
 from preheat.ops.attention.patterns import in_shifted_groups, within_window
 from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
@@ -468,3 +471,15 @@ def test_a_dry_run_sees_flex_and_flash_packages_as_one_kernel_per_pass() -> None
         found.append(recorder.kernels)
     assert len([kernel for kernel in found[0] if kernel.flops]) == 2
     assert found[0] == found[1] == found[2]
+
+
+def test_a_dry_run_leaves_no_fake_tensors_to_a_run_of_the_same_documents() -> None:
+    mask = MaskSpec(causal=True, documents=((7, 93), (41, 59)))  # no other test has these
+    with FakeTensorMode():
+        sdpa_attention(*qkv(length=100, rows=2), mask, 0.3)
+        block_mask(mask, 100, torch.device("cpu"))
+        OpaqueMask.of(mask, 2, 100)
+    out = sdpa_attention(*qkv(length=100, rows=2), mask, 0.3)
+    assert apart(out, reference_attention(*qkv(length=100, rows=2), mask, 0.3)) < 3e-6
+    real = (out, block_mask(mask, 100, torch.device("cpu")).kv_indices, OpaqueMask.of(mask, 2, 100).documents)
+    assert not any(isinstance(t, FakeTensor) for t in real)
