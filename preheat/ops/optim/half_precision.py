@@ -34,8 +34,8 @@ def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> No
     """Makes a module compute in fp32, in place: casts inputs up, disables autocast, casts results to `back_to` (None:
     keeps fp32).
     """
-    # A partial of a bound method, not a closure: deepcopy binds it to the copied module, so that a copy (the reference of
-    # preference tuning) computes with its own weights.
+    # A partial of a bound method, not a closure: deepcopy binds it to the copied module, so that a copy (the reference
+    # of preference tuning) computes with its own weights.
     module.forward = functools.partial(_run_in_fp32, module.forward, back_to)  # type: ignore[method-assign]
 
 
