@@ -85,6 +85,7 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
     from preheat.core import Device, Shape
     from preheat.data import batches, prepare
     from preheat.hardware.probe import peak_resident_bytes
+    from preheat.model_folder import vocabulary_size
     from preheat.models import hf, size_dial
     from preheat.models.weights import WeightSource, materialize
     from preheat.ops.attention.sdpa import sdpa_attention
@@ -98,7 +99,7 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
     dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
     data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed)
     imports = reset_memory_baseline(Device("cpu", "here", 0))
-    model: Any = hf.build_on_meta(hf.configure(recipe, len(data.tokenizer)))
+    model: Any = hf.build_on_meta(hf.configure(recipe, vocabulary_size(data.tokenizer)))
     materialize(model, torch.device("cpu"))
     # Equal seeds give equal weights on all ranks, without a broadcast.
     WeightSource().fill(model, seed=recipe.seed)
