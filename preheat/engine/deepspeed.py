@@ -85,8 +85,9 @@ class _NotResumed:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed(Technique):
-    """Not a key of `techniques`: `parallel.engine` selects it."""
+    """DeepSpeed as a technique, which `parallel.engine` selects."""
 
+    selected_elsewhere: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "exact"
     # Everything from the loss to the update: DeepSpeed's engine does all of it in `backward` and `step`.
