@@ -2,7 +2,7 @@
 
 contenders ──a process each──▶ rounds over shapes ──medians──▶ inference.json, inference.html
 
-Any models that `open_model` opens can be compared, compressed or not, and one model with several settings.
+Any models that `load_model` opens can be compared, compressed or not, and one model with several settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InferenceContender:
 
     Attributes:
         name: name in tables.
-        model: a path that `open_model` accepts.
+        model: a path that `load_model` accepts.
         settings: generation settings such as cache and speculative decoding; `max_new_tokens` is set by the benchmark.
         dtype: dtype to which the weights are cast; None: as the model is opened.
         engine: transformers uses its own model class and `generate`, greedy, without code of preheat.

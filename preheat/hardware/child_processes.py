@@ -1,8 +1,7 @@
 """Child processes on this host, which end with their parent and rendezvous on the loopback interface. No torch import.
 
 torch's store unpickles messages, so anybody who can connect to it can run code. By default it listens on all interfaces
-(torch
-2.13), and gloo on the interface that the host's name resolves to.
+(torch 2.13), and gloo on the interface that the host's name resolves to.
 """
 
 from __future__ import annotations
