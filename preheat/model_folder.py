@@ -31,6 +31,7 @@ __all__ = [
     "open_tensors",
     "quiet",
     "read_object",
+    "vocabulary_size",
     "weight_files",
 ]
 
@@ -104,6 +105,14 @@ def beginning(tokenizer: Any) -> list[int]:
         encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
         firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
     return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Returns the number of embedding rows that the tokens need: the largest id + 1.
+
+    `len(tokenizer)` counts the tokens, which are fewer if the ids have gaps.
+    """
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def listed(names: Iterable[str]) -> str:

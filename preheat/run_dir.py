@@ -978,12 +978,15 @@ class Writer:
             self._lock = self._locked()
             try:
                 check_folder(self.path, resume=resume)  # again under the lock: another process may have started a run
-                if not resume:
+                if resume:
+                    self.id = Reader(self.path).id
+                    self._mark = _mark_of(self.path) or {"kind": "run", "id": self.id, "files": list[str]()}
+                else:
                     # Leftovers of a start that was interrupted before its recipe.yaml.
                     self._remove()
-                    self._mark = {"kind": "run", "id": uuid.uuid4().hex, "files": list[str]()}
+                    self.id = uuid.uuid4().hex
+                    self._mark = {"kind": "run", "id": self.id, "files": list[str]()}
                     self.json(MARK, self._mark)
-                self.id = Reader(self.path).id if resume else str(self._mark["id"])
                 (self.path / "checkpoints").mkdir(exist_ok=True)
             except BaseException:
                 self._lock.close()
@@ -1053,7 +1056,7 @@ class Writer:
             write(temporary)
             files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
             # The mark first: if the process ends before the rename, the next start recognizes these files.
-            self._mark["files"] = [f"{name}/{file}" for file in files]
+            self._mark["files"] = sorted({*self._mark["files"], *(f"{name}/{file}" for file in files)})
             self.json(MARK, self._mark)
             temporary.rename(self.path / name)
         except OSError as error:
@@ -1065,9 +1068,8 @@ class Writer:
             if file is None:
                 path = self.path / name
                 # Checked once per file, when it is opened.
-                cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
                 file = self._files[name] = path.open("a", encoding="utf-8")
-                if cut:  # a killed writer left half a line: end it
+                if not _ends_with_line_break(path):  # a killed writer left half a line: end it
                     file.write("\n")
             file.write(to_json(value) + "\n")
             # Each line is visible to readers at once, and survives the end of this process.
@@ -1091,6 +1093,15 @@ class Writer:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _ends_with_line_break(path: Path) -> bool:
+    """Returns True if the last byte of a file is a line break, or if the file is empty."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 class Silent(Writer):

@@ -270,7 +270,7 @@ def verdicts(rows: Sequence[JsonObject], names: Sequence[str], available: float)
     """Compares the recipe with and without each of its techniques.
 
     Returns:
-        {technique, speed: ratio with / without, within_noise, freed_gib, words} for each technique that was left out
+        {technique, speed: ratio with / without, within_noise, freed_gib, message} for each technique that was left out
         once. within_noise is None if a failure or a single turn of each allows no verdict.
     """
     by_name = {row["name"]: row for row in rows}

@@ -2,7 +2,7 @@
 
 contenders ──a process each──▶ rounds over shapes ──medians──▶ inference.json, inference.html
 
-Any models that `open_model` opens can be compared, compressed or not, and one model with several settings.
+Any models that `load_model` opens can be compared, compressed or not, and one model with several settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import IO, Any, Literal
 
 from preheat.core.json_types import JsonObject
 from preheat.errors import DoesNotFit, RecipeError, RunError
-from preheat.hardware.child_processes import ended_by, tethered
+from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.recipe import Sample
 from preheat.run_dir import claim, to_json, write_atomic
 
@@ -37,7 +37,7 @@ class InferenceContender:
 
     Attributes:
         name: name in tables.
-        model: a path that `open_model` accepts.
+        model: a path that `load_model` accepts.
         settings: generation settings such as cache and speculative decoding; `max_new_tokens` is set by the benchmark.
         dtype: dtype to which the weights are cast; None: as the model is opened.
         engine: transformers uses its own model class and `generate`, greedy, without code of preheat.
@@ -64,7 +64,7 @@ class _Worker:
         file = folder / f"{id(self)}.json"
         file.write_text(json.dumps(job), encoding="utf-8")
         # Standard error goes to a file: an unread pipe would fill up and block the worker.
-        self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8")
+        self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8", errors="replace")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
         self._process = subprocess.Popen(
             tethered(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -87,8 +87,10 @@ class _Worker:
         if self.failed:
             return {}
         if request is not None:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            # A worker that has ended reads nothing; the empty line below reports it.
+            with suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
         # An empty line means that the worker closed its output, because it ended.
         line = self._process.stdout.readline()
         answer: JsonObject = json.loads(line) if line else self._ended()
@@ -97,8 +99,7 @@ class _Worker:
 
     def _ended(self) -> JsonObject:
         code = self._process.wait()
-        self._errors.seek(0)
-        last = (self._errors.read().strip().splitlines() or [""])[-1] if code >= 0 else ""
+        last = last_error_line(self._errors) if code >= 0 else ""
         return {"failed": last or f"its process {ended_by(code)}"}
 
 

@@ -163,9 +163,9 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
     """Trains a few steps without and with a technique, each in a process of its own.
 
     Returns:
-        {technique, model_size, model, batch: {rows, length}, steps, rows: [{name, tokens_per_second, ratio, peak_gib,
-        loss, gradient_cosine, predicted, not_run, changes}], words: summary of each comparison, notes: limits of this
-        device, gpu: {name: peak_gib}}.
+        {technique, model_size, model, batch: {rows, length, accumulation_steps}, steps, rows: [{name,
+        tokens_per_second, ratio, peak_gib, loss, gradient_cosine, predicted, not_run, changes}], verdicts: summary of
+        each comparison, notes: limits of this device, gpu: {name: peak_gib}, seconds}.
 
     Raises:
         RecipeError: the options contradict each other.

@@ -48,6 +48,7 @@ def take_steps(job: JsonObject) -> JsonObject:
     from preheat.engine.step import gradients, update
     from preheat.hardware.benchmark_rates import rates
     from preheat.hardware.gpu_memory import memory_peak
+    from preheat.model_folder import vocabulary_size
     from preheat.planning.dry_run import observe
     from preheat.planning.plan import resolve_auto
     from preheat.planning.request import Request
@@ -61,7 +62,7 @@ def take_steps(job: JsonObject) -> JsonObject:
     require_examples(recipe, data)
     # Planning is not part of a contender's start-up: `paused` is subtracted from it.
     pause = time.perf_counter()
-    request = Request(recipe, device, vocabulary=len(data.tokenizer))
+    request = Request(recipe, device, vocabulary=vocabulary_size(data.tokenizer))
     # Settings left open are resolved as in a run, which needs this machine's measured rates.
     if any(isinstance(t, Searchable) and t.left_open(device) for t in recipe.techniques.values()):
         request = replace(request, rates=rates(device, threads), rows=row_count(data), in_use=in_use(device))

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from preheat.core.json_types import JsonObject
-from preheat.hardware.child_processes import ended_by, local_group, tethered
+from preheat.hardware.child_processes import ended_by, last_error_line, local_group, tethered
 
 __all__ = ["main", "run_processes", "take_steps"]
 
@@ -31,28 +31,30 @@ def run_processes(job: JsonObject) -> JsonObject:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job | {"folder": folder, "threads": threads}), encoding="utf-8")
         command = [sys.executable, "-m", "preheat.bench.zero_trial", str(path)]
-        started: list[subprocess.Popen[str]] = []
-        try:
+        started: list[subprocess.Popen[bytes]] = []
+        with ExitStack() as stack:
+            # Files instead of pipes: a full pipe would block its rank, and with it the others, which are read later.
+            errors = [
+                stack.enter_context((Path(folder) / f"{rank}.log").open("w+", encoding="utf-8", errors="replace"))
+                for rank in range(world)
+            ]
+            # Also after an error or an interrupt: no process must outlive the trial.
+            stack.callback(_end, started)
             for rank in range(world):
                 started.append(
                     subprocess.Popen(
                         tethered([*command, str(rank)]),
                         stdout=subprocess.DEVNULL,
-                        stderr=subprocess.PIPE,
-                        text=True,
+                        stderr=errors[rank],
                         env={**os.environ, "OMP_NUM_THREADS": str(threads), **local_group()},
                     )
                 )
-            errors = [process.communicate()[1] for process in started]
-        finally:
-            # Also after an error or an interrupt: no process must outlive the trial.
             for process in started:
-                process.kill()
                 process.wait()
-        for process, error in zip(started, errors, strict=True):
-            if process.returncode:
-                last = error.strip().splitlines()[-1:] if process.returncode > 0 else []
-                return {"not_run": last[0] if last else f"a process {ended_by(process.returncode)}"}
+            for process, error in zip(started, errors, strict=True):
+                if process.returncode:
+                    last = last_error_line(error) if process.returncode > 0 else ""
+                    return {"not_run": last or f"a process {ended_by(process.returncode)}"}
         results = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
     first = results[0]
     return {
@@ -70,6 +72,12 @@ def run_processes(job: JsonObject) -> JsonObject:
     }
 
 
+def _end(started: list[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 def take_steps(job: JsonObject, rank: int) -> JsonObject:
     """Trains on one rank: the same model everywhere, own rows, averaged gradients; with stage 0, replicated optimizer
     states.
@@ -85,6 +93,7 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
     from preheat.core import Device, Shape
     from preheat.data import batches, prepare
     from preheat.hardware.probe import peak_resident_bytes
+    from preheat.model_folder import vocabulary_size
     from preheat.models import hf, size_dial
     from preheat.models.weights import WeightSource, materialize
     from preheat.ops.attention.sdpa import sdpa_attention
@@ -98,7 +107,7 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
     dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
     data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed)
     imports = reset_memory_baseline(Device("cpu", "here", 0))
-    model: Any = hf.build_on_meta(hf.configure(recipe, len(data.tokenizer)))
+    model: Any = hf.build_on_meta(hf.configure(recipe, vocabulary_size(data.tokenizer)))
     materialize(model, torch.device("cpu"))
     # Equal seeds give equal weights on all ranks, without a broadcast.
     WeightSource().fill(model, seed=recipe.seed)

@@ -291,7 +291,7 @@ def _searched(
     def search_for(request: Request, *, seconds: float = seconds, confirm: bool = True) -> SearchResult:
         space = Space(request, allow)  # type: ignore[arg-type]
         if aim == "longest-context":
-            return longest(space, seconds=seconds, confirm=confirm, tell=tell)
+            return longest(space, seconds=seconds, tell=tell)
         return search(space, aim=aim, seconds=seconds, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
     # Dry runs of candidates run in other processes while this one plans.

@@ -174,7 +174,7 @@ def compress(
     """Compresses a model by each of the variants; starts from fp32 weights with adapters merged.
 
     One variant is written to the folder `out`, several to subfolders by name. Each is written under a temporary name,
-    renamed, reopened by `open_model`, and must reproduce its in-memory logits exactly. `compress.json` is written to
+    renamed, reopened by `load_model`, and must reproduce its in-memory logits exactly. `compress.json` is written to
     `out` (`preheat.report.compress_page` renders it).
 
     Args:

@@ -30,7 +30,7 @@ def finish(model: PreTrainedModel) -> bool:
 def write_model(
     model: PreTrainedModel, opened: LoadedModel, folder: Path, *, method: str, dtype: torch.dtype
 ) -> list[str]:
-    """Writes a model to a folder that `open_model` can open; the model is left with the saved weights, in place.
+    """Writes a model to a folder that `load_model` can open; the model is left with the saved weights, in place.
 
     A quantized model has its other weights in bf16. Without quantized weights, the folder is an ordinary transformers
     model, which may be trained further.

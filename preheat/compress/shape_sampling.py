@@ -65,9 +65,9 @@ def draw(
         if misfit(model.config, shape):
             continue
         if budget is None:
-            channels = (
-                current.channels if rng.random() < 0.5 else rng.randint(1, current.channels // multiple) * multiple
-            )
+            steps = current.channels // multiple
+            # Fewer channels than one multiple stay as they are.
+            channels = current.channels if not steps or rng.random() < 0.5 else rng.randint(1, steps) * multiple
         else:
             # Parameters are affine in the channels, so two counts give the number of channels that meets the budget.
             bare, full = (count(replace(shape, channels=c)) for c in (0, current.channels))

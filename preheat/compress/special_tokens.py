@@ -48,9 +48,8 @@ def name_ends(model: PreTrainedModel, opened: LoadedModel) -> EndTokens:
     """Sets BOS, EOS and padding tokens in the config and the generation settings, in place.
 
     Values stated by the base are kept; a new model gets the tokenizer's. Generation also stops at the tokenizer's own
-    EOS
-    and, after training on chats, at the token that ended each turn: otherwise it would wait for a base's EOS that no
-    turn contained.
+    EOS and, after training on chats, at the token that ended each turn: otherwise it would wait for a base's EOS that
+    no turn contained.
 
     Raises:
         RunError: the base's generation settings are damaged.

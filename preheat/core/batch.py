@@ -61,7 +61,7 @@ class Batch:
             time, height and width (M-RoPE).
         mask: which tokens attend to which.
         weight: divisor of the mean loss, on the host: trained labels, or examples if the objective compares them.
-        rows: numbers of the data rows, for messages and for `rerun`.
+        rows: numbers of the data rows, for messages and seeds.
         group: consecutive sequences per example: 2 for preference pairs, the preferred one first.
         desirable: for each row, and each of its sequences without the padding, 1 if the answer was liked and 0 if not;
             (): unknown.

@@ -118,9 +118,9 @@ def _incomplete(cls: type[Technique]) -> str:
 
 
 def registry() -> Mapping[str, type[Technique]]:
-    """Returns every technique by name, in alphabetical order."""
+    """Returns every technique that is a key of `techniques` by name, in alphabetical order."""
     _load()
-    return {name: _REGISTRY[name] for name in sorted(_REGISTRY)}
+    return {name: cls for name, cls in sorted(_REGISTRY.items()) if not cls.selected_elsewhere}
 
 
 def has_room(plan: JsonObject) -> bool:

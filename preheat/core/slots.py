@@ -62,10 +62,9 @@ SlotFunction: TypeAlias = Callable[..., Any]
 class Order(IntEnum):
     """The order of transforms on a batch."""
 
-    SHIFT = 0
-    PACK = 1  # on full rows: what needs complete documents
-    SPLIT = 2  # context parallelism: this rank's positions only, so that no more are copied
-    MOVE = 3  # to the device, and what computes there
+    PACK = 0  # on full rows: what needs complete documents
+    SPLIT = 1  # context parallelism: this rank's positions only, so that no more are copied
+    MOVE = 2  # to the device, and what computes there
 
 
 class Finish(IntEnum):

@@ -127,6 +127,8 @@ class Technique(ABC):
     needs: ClassVar[frozenset[Tag]] = frozenset()
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
+    selected_elsewhere: ClassVar[bool] = False
+    """Not a key of `techniques`: another setting of the recipe selects it."""
     training_only: ClassVar[bool] = False
     """Affects training only; ignored when a finished run is loaded for inference."""
     unsupported_for_images: ClassVar[str] = ""
@@ -444,14 +446,14 @@ class Build:
         transfer = self.hooks.transfer
         # The transforms before MOVE ran when the prefetch began: they must not run twice.
         moved = transfer.begun(batch) if transfer is not None else None
-        batch = moved if moved is not None else self._changed(batch, Order.SHIFT, Order.SPLIT)
+        batch = moved if moved is not None else self._changed(batch, Order.PACK, Order.SPLIT)
         # The rest of MOVE runs in either case; the transfer itself is left out if its work is done.
         return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
 
     def begin(self, batch: Batch) -> None:
         """Starts to copy the next micro-batch for `transformed` to the device, overlapped with the queued kernels."""
         if self.hooks.transfer is not None:
-            self.hooks.transfer.begin(batch, self._changed(batch, Order.SHIFT, Order.SPLIT))
+            self.hooks.transfer.begin(batch, self._changed(batch, Order.PACK, Order.SPLIT))
 
     def _changed(self, batch: Batch, first: Order, last: Order, but: object = None) -> Batch:
         # `sorted` is stable: transforms of one order run as techniques added them.

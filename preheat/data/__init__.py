@@ -6,8 +6,8 @@ rows/example_kinds.py      kinds of examples (text, pairs, liked answers, classe
 rows/schemas.py            the layouts by name, and their fields
 rows/formats.py            detects the layout of rows and turns each row into a document
 chat/messages.py           reads the common formats of conversations as messages
-chat/template.py           renders messages with chat templates and finds the assistant's text (by marks or by
-rendering) chat/builtin_templates.py  the built-in chat templates
+chat/template.py           renders messages with chat templates and finds the assistant's text
+chat/builtin_templates.py  the built-in chat templates
 tokenizer.py               the model's tokenizer, or a byte-level BPE trained here
 cache.py                   folders keyed by content; damaged ones are rebuilt
 split.py                   train/validation split by content hash

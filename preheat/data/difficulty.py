@@ -81,7 +81,7 @@ def by_rarity(rows: Rows) -> np.ndarray:
 
 
 def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
-    """Averages scores of documents over the tokens of each row, without padding."""
+    """Averages scores of sequences (of pairs two per document) over the tokens of each row, without padding."""
     row_scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
         documents, sizes = rows.contents(n)
@@ -117,10 +117,11 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
             f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each "
             "document or row"
         )
-    documents = len(rows.tokens.offsets)
+    # A pair of answers is one document of two sequences.
+    documents = len(rows.tokens.offsets) // rows.tokens.group
     # If there are as many rows as documents, the scores are those of documents.
     if len(scores) == documents:
-        return _of_documents(rows, scores)
+        return _of_documents(rows, np.repeat(scores, rows.tokens.group))
     if len(scores) == len(rows):
         return scores
     raise DataError(

@@ -8,6 +8,7 @@ import numpy as np
 
 from preheat.data.packing import IGNORED, Rows
 from preheat.data.preparation import PreparedData
+from preheat.model_folder import vocabulary_size
 
 __all__ = ["baselines"]
 
@@ -35,7 +36,7 @@ def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 
     given, wanted = _pairs(prepared.validation, numbers)
     size = int(max(before.max(), after.max(), given.max(), wanted.max())) + 1
     # Tokens that never occur take a share of the probability too, as in the model's softmax.
-    size = max(size, len(prepared.tokenizer))
+    size = max(size, vocabulary_size(prepared.tokenizer))
     # [vocabulary], p(b) with add-one smoothing.
     unigram = (np.bincount(after, minlength=size) + 1) / (len(after) + size)
     context_counts = np.bincount(before, minlength=size)[given]

@@ -13,7 +13,7 @@ import numpy as np
 
 from preheat.core import Vision
 from preheat.data.cache import entry
-from preheat.data.chat.template import Template
+from preheat.data.chat.template import Template, load_template
 from preheat.data.packing import Rows, Tokens
 from preheat.data.preflight import Findings, Verdict, judge, merged, refuse_unknown
 from preheat.data.preflight_corpus import (
@@ -315,12 +315,9 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     ends, findings = _ends(tokenizer, template), Findings()
     check_template(sources, template, findings)
     check_prompts(sources, encoder, findings)
-    if (
-        # A tokenizer with several named templates keeps them: generation chooses among them (`load_template`).
-        template is not None
-        and tokenizer.chat_template != template.text
-        and not isinstance(tokenizer.chat_template, dict)
-    ):
+    # The tokenizer's own may be several named templates, among which `load_template` chooses; these stay as they are.
+    own = load_template(None, tokenizer) if tokenizer.chat_template else None
+    if template is not None and (own is None or (own.text, own.with_tools) != (template.text, template.with_tools)):
         tokenizer.chat_template = template.text  # so that generation renders prompts as in training
     return _Encoding(tokenizer, encoder, ends, split, content, findings)
 

@@ -64,7 +64,8 @@ def _lengths(sizes: np.ndarray, length: int) -> JsonObject:
     spread = np.geomspace if top >= _ORDERS * least else np.linspace
     # Rounding short lengths gives equal edges, which count once.
     edges = np.unique(np.append(spread(least, top, BINS + 1)[1:].round().astype(int), min(int(sizes.min()), top) - 1))
-    counts, _ = np.histogram(np.minimum(sizes, top), edges)
+    # Bars hold the lengths above the one edge up to the next; np.histogram's bins begin at their first edge.
+    counts, _ = np.histogram(np.minimum(sizes, top), edges + 1)
     return {
         "examples": len(sizes),
         "mean": float(sizes.mean()),

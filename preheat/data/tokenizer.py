@@ -18,7 +18,7 @@ from preheat.data.rows.file_readers import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.hardware.connectivity import hub_reachable
-from preheat.model_folder import FAULTS, beginning, fault, read_object
+from preheat.model_folder import FAULTS, beginning, fault, read_object, vocabulary_size
 from preheat.run_dir import to_json
 from preheat.sanitize import quoted
 
@@ -36,8 +36,8 @@ __all__ = [
     "Encoded",
     "Encoder",
     "load_tokenizer",
-    "vocabulary_mismatch",
     "token_bytes",
+    "vocabulary_mismatch",
     "read_as_it_is",
     "rebuilt_by_transformers",
     "save_tokenizer",
@@ -89,7 +89,7 @@ def load_tokenizer(
             "folder that has tokenizer.json"
         )
     # Code of a folder runs only with the user's consent; code from the hub never runs.
-    runs = path.exists() and remote_code.may_run(knob, name, _code(path))
+    runs = path.exists() and remote_code.may_run(knob, name, _code(knob, path))
     loaded = _read(knob, str(path) if path.exists() else name, runs)
     # Slow tokenizers are pure Python: they have no `backend_tokenizer`, which `Encoder` needs.
     if not loaded.is_fast:
@@ -261,12 +261,12 @@ def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     )
 
 
-def _code(path: Path) -> list[str]:
+def _code(knob: str, path: Path) -> list[str]:
     """Returns the folder's own tokenizer classes, if neither tokenizer.json nor a class of transformers can load it."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     file = path / "tokenizer_config.json"
-    settings = read_object(file, "data.tokenizer") if file.is_file() else {}
+    settings = read_object(file, knob) if file.is_file() else {}
     name = settings.get("tokenizer_class")
     # Consent is required only if the folder cannot be loaded without its code.
     if (path / "tokenizer.json").is_file() or (isinstance(name, str) and tokenizer_class_from_name(name) is not None):
@@ -506,7 +506,7 @@ def _unlike_encodings(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Returns the bytes of each token by id; special tokens have none.
+    """Returns the bytes of each token by id; special tokens, and ids without a token, have none.
 
     Example:
         >>> token_bytes(AutoTokenizer.from_pretrained("gpt2"))[464]  # doctest: +SKIP
@@ -521,7 +521,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     shown = {c: c for c in (*range(33, 127), *range(161, 173), *range(174, 256))}
     hidden = {256 + n: c for n, c in enumerate(c for c in range(256) if c not in shown)}
     byte_of = shown | hidden
-    pieces = [b""] * len(tokenizer)
+    pieces = [b""] * vocabulary_size(tokenizer)
     for token, number in tokenizer.get_vocab().items():
         if number in added:
             content, special = added[number]
@@ -600,7 +600,7 @@ class Encoder:
         self.end: int = tokenizer.eos_token_id
         self.begin: list[int] = beginning(tokenizer)
         # The end-of-text token may have a number beyond the vocabulary. This size decides the dtype of stored ids.
-        self.pieces = max(len(tokenizer), self.end + 1)
+        self.pieces = max(vocabulary_size(tokenizer), self.end + 1)
         # Any token can pad, since padding is never a label and is a document of its own in the attention mask.
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}

@@ -22,6 +22,7 @@ from preheat.core import Images, Vision
 from preheat.data.chat.messages import PLACE, Message, Unreadable
 from preheat.data.rows.file_readers import kind_of
 from preheat.errors import DataError
+from preheat.model_folder import vocabulary_size
 from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class ImageProcessor:
             DataError: the tokenizer has no tokens for images.
         """
         numbers = (vision.image, vision.start, vision.end)
-        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else None for n in numbers)
+        size = vocabulary_size(tokenizer)
+        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < size else None for n in numbers)
         # `text` writes an image as these marks, so each must encode to its own number again.
         encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
         if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:

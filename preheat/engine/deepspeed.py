@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -40,8 +40,8 @@ class _PartModule(nn.Module):
         # DeepSpeed hooks this module's forward: weights that ZeRO-3 has sharded are complete only inside.
         self.part, self.function = part, function
 
-    def forward(self, batch: Batch) -> object:
-        return self.function(self.part, batch)
+    def forward(self, run: Callable[[], object]) -> object:
+        return self.function(self.part, run)
 
 
 class _Optimizer:
@@ -85,8 +85,9 @@ class _NotResumed:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed(Technique):
-    """Not a key of `techniques`: `parallel.engine` selects it."""
+    """DeepSpeed as a technique, which `parallel.engine` selects."""
 
+    selected_elsewhere: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "exact"
     # Everything from the loss to the update: DeepSpeed's engine does all of it in `backward` and `step`.
@@ -127,8 +128,9 @@ class DeepSpeed(Technique):
             engine = self._engine(build, _PartModule(part, plain), fused)
             return _Optimizer(engine)
 
-        def through(part: nn.Module, batch: Batch) -> object:
-            return engine(batch)
+        def through(module: nn.Module, run: Callable[[], object]) -> object:
+            # A teacher or a reference is whole on each device, and no part of DeepSpeed's engine.
+            return engine(run) if module is part else run()
 
         def forward_backward(build: Build, batches: Sequence[Batch], global_weight: float | Tensor) -> LossSum:
             metrics: dict[str, Tensor] = {}

@@ -288,9 +288,9 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: object, choi
         raise DataError(f"{row.where}: choice {empty[0]} is empty (task {task.name})")
     number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
     if number is None:
-        display_path = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
+        listed = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
         raise DataError(
-            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {display_path} (task {task.name})"
+            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {listed} (task {task.name})"
         )
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 

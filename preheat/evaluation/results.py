@@ -57,8 +57,9 @@ def described(result: Result, *, seed: int = 0) -> JsonObject:
     """Returns a result as plain values.
 
     Returns:
-        {rows, tokens, truncated, left, metrics: {name: {value, low, high}}}; low and high are None without an interval.
-        If the result has parts, also parts: [{length, depth (or other keys of `Part.subset`), value, low, high}].
+        {rows, tokens, truncated, unread_rows, metrics: {name: {value, low, high}}}; low and high are None without an
+        interval. If the result has parts, also parts: [{length, depth (or other keys of `Part.subset`), value, low,
+        high}].
     """
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
@@ -135,7 +136,7 @@ def serialize(result: Result) -> JsonObject:
 
     metrics = {name: plain(metric) for name, metric in result.metrics.items()}
     parts = [{"place": dict(part.subset), "metric": plain(part.metric)} for part in result.parts]
-    same = {"rows": result.rows, "identity": result.identity, "tokens": result.tokens, "truncated": result.truncated}
+    same = {key: getattr(result, key) for key in ("rows", "identity", "tokens", "truncated", "unread_rows")}
     return {**same, "alone": dict(result.alone), "metrics": metrics, "parts": parts}
 
 
@@ -151,4 +152,5 @@ def deserialize(values: JsonObject) -> Result:
     # `to_json` writes null for NaN.
     alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
     same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
-    return Result(metrics, parts=parts, alone=alone, **same)
+    # Older runs have no count of unread rows.
+    return Result(metrics, parts=parts, alone=alone, unread_rows=values.get("unread_rows", 0), **same)

@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from preheat.core import Device
 from preheat.errors import RunError
-from preheat.hardware.child_processes import ended_by, tethered
+from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
 from preheat.hardware.tf32 import allow_tf32, has_tf32
@@ -470,26 +471,26 @@ def rates(
 def _measure_in_process(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
     task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
     command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()", json.dumps(task)]
-    with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    # A file for its stderr: a full pipe that is read only after the progress would block the child.
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
         assert child.stdout is not None
-        assert child.stderr is not None
-        # Progress arrives as JSON lines until the child ends. Its stderr is read afterwards, so it must fit in the
-        # pipe.
+        # Progress arrives as JSON lines until the child ends.
         try:
             for line in child.stdout:
                 what, done = json.loads(line)
                 if progress is not None:
                     progress(what, done)
-            errors = child.stderr.read().strip()
         # Ctrl-C too must not leave a child behind that uses all cores.
         except BaseException:
             child.kill()  # Popen.__exit__ waits for it
             raise
-    if child.returncode != 0:
         # A process ended by a signal leaves no message, so the signal is the reason.
-        last = (
-            errors.splitlines()[-1] if errors and child.returncode > 0 else f"its process {ended_by(child.returncode)}"
-        )
+        last = last_error_line(errors) if child.wait() > 0 else ""
+    if child.returncode != 0:
+        last = last or f"its process {ended_by(child.returncode)}"
         raise RunError(f"measuring the rates of this machine failed: {last}")
 
 

@@ -1,8 +1,7 @@
 """Child processes on this host, which end with their parent and rendezvous on the loopback interface. No torch import.
 
 torch's store unpickles messages, so anybody who can connect to it can run code. By default it listens on all interfaces
-(torch
-2.13), and gloo on the interface that the host's name resolves to.
+(torch 2.13), and gloo on the interface that the host's name resolves to.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -23,6 +22,7 @@ __all__ = [
     "all_here",
     "end_with_parent",
     "ended_by",
+    "last_error_line",
     "launched_store",
     "listen",
     "local_group",
@@ -81,6 +81,12 @@ def ended_by(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"was ended by {name}" + (" (perhaps by the kernel, out of memory)" if name == "SIGKILL" else "")
+
+
+def last_error_line(errors: IO[str]) -> str:
+    """Returns the last line of a file that holds a process's standard error, or '' without one."""
+    errors.seek(0)
+    return next((line.strip() for line in reversed(errors.read().splitlines()) if line.strip()), "")
 
 
 def local_group() -> dict[str, str]:

@@ -233,9 +233,14 @@ def _topology() -> _Topology:
 
 def _room(task: Task, place: _Topology, device: torch.device) -> None:
     """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
-    has = probe(device.type).memory
+    import torch.distributed as dist
+
     # Processes on one host share its memory; a GPU belongs to one process.
     sharing = place.local if device.type == "cpu" else 1
+    # Hosts may differ: all ranks compare with the smallest memory, so that none waits for ranks that have stopped.
+    gathered: list[Any] = [None] * place.world
+    dist.all_gather_object(gathered, (probe(device.type).memory, sharing))
+    has, sharing = min(gathered, key=lambda pair: pair[0] / pair[1])
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
         most = int(0.8 * has / _BUFFERS / sharing)

@@ -3,8 +3,7 @@
 glibc's malloc, torch's default, cuts each aligned block out of a larger one and gives the remainder to small objects.
 These stay alive, and freed tensors leave holes that equal tensors do not fit into (before glibc 2.38), so the resident
 memory of a run exceeds its tensors by 10 to 67 %, unpredictably. Blocks of 32 MiB and more are mapped anew each time,
-with a page fault per
-4 KiB.
+with a page fault per 4 KiB.
 
 This heap separates tensors from small objects, reuses freed blocks by best fit with coalescing, and uses huge pages;
 after the first step no new page is touched. It is deterministic in the order of allocations, so the log of a dry run
@@ -37,8 +36,7 @@ def install_heap() -> str | None:
 
     Returns:
         None, or why the heap is not used: the system is not Linux with glibc, or there is no C++ compiler. Without the
-            heap
-        training is the same but needs more memory than planned.
+        heap training is the same but needs more memory than planned.
     """
     if not _is_glibc():
         return _NO_GLIBC

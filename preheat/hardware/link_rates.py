@@ -161,12 +161,19 @@ def store_json(path: Path, values: Mapping[str, object]) -> None:
     """
     try:
         make_private(path.parent)
-        # In the same folder, because a replacement is atomic only within one file system.
+        # In the same folder, because a replacement is atomic only within one file system. Its name is unique, because
+        # two processes may measure at once. Not `write_atomic`: a search stores many observations, and none needs a
+        # sync.
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8"
         ) as partial:
-            partial.write(to_json(values, indent=1) + "\n")
-        os.replace(partial.name, path)  # unique temporary names, because two processes may measure at once
+            try:
+                partial.write(to_json(values, indent=1) + "\n")
+                partial.close()
+                os.replace(partial.name, path)
+            except BaseException:
+                os.unlink(partial.name)
+                raise
     except OSError as error:
         raise RunError(
             f"{path.parent}: cannot store the calibration there ({error.strerror}); "

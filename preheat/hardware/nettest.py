@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.catalogue import accelerator
-from preheat.hardware.child_processes import LOOPBACK, ended_by, listen, local_group, tethered
+from preheat.hardware.child_processes import LOOPBACK, ended_by, last_error_line, listen, local_group, tethered
 from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
 from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
@@ -113,7 +113,7 @@ def expected(result: JsonObject) -> JsonObject:
         try:
             known = accelerator(result["hardware"])
             link, network = known.link, known.network
-            if link is not None and known.name.startswith("MI"):
+            if link is not None and known.link_each:
                 link *= result["devices"] - 1  # each device has a link to every other
         except RecipeError:
             pass  # GPUs that are not in the catalogue have no expected figures
@@ -139,7 +139,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
         # Files instead of pipes: nobody reads them until the end, and a full pipe would block a rank.
-        error_files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(processes)]  # noqa: SIM115
+        error_files = [tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") for _ in range(processes)]  # noqa: SIM115
         try:
             for rank in range(processes):
                 place = {
@@ -224,9 +224,7 @@ def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
 
 
 def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
-    error_file.seek(0)
-    lines = [line for line in error_file.read().splitlines() if line.strip()]
-    last = lines[-1] if lines else f"exit {code}"
+    last = last_error_line(error_file) or f"exit {code}"
     # `_child` wrote the class and the message; the user gets the error as if it was raised here.
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):

@@ -39,14 +39,14 @@ class Conversation:
     """A chat of several turns.
 
     Args:
-            opened: the model (`load_model`).
-            template: formats the messages.
-            settings: the length of a reply and how tokens are sampled.
-            system: the system message.
-            seed: seeds the sampling, together with the turn number.
+        opened: the model (`load_model`).
+        template: formats the messages.
+        settings: the length of a reply and how tokens are sampled.
+        system: the system message.
+        seed: seeds the sampling, together with the turn number.
 
     Example:
-        >>> talk = Conversation(open_model("runs/mine"), template)                                 # doctest: +SKIP
+        >>> talk = Conversation(load_model("runs/mine"), template)                                 # doctest: +SKIP
         >>> talk.say("Who are you?").written.text                                                  # doctest: +SKIP
     """
 

@@ -16,6 +16,7 @@ from preheat.engine.builder import alone, build
 from preheat.engine.device import resolve_device
 from preheat.errors import RecipeError, RunError
 from preheat.inference.text_generation import Prompt, write_texts
+from preheat.model_folder import vocabulary_size
 from preheat.models.generation.generate import Written
 from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
@@ -164,7 +165,7 @@ def _at_start(path: Path, base: str | None) -> LoadedModel:
     device, _ = resolve_device(recipe)
     # A run trained on a GPU may be read on a CPU, where some techniques compute in another way.
     recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
-    model_build = build(recipe, vocabulary=len(tokenizer), device=device)
+    model_build = build(recipe, vocabulary=vocabulary_size(tokenizer), device=device)
     return LoadedModel(recipe, model_build, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
@@ -238,7 +239,7 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
         for name, t in ((name, t.read_on(device)) for name, t in recipe.techniques.items())
         if not t.training_only
     }
-    model_build = build(replace(recipe, techniques=techniques), vocabulary=len(tokenizer), device=device)
+    model_build = build(replace(recipe, techniques=techniques), vocabulary=vocabulary_size(tokenizer), device=device)
     if (
         model_build.weights.folder is not None
         and progress.fingerprints.get("weights") != model_build.weights.fingerprint()
@@ -267,7 +268,7 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
     # Nothing is trained here: batch and length only have to be valid.
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, seq_len=min(512, positions or 512)))
     device, _ = resolve_device(recipe)
-    model_build = build(recipe, vocabulary=len(tokenizer), device=device, reading=True)
+    model_build = build(recipe, vocabulary=vocabulary_size(tokenizer), device=device, reading=True)
     return LoadedModel(recipe, model_build, tokenizer, None, tokenizer_folder)
 
 

@@ -37,10 +37,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Family:
-    """Attributes:
-    block: class of its inverted residual blocks.
-    reader: the convolution of such a block that reads the inner channels.
-    ratio: key of the configuration: inner channels per input channel.
+    """A family of image classifiers with inverted residual blocks.
+
+    Attributes:
+        block: class of the blocks.
+        reader: the convolution of a block that reads the inner channels.
+        ratio: key of the configuration: inner channels per input channel.
     """
 
     block: str

@@ -343,7 +343,6 @@ class WeightSource:
         # A text model can be read from the files of a model with several parts, whose names differ.
         whole = self._has_parts and everything.config.get_text_config() is everything.config
         self._names = names = Names(everything, self._files, self._readable_names(model), of_whole=whole)
-        filled: set[int] = set()
         missing: list[str] = []
 
         def read(name: str, target: Tensor) -> None:
@@ -351,9 +350,8 @@ class WeightSource:
                 missing.append(_plain(name))
 
         for name, parameter in model.named_parameters():
-            if id(parameter) in filled or self._is_fresh(name):
+            if self._is_fresh(name):
                 continue
-            filled.add(id(parameter))
             read(name, parameter)
             # Marked, so that `_init_weights`, called for buffers below, leaves the value that was read.
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]

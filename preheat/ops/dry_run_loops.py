@@ -41,9 +41,6 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
     Normally yields every item. In a dry run, whose tensors hold no data, it yields the first, the second (counted for
     all the middle ones) and the last.
 
-    All of them; in a dry run, whose tensors hold nothing, the first, the second in the name of those like it, and the
-    last.
-
     Args:
         wholly: all iterations are alike, so a dry run executes only one.
 

@@ -101,8 +101,7 @@ def state_bytes(
     Args:
         weights, gradients, optimizer: bytes per parameter. The defaults are AdamW in mixed precision: half-precision
             weights and gradients, fp32 master weights and two moments (Rajbhandari et al. 2020, arXiv:1910.02054,
-            section 3.1:
-            16 in total).
+            section 3.1: 16 in total).
         zero: ZeRO stage: 0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the weights.
 
     Example:

@@ -75,8 +75,7 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
     """Context manager that gives `run_tasks` worker processes: `size` processes including this one, or `processes()`.
 
     The workers are forks of this process, which must not have run a backward pass yet: autograd's threads do not
-        survive a fork.
-    There are no workers if CUDA is initialized already.
+    survive a fork. There are no workers if CUDA is initialized already.
 
     Args:
         do: runs one task in a worker and leaves nothing of it in memory.

@@ -209,7 +209,7 @@ def table(titles: Sequence[str], rows: Iterable[str], *, text: Iterable[int] = (
     Args:
         titles: of the columns; none for a table without a head.
         rows: by `row`, `named_row`, `group_row` or `failed_row`.
-        text: the columns that hold text; the titles of all others stand on the right, as their numbers do.
+        text: the columns that hold text; all other titles are right-aligned, as their numbers are.
     """
     rows, left = list(rows), set(text)
     if len(rows) > _MOST_ROWS:
@@ -225,7 +225,7 @@ def table(titles: Sequence[str], rows: Iterable[str], *, text: Iterable[int] = (
 
 
 def row(*cells: str, kind: str = "") -> str:
-    """Returns a row of a table; of kind `sum` it stands out."""
+    """Returns a row of a table; of kind `sum` it is emphasized."""
     return f"<tr{_class(kind)}>{''.join(cells)}</tr>"
 
 

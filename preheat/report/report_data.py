@@ -216,7 +216,7 @@ def _bad(value: object) -> bool:
 
 
 def _state(events: list[JsonObject], metrics: list[JsonObject], plan: JsonObject) -> dict[str, str]:
-    """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, words}."""
+    """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, message}."""
     session: dict[str, JsonObject] = {}
     for event in events:
         # A new session: the end of the one before no longer describes the run.

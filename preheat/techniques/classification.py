@@ -62,10 +62,10 @@ def classify(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
 
     if model.config.tie_word_embeddings:
         raise ValueError("the head is tied to the embedding; set tie_word_embeddings to False")
-    name = give_classes(model, classes)
-    # The head is drawn on the CPU, whose generator is restored afterwards.
+    # The head is drawn on the CPU, whose generator is restored afterwards; creating it draws too.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        name = give_classes(model, classes)
+        torch.random.default_generator.manual_seed(seed)  # torch.manual_seed would reseed those of GPUs too
         draw_head(model.get_submodule(name), model.config.initializer_range)
     return name
 

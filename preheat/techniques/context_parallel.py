@@ -193,7 +193,7 @@ class ContextParallel(Searchable):
         build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
         # A zigzag gives each device an early and a late chunk, whose causal masks balance.
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
-        # At SPLIT, after SHIFT: the last label of a shard is the first token of the next one.
+        # The labels are shifted already: the last label of a shard is the first token of the next one.
         build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
         summary = f"each row split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)

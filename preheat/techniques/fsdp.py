@@ -62,7 +62,7 @@ class FSDP(Searchable):
         }
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.UNSHARD_SCOPE})
-    roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher"})
+    roles: ClassVar[frozenset[str]] = frozenset({"trained", "teacher", "reference"})
 
     reshard_after_forward: bool = True
     """Free a layer's weights after its forward pass and gather them again for backward (ZeRO-3); false keeps them

@@ -64,7 +64,6 @@ class FusedOperators(Searchable):
     searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS, Tag.COMPILED_LAYERS})
-    roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     norm: bool = True
     """RMSNorm that saves only its input."""

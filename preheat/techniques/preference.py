@@ -216,9 +216,14 @@ class Preference(Technique):
         def reference(batch: Batch, answers: AnswerIndex, over_logits: Callable[..., Tensor]) -> Tensor:
             if "reference" in build.parts:
                 (reference_model,) = build.parts["reference"]
-                return logp(
-                    build.slot(Slot.HIDDEN)(reference_model, batch), batch, answers, over_logits, reference_model
-                )
+
+                def run() -> Tensor:
+                    hidden = build.slot(Slot.HIDDEN)(reference_model, batch)
+                    return logp(hidden, batch, answers, over_logits, reference_model)
+
+                # The scope gathers a sharded reference's weights around both its layers and its head.
+                logps: Tensor = build.slot(Slot.UNSHARD_SCOPE)(reference_model, run)
+                return logps
             # The reference is the model without its adapter, in the state that the copy would have.
             training = part.training
             part.eval()  # without dropout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from preheat.model_folder import vocabulary_size
 from preheat.models import hf
 from preheat.recipe import Recipe
 
@@ -22,7 +23,7 @@ def with_images(recipe: Recipe, data: PreparedData, source_config: PretrainedCon
     Args:
         source_config: what `configs.source` gave for the recipe's model; it is read when not given.
     """
-    vision = hf.facts(hf.configure(recipe, len(data.tokenizer), source_config)).vision
+    vision = hf.facts(hf.configure(recipe, vocabulary_size(data.tokenizer), source_config)).vision
     if vision is None:
         return recipe
     assert hasattr(data.train, "most_images"), "a model that reads images does not stream its rows"

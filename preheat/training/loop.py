@@ -29,6 +29,7 @@ from preheat.hardware.cpu_allocator import release_unused
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
+from preheat.model_folder import vocabulary_size
 from preheat.recipe import Recipe
 from preheat.run_dir import MEMORY_KEYS, Reader, expected_memory
 from preheat.training.hang_watchdog import HangWatchdog
@@ -489,7 +490,7 @@ class _Loop:
             losses = baselines(
                 self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
             )
-            self.writer.event("baseline", vocabulary=len(self.session.data.tokenizer), **losses)
+            self.writer.event("baseline", vocabulary=vocabulary_size(self.session.data.tokenizer), **losses)
 
     def _samples(self) -> None:
         if self.session.samples.prompts:

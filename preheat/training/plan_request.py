@@ -21,7 +21,7 @@ from preheat.hardware.catalogue import accelerator, parse_accelerator
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
-from preheat.model_folder import read_object
+from preheat.model_folder import read_object, vocabulary_size
 from preheat.models import configs, presets
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import write
@@ -319,7 +319,7 @@ def vocabulary_of(recipe: Recipe, source_config: PretrainedConfig | None = None)
             raise RecipeError(
                 f"model.add_tokens: {existing[0]!r} is already in the tokenizer and in the embedding; leave it out"
             )
-    return len(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
+    return vocabulary_size(load_tokenizer(folder, add_tokens=recipe.model.add_tokens))
 
 
 def in_use(device: Device) -> int:

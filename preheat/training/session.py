@@ -24,6 +24,7 @@ from preheat.hardware.interrupts import check
 from preheat.hardware.oom import in_use_bytes
 from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import chat_template
+from preheat.model_folder import vocabulary_size
 from preheat.models import configs, hf, presets
 from preheat.planning.plan import plan, resolve_auto, steps_of
 from preheat.planning.request import Request
@@ -243,7 +244,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
         built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
         source_config = configs.source(recipe)
         data, probes, samples = read_data(recipe, source_config, watch)
-        vocabulary = len(data.tokenizer)
+        vocabulary = vocabulary_size(data.tokenizer)
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
     ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
@@ -338,7 +339,7 @@ def read_data(
         watch.notice(f"layout: {data.layout.description}")
     for line in data.warnings:
         watch.notice(line)
-    model = hf.facts(hf.configure(recipe, len(data.tokenizer), source_config))
+    model = hf.facts(hf.configure(recipe, vocabulary_size(data.tokenizer), source_config))
     require_examples(recipe, data, encoder=model.encoder)
     if recipe.sample.rows and model.encoder:
         raise RecipeError("sample.rows: is for decoders; name what an encoder-decoder is asked with sample.prompts")
@@ -390,7 +391,7 @@ def _prepare(
         Request(
             with_images(recipe, data, source_config),
             device=device,
-            vocabulary=len(data.tokenizer),
+            vocabulary=vocabulary_size(data.tokenizer),
             world=ranks.world,
             rates=measured,
             rows=row_count(data),

@@ -56,6 +56,14 @@ def test_each_device_holds_its_share_of_weights_and_states(
     assert many.tokens == one.tokens  # of the whole step
 
 
+def test_the_reference_of_preference_tuning_is_sharded_too(one: Any) -> None:
+    many = seen("{fsdp: {}, preference: {}}")
+    # The trained model and its reference.
+    assert many.categories["forward"]["parameters"] == pytest.approx(
+        2 * one.categories["forward"]["parameters"] / WORLD, rel=0.05
+    )
+
+
 def test_gathered_weights_are_let_go(one: Any) -> None:
     whole = one.categories["forward"]["parameters"]
     kept, let_go = (

@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from preheat import recipe as recipes
 from preheat.core import registry
+from preheat.engine import checkpoint
+from preheat.engine.builder import build
 from preheat.errors import RecipeError
+from preheat.ops.distributed.dtensor_utils import local
 
-from ..conftest import DEVICE
+from ..conftest import DEVICE, tiny
 from ..contract.settings import BRINGS, CANNOT_RUN_HERE, FAMILY, FURTHER, asked
 from .exactness import Case, run, verdict
-from .processes import ALL
+from .processes import ALL, processes
 
 SCALES = ("fsdp: {}", "data_parallel: {}", "data_parallel: {}, zero1: {}")
 SCALING = {name for scale in SCALES for name in (part.split(":")[0] for part in scale.split(", "))}
@@ -172,6 +177,29 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
                 assert made["states"] == pytest.approx(one["states"] / 2, rel=0.05), case.name
 
 
+def save_reference(rank: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    made = build(tiny("{fsdp: {}, preference: {}}", rows=8), vocabulary=96, device=DEVICE)
+    for tensor in made.parts["reference"][0].parameters():
+        assert local(tensor).numel() <= tensor.numel() / 2 + tensor.shape[-1]
+    checkpoint.save(made, checkpoint.Progress(step=1, samples=8), folder / "checkpoints", keep=1)
+    dist.destroy_process_group()
+
+
+def test_a_sharded_reference_is_saved_whole(tmp_path: Path) -> None:
+    recipe = tiny("{preference: {}}", rows=8)
+    with processes(save_reference, 2, tmp_path):
+        wanted = build(recipe, vocabulary=96, device=DEVICE)
+        other = build(recipes.override(recipe, "seed=7"), vocabulary=96, device=DEVICE)
+    path, _ = checkpoint.find(tmp_path / "checkpoints")
+    assert path is not None
+    checkpoint.load(other, path)
+    read, written = (dict(made.parts["reference"][0].named_parameters()) for made in (other, wanted))
+    assert all(torch.equal(read[name], value) for name, value in written.items())
+
+
 def test_four_processes_are_one(tmp_path: Path) -> None:
     found = check(FOUR, 4, tmp_path)
     assert [made["states"] / found[1][0]["states"] for made in found[1][1:]] == pytest.approx([0.25] * 4, rel=0.05)
@@ -202,8 +230,6 @@ def test_what_does_not_go_together_is_refused() -> None:
     from preheat.core import conflicts_of
     from preheat.engine.builder import context_of, techniques_of
     from preheat.models.hf import configure
-
-    from ..conftest import tiny
 
     def words(techniques: str, more: str = "") -> str:
         recipe = tiny(techniques, rows=8, more=f"parallel: {{devices: 2{more}}}")

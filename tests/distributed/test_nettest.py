@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from preheat.errors import RunError
+from preheat.errors import RecipeError, RunError
+from preheat.hardware import collective_bench
 from preheat.hardware.link_rates import LinkRate, bus_factor, load_links, seconds_of, store_links
 from preheat.hardware.nettest import expected, sizes_of
 from preheat.hardware.rates import load
@@ -31,6 +33,17 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, error = process.communicate(timeout=150)
     return process.returncode, out, error
+
+
+def test_all_ranks_compare_sizes_with_the_smallest_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(gathered: list[tuple[int, int]], mine: tuple[int, int]) -> None:
+        gathered[:] = [mine, (1 << 20, 1)]  # this host, and one with a MiB
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    place = collective_bench._Topology(0, 2, 1, (0, 1), ("a", "b"))
+    task = collective_bench.Task(("all_reduce",), (1 << 20,), "gloo")
+    with pytest.raises(RecipeError, match=r"--sizes: .* of 0\.0 GiB"):
+        collective_bench._room(task, place, torch.device("cpu"))
 
 
 def test_processes_of_two_hosts_are_measured_told_apart_and_kept_for_plans(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def write(
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or bfloat16, of weights and activations.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
-        base: as in `open_model`.
+        base: as in `load_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`

@@ -60,7 +60,7 @@ def write(
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or 8da4w. A matrix whose rows are not divisible by 32 stays in fp32.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
-        base: as in `open_model`.
+        base: as in `load_model`.
         length: size of the cache in positions; None: the model's, up to 2,048.
 
     Returns:

@@ -54,7 +54,7 @@ def write(
         dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix
             whose rows are not divisible by 32 stays in f16; with q4_0, embedding and head are q8_0.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
-        base: as in `open_model`.
+        base: as in `load_model`.
 
     Returns:
         {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `verify.figures`, and llama_cpp:

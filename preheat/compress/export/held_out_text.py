@@ -71,7 +71,7 @@ class HeldOutText:
         return {**perplexities, "unfinished": self.unfinished}
 
     def by(self, model: PreTrainedModel, difference: Difference) -> JsonObject:
-        """Returns `told` for a transformers model."""
+        """Returns `perplexities` for a transformers model."""
         return self.perplexities(difference, lambda rows: [plain_logits(model, row) for row in rows])
 
     def _perplexity(self, replay: Replay) -> float:

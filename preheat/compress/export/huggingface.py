@@ -79,7 +79,7 @@ def write_held(
     Args:
         dtype: of the saved weights; None: the run's.
         tolerance: maximum logit difference relative to the largest logit (at least 1); None: `verify.TOLERANCE`.
-        base: as in `open_model`.
+        base: as in `load_model`.
         final: False for an intermediate folder of another format, whose perplexity and Python code are not reported.
 
     Returns:

@@ -130,7 +130,7 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
     """Context manager that writes the merged model to a temporary Hugging Face folder inside `parent`.
 
     Args:
-        run: as `open_model` takes it.
+        run: as `load_model` takes it.
 
     Raises:
         RunError: as `huggingface.write`; a classifier or an encoder-decoder, which other formats do not support.

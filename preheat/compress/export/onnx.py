@@ -35,6 +35,9 @@ _STEP = """\
 row = numpy.array([ids + answer])
 logits, = session.run(None, {"input_ids": row, "attention_mask": numpy.ones_like(row)})"""
 
+_LARGEST = 1 << 31
+"""Maximum bytes of a protobuf file; a larger model keeps its weights in a file of their own."""
+
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
@@ -45,7 +48,7 @@ def write(
         run: a run, a model's folder, or an adapter's.
         dtype: float32 or int8.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
-        base: as in `open_model`.
+        base: as in `load_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`
@@ -73,7 +76,10 @@ def write(
 
 
 def quantize(file: Path) -> None:
-    """Quantizes the weights of a file's matmuls to 8 bits per row, in place; activations are quantized dynamically."""
+    """Quantizes the weights of a file's matmuls to 8 bits per row, in place; activations are quantized dynamically.
+
+    The result is one file without model.onnx.data, unless it could exceed the size limit of protobuf.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     unquantized = file.with_name("float.onnx")
@@ -81,18 +87,28 @@ def quantize(file: Path) -> None:
     data = file.with_name(file.name + ".data")
     import onnx
 
-    # Into one file under another name, because the quantizer writes to the original name.
-    onnx.save_model(onnx.load(file), unquantized)
+    large = data.is_file() and data.stat().st_size > _LARGEST
+    # Under another name, because the quantizer writes to the original name.
+    values = file.with_name("float.onnx.data")
+    onnx.save_model(onnx.load(file), unquantized, save_as_external_data=True, location=values.name)
     data.unlink(missing_ok=True)
     file.unlink()
     log = logging.getLogger()  # onnxruntime warns through the root logger about its own pre-processing
     level = log.level
     log.setLevel(max(logging.ERROR, level))
     try:
-        quantize_dynamic(unquantized, file, weight_type=QuantType.QInt8, per_channel=True, reduce_range=REDUCE_RANGE)
+        quantize_dynamic(
+            unquantized,
+            file,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            reduce_range=REDUCE_RANGE,
+            use_external_data_format=large,
+        )
     finally:
         log.setLevel(level)
     unquantized.unlink()
+    values.unlink(missing_ok=True)
 
 
 def replay(file: Path, rows: list[Tensor]) -> list[Tensor]:

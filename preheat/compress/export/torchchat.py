@@ -80,7 +80,7 @@ def write(
         run: a run, a model's folder, or an adapter's.
         dtype: float32, bfloat16 or float16, of the weights.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
-        base: as in `open_model`.
+        base: as in `load_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`

@@ -44,7 +44,7 @@ def write(
         dtype: int8 or int4, of the layers' matrices. With int4, a matrix whose rows are not divisible by 32 stays in
             bfloat16.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
-        base: as in `open_model`.
+        base: as in `load_model`.
 
     Returns:
         {path, bytes, dtype, merged, read_by, note} and `verify.figures`

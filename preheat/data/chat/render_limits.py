@@ -109,7 +109,7 @@ _memory_limit = _MemoryLimit()
 
 
 def _clock() -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that raises _Late in the block after `SECONDS`."""
+    """Returns a context manager that raises _TimeLimit in the block after `SECONDS`."""
     return _alarm() if threading.current_thread() is threading.main_thread() else _threads.watching()
 
 

@@ -352,6 +352,8 @@ class Layout:
         if same:
             raise Unreadable("equal_answers", f"'{self.columns['chosen']}' and '{self.columns['rejected']}' are equal")
         if isinstance(good, str):
+            # Conversations are checked as they are rendered.
+            self._check_text(f"field '{self.columns['rejected']}'", bad, notes)
             # Without a prompt, the beginning that both texts share is the prompt, as in Anthropic's HH data.
             shared = before or _shared(good, bad)
             cut = 0 if before else len(shared)

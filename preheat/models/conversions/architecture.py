@@ -330,10 +330,10 @@ def scale_rope(
         original: positions that the model was trained on; by default its `max_position_embeddings`.
         yarn: beta_fast, beta_slow, attention_factor.
 
-        Returns:
+    Returns:
         Positions before and after.
 
-        Raises:
+    Raises:
         ValueError: the model has no unscaled rotary positions.
     """
     text = config.get_text_config()

@@ -123,7 +123,9 @@ def _split_heads_gather_positions(tensors: Sequence[Tensor], group: ProcessGroup
 
 
 def _split_positions_gather_heads(t: Tensor, group: ProcessGroup, degree: int) -> Tensor:
-    """Inverse of `_heads_for_places`: [rows, heads / degree, places * degree, dim] -> [rows, heads, places, dim]."""
+    """Inverse of `_split_heads_gather_positions`: [rows, heads / degree, positions * degree, dim] -> [rows, heads,
+    positions, dim].
+    """
     # [rows, heads / degree, degree, positions, dim]: each rank gets its positions back, from all ranks' heads.
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 

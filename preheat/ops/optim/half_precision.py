@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,16 +34,19 @@ def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> No
     """Makes a module compute in fp32, in place: casts inputs up, disables autocast, casts results to `back_to` (None:
     keeps fp32).
     """
-    forward = module.forward
+    # A partial of a bound method, not a closure: deepcopy binds it to the copied module, so that a copy (the reference
+    # of preference tuning) computes with its own weights.
+    module.forward = functools.partial(_run_in_fp32, module.forward, back_to)  # type: ignore[method-assign]
 
-    def run(*args: object, **kwargs: object) -> object:
-        up = functools.partial(_cast, dtype=torch.float32)
-        args, kwargs = tree_map(up, args), tree_map(up, kwargs)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            out = forward(*args, **kwargs)
-        return out if back_to is None else tree_map(functools.partial(_cast, dtype=back_to), out)
 
-    module.forward = run  # type: ignore[method-assign]
+def _run_in_fp32(
+    forward: Callable[..., object], back_to: torch.dtype | None, *args: object, **kwargs: object
+) -> object:
+    up = functools.partial(_cast, dtype=torch.float32)
+    args, kwargs = tree_map(up, args), tree_map(up, kwargs)
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        out = forward(*args, **kwargs)
+    return out if back_to is None else tree_map(functools.partial(_cast, dtype=back_to), out)
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch.optim.adamw import adamw
 from preheat.ops.distributed.dtensor_utils import first_element, full_tensor, local, local_shard, spread_as
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
+from preheat.ops.optim.param_groups import as_lists
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
 if TYPE_CHECKING:
@@ -210,9 +212,15 @@ class Numbered(Guarded):
         return self._generator.manual_seed((self._seed(p, number) + part * 0x9E3779B97F4A7C15) % (1 << 63))
 
     def _seed(self, p: Tensor, number: int) -> int:
-        """Returns the seed of parameter `p` in step `number`."""
-        # 20 bits for the parameter (a million), 24 for the step (16 million), the rest for the seed.
-        return (self.seed << 44) + (number << 20) + self._order[p]
+        """Returns the seed of parameter `p` in step `number`, below 2**62."""
+        index = self._order[p]
+        # 18 bits for the seed, 24 for the step (16 million), 20 for the parameter (a million). A CPU generator uses the
+        # low 32 bits alone: there such seeds share their draws, which repeat every 4096 steps.
+        if 0 <= self.seed < 1 << 18 and number < 1 << 24 and index < 1 << 20:
+            return (self.seed << 44) + (number << 20) + index
+        # Larger ones are hashed: cut to these bits, different seeds or steps would draw the same numbers.
+        text = f"{self.seed} {number} {index}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 class StochasticAdamW(Numbered):
@@ -263,8 +271,8 @@ class StochasticAdamW(Numbered):
         # The kernel works in registers, so there is no scratch to bound by chunks.
         if self.fused:
             if low:
-                place = self._seed(p, self._number()) % (1 << 62)
-                half_adamw_(here, grad, state, group, self.found_inf, seed=place, first=first)
+                seed = self._seed(p, self._number())
+                half_adamw_(here, grad, state, group, self.found_inf, seed=seed, first=first)
             else:
                 adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
@@ -362,8 +370,8 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
 
 def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Tensor], mark: str) -> list[ParamGroup]:
     """Splits each parameter group: matrices, marked `mark`, and the rest for AdamW (`by_adamw` and vectors)."""
-    # Parameters or groups, as for any torch optimizer.
-    listed = list(groups)
+    # Parameters or groups, as for any torch optimizer; the loop below reads a group's parameters twice.
+    listed = as_lists(groups)
     others = {id(p) for p in by_adamw}
     split = []
     for group in listed if isinstance(listed[0], dict) else [{"params": listed}]:

@@ -1,10 +1,34 @@
-"""The type of an optimizer's groups of parameters."""
+"""Groups of parameters of an optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-__all__ = ["ParamGroup"]
+from torch import Tensor
+
+__all__ = ["ParamGroup", "as_lists"]
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Parameters (`params`) and the settings that the optimizer uses for them, as in torch's `param_groups`."""
+
+
+def as_lists(params: Iterable[Any]) -> list[Any]:
+    """Returns the parameters or groups that torch's optimizers accept, as lists that can be read several times.
+
+    Names of (name, parameter) pairs are dropped. A group's `params` may be a generator, or a single parameter.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> [len(group["params"]) for group in as_lists([{"params": layer.parameters()}, {"params": layer.bias}])]
+        [2, 1]
+    """
+    return [
+        {**p, "params": [p["params"]] if isinstance(p["params"], Tensor) else as_lists(p["params"])}
+        if isinstance(p, dict)
+        else p[1]
+        if isinstance(p, tuple)
+        else p
+        for p in params
+    ]

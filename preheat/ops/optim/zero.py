@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from preheat.ops.optim.param_groups import as_lists
+
 if TYPE_CHECKING:
     from preheat.ops.optim.param_groups import ParamGroup
 
@@ -87,13 +89,9 @@ class ZeROAdamW(torch.optim.Optimizer):
         self._loads = [0] * self.world
         self._averaged: dict[Tensor, Tensor] = {}  # owned parameter -> gradient averaged over all processes
         self._reduced = False  # stage 1: this step's gradients have been averaged
-        # torch's optimizers accept (name, parameter) pairs too.
-        listed = [p[1] if isinstance(p, tuple) else p for p in params]
-        on_host = (
-            next(iter(listed[0]["params"] if isinstance(listed[0], dict) else listed)).device.type == "cpu"
-            if listed
-            else True
-        )
+        listed = as_lists(params)
+        all_parameters = (p for each in listed for p in (each["params"] if isinstance(each, dict) else [each]))
+        on_host = all(p.device.type == "cpu" for p in all_parameters)
         if self.world == 1:
             _say("ZeRO on one process: nothing is sharded, this is AdamW; start several with torchrun")
         if cpu_offload and on_host:

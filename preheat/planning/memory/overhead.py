@@ -121,10 +121,8 @@ def exporting(recipe: Recipe, observation: Observation, device: Device) -> dict[
     """Returns the categories at the peak of `preheat export`, which builds the recipe again on one device.
 
     The export compares the trained model with the written file in fp64 (large models in fp32). On a CPU the written
-    model is in
-    memory too: loaded again, and as pages of its file. None for a run on several devices, because no dry run observed
-        the full
-    model.
+    model is in memory too: loaded again, and as pages of its file. None for a run on several devices, because no dry
+    run observed the full model.
     """
     if any(t.is_parallel() for t in recipe.techniques.values()) or (recipe.parallel.devices or 1) > 1:
         return None

@@ -30,7 +30,6 @@ def longest(
     space: Space,
     *,
     seconds: float = 10.0,
-    confirm: bool = True,
     tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
     """Finds the longest sequences that fit, with a search at each length.

@@ -126,8 +126,7 @@ class _Combiner:
         """Sort key: the order in which techniques are tried.
 
         On a GPU precision comes first, because it decides which kernels the others run. Techniques that change only the
-        ends
-        come last: their benefit shows when the layers are small already.
+        ends come last: their benefit shows when the layers are small already.
         """
         first = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
         return _changes_ends_only((cls(),)), not first

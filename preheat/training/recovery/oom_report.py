@@ -36,10 +36,10 @@ def diagnose(run: str | Path) -> JsonObject:
     """Analyses the latest out-of-memory error of a run.
 
     Returns:
-        {failure: the event `out_of_memory` or None, held: {category: GiB}, predicted: {category: GiB}, peak_phase,
-        room_gib, peak_gib, rungs: events of the fallbacks applied, ways: [{set, peak_gib, seconds_per_step, slower}],
-        at most three, the cheapest first, least: the fallback that needs the least memory if none suffices, shorter:
-        settings that would fit in that case, allocator: {set, or, why} or None}.
+        {failure: the event `out_of_memory` or None, in_use: {category: GiB}, predicted: {category: GiB}, peak_phase,
+        room_gib, peak_gib, fallbacks: events of the fallbacks applied, options: [{set, peak_gib, seconds_per_step,
+        slower}], at most three, the cheapest first, least: the fallback that needs the least memory if none suffices,
+        shorter: settings that would fit in that case, allocator: {set, or, why} or None}.
 
     Raises:
         RunError: no run, no out-of-memory error in it, or another type of device than this machine has.

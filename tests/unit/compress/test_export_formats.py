@@ -317,11 +317,19 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
     wanted = plain_logits(model, torch.from_numpy(ids[:1]))
     assert float((wanted - torch.from_numpy(both[:1])).abs().max()) < 1e-3
 
+    # As a model whose weights exceed protobuf's limit.
+    shutil.copytree(tmp_path / "out", tmp_path / "large")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx, "_LARGEST", 0)
+        onnx.quantize(tmp_path / "large/model.onnx")
+    assert {file.name for file in (tmp_path / "large").glob("*.onnx*")} == {"model.onnx", "model.onnx.data"}
     onnx.quantize(tmp_path / "out/model.onnx")
     assert verify.size(tmp_path / "out", "model.onnx") < 0.6 * made["bytes"], "the data beside it is gone, too"
     found = verify.compare([wanted], onnx.replay(tmp_path / "out/model.onnx", [torch.from_numpy(ids[:1])]))
     assert 0 < found.largest < 0.4 * found.scale
     assert 32 < largest_code(tmp_path / "out/model.onnx") <= 64
+    one, apart = (onnx.replay(tmp_path / name / "model.onnx", [torch.from_numpy(ids)])[0] for name in ("out", "large"))
+    assert torch.equal(one, apart)
 
 
 def largest_code(file: Path) -> int:

@@ -417,6 +417,14 @@ def test_drawn_shapes_meet_the_budget_and_can_be_built(family: str) -> None:
         type(cut.config)(**cut.config.to_dict())  # transformers' own checks, which reading a folder runs
 
 
+def test_fewer_channels_than_a_multiple_stay() -> None:
+    model = made("qwen3")
+    channels = slicing.sizes_of(model.config).channels
+    drawn = shape_sampling.draw(model, parameters=None, draws=4, smallest=0.3, multiple=channels + 1, seed=0)
+    assert drawn
+    assert {sizes.channels for sizes in drawn} == {channels}
+
+
 def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     settings: dict[str, Any] = {"draws": 5, "smallest": 0.3, "multiple": 4, "seed": 1}
     model, whole = made("qwen3"), made("qwen3")

@@ -114,6 +114,13 @@ def test_nothing_decides_by_the_text_of_a_message() -> None:
     assert FOREIGN.keys() - found.keys() == set(), "no longer needed"
 
 
+def test_the_registry_has_the_keys_of_techniques_alone() -> None:
+    before = set(registry())
+    import preheat.engine.deepspeed  # noqa: F401  # selected by parallel.engine
+
+    assert set(registry()) == before
+
+
 def test_a_missing_tag_names_what_provides_it() -> None:
     (problem,) = incompatibilities([registry()["nf4"]()], frozenset())
     assert (problem.technique, problem.code) == ("nf4", ProblemCode.MISSING_TAG)

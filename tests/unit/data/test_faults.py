@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from preheat.data import PreparedData, prepare
 from preheat.data.cache import entry, read_entry
@@ -26,17 +26,25 @@ from preheat.data.chat import render_limits as limits
 from preheat.data.chat.render_limits import TemplateLimit
 from preheat.data.chat.template import Template
 from preheat.data.packing import IGNORED, Rows, Tokens
-from preheat.data.preview import preview
+from preheat.data.preview import _lengths, preview
 from preheat.data.rows.file_readers import expanded, find_files
 from preheat.data.rows.prompt_files import read_prompts
-from preheat.data.tokenizer import Encoder, load_tokenizer, rebuilt_by_transformers, save_tokenizer, train_tokenizer
+from preheat.data.tokenizer import (
+    Encoder,
+    load_tokenizer,
+    rebuilt_by_transformers,
+    save_tokenizer,
+    token_bytes,
+    train_tokenizer,
+)
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.evaluation.prompts import read_rows
 from preheat.hardware.link_rates import store_json
-from preheat.model_folder import beginning
+from preheat.model_folder import beginning, vocabulary_size
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
 from preheat.run_dir import read_value
+from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import TooLong, within
 from ..chats import CHATML, SPECIAL
@@ -549,6 +557,47 @@ def test_the_preview_names_the_file_s_own_rows(tmp_path: Path, folder: Path) -> 
             seen[int(document["where"].rpartition(":")[2])] = "".join(text for text, *_ in document["spans"])
     assert sorted(seen) == list(range(1, 15))
     assert all(f"Say {rows[n - 1]['instruction'][4:]}\n" in text for n, text in seen.items())
+
+
+def test_the_bars_of_a_preview_count_the_lengths_that_they_name() -> None:
+    for sizes in (np.array([3, 3, 4, 5, 90]), np.arange(1, 200), np.array([7, 7, 7]), np.array([2, 300, 301, 9000])):
+        for bar in _lengths(sizes, 64)["bars"]:
+            inside = (sizes >= bar["from"]) & (sizes <= (bar["to"] or sizes.max()))
+            assert bar["count"] == inside.sum(), bar
+
+
+def test_both_answers_of_a_plain_pair_are_checked(tmp_path: Path, folder: Path) -> None:
+    pairs = [{"prompt": "Say: ", "chosen": f"good {n}", "rejected": f"bad {n}<|im_end|>"} for n in range(4)]
+    (tmp_path / "a.jsonl").write_bytes(lines(pairs))
+    with pytest.raises(DataError, match=r"a.jsonl:1: field 'rejected' holds <\|im_end\|>, a special token"):
+        run(tmp_path, folder, tmp_path / "a.jsonl")
+
+
+def test_a_tokenizer_with_several_templates_gets_the_one_that_was_trained(tmp_path: Path, folder: Path) -> None:
+    own = load_tokenizer(str(folder))
+    own.chat_template = {"default": CHATML, "tool_use": CHATML + "{{ tools }}"}
+    own.save_pretrained(tmp_path / "several")
+    (tmp_path / "a.jsonl").write_bytes(lines(GOOD))
+    plain = run(tmp_path, tmp_path / "several", tmp_path / "a.jsonl")
+    assert plain.tokenizer.chat_template == own.chat_template
+    other = run(tmp_path, tmp_path / "several", tmp_path / "a.jsonl", template="alpaca")
+    assert other.layout.template is not None
+    assert other.tokenizer.chat_template == other.layout.template.text != CHATML
+
+
+def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
+    vocabulary = {"<end>": 0, "a": 1, "b": 70_000}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    own.save_pretrained(tmp_path / "gaps")
+    assert vocabulary_size(own) == len(token_bytes(own)) == 70_001
+    assert token_bytes(own)[70_000] == b"b"
+    (tmp_path / "a.txt").write_text("a b " * 100)
+    made = run(tmp_path, tmp_path / "gaps", tmp_path / "a.txt")
+    assert set(made.train.row(0).tokens.tolist()) == {1, 70_000}
+    recipe = parse(f"data: {{source: x, tokenizer: {tmp_path / 'gaps'}}}\nstop: {{epochs: 1}}", where="r")
+    assert vocabulary_of(recipe) == 70_001
 
 
 def test_a_last_partial_row_has_each_token_once() -> None:

@@ -147,6 +147,18 @@ def test_modules_kept_in_fp32_have_fp32_weights_and_products(mode: str) -> None:
     assert "4 modules in fp32" in b.changes["mixed_precision"][0].what
 
 
+def test_a_copy_of_modules_kept_in_fp32_computes_with_its_own_weights() -> None:
+    techniques = "{mixed_precision: {mode: bf16, keep_fp32: ['norm', '^lm_head$']}, preference: {}}"
+    b = build(tiny(techniques), vocabulary=96, device=DEVICE)
+    (part,), (reference,) = b.parts["trained"], b.parts["reference"]
+    hidden, batch = b.slot(Slot.HIDDEN), uneven()
+    before = hidden(reference, batch)
+    with torch.no_grad():
+        for p in part.parameters():
+            p.mul_(2)
+    assert torch.equal(hidden(reference, batch), before)
+
+
 @pytest.mark.parametrize("loss", ["", ", chunked_loss: {rows: 7}"])
 def test_a_head_kept_in_fp32_computes_there_in_every_form_of_the_loss(loss: str) -> None:
     """With everything else in bf16, hidden states equal; the loss then is that of fp32 products over them."""

@@ -16,6 +16,7 @@ from preheat.ops.distributed.dtensor_utils import total_norm
 from preheat.ops.optim.cpu_adamw import HostAdamW
 from preheat.ops.optim.low_bit_adamw import LowBitAdamW
 from preheat.ops.optim.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
+from preheat.ops.optim.zero import ZeROAdamW
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
 from preheat.techniques.apollo import apollo_optimizer
@@ -152,6 +153,29 @@ def test_where_the_gradient_is_not_finite_nothing_changes(name: str) -> None:
         optimizer.step()
         after = [p.detach(), *optimizer.state[p].values()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (value != value)
+
+
+@pytest.mark.filterwarnings("ignore:ZeRO on one process")
+@pytest.mark.parametrize("make", [ZeROAdamW, muon_optimizer])
+def test_groups_of_generators_keep_every_parameter(make: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = make([{"params": model.parameters()}], lr=0.1)
+    assert {p for group in optimizer.param_groups for p in group["params"]} == set(model.parameters())
+
+
+def test_large_seeds_and_steps_draw_numbers_of_their_own() -> None:
+    p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+
+    def numbers(seed: int, step: int) -> tuple[int, list[int]]:
+        optimizer = StochasticAdamW([p], lr=0.1, seed=seed)
+        draws = torch.randint(1 << 62, (4,), generator=optimizer.draws(p, step))
+        return optimizer._seed(p, step), draws.tolist()
+
+    seeds = [(0, 0), (1 << 18, 0), (1 << 19, 0), (1 << 31, 0), (0, 1 << 24)]
+    found = [numbers(*each) for each in seeds]
+    assert len({seed % (1 << 62) for seed, _ in found}) == len(seeds)
+    assert len({tuple(draws) for _, draws in found}) == len(seeds)
+    assert numbers(3, 5)[0] == (3 << 44) + (5 << 20), "recipes with small seeds repeat their losses"
 
 
 def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:

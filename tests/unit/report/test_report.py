@@ -238,6 +238,24 @@ def test_drawings_are_xml_say_their_figure_and_take_colours_from_the_page_only(t
     assert all(level in said[0] for level in ("uniform 8.32", "unigram 6.55", "bigram 4.10"))
 
 
+def test_a_resumed_writer_ends_half_a_line_and_adds_folders(tmp_path, monkeypatch):
+    path = run_folder(tmp_path / "run")
+    lines = (path / "events.jsonl").read_text()
+    (path / "events.jsonl").write_text(lines + '{"kind": "ha')
+    writer = Writer(path, resume=True)
+    # A long run's file is not read to find out how it ends.
+    monkeypatch.setattr(Path, "read_bytes", None)
+    writer.event("resumed", step=60)
+    monkeypatch.undo()
+    for name in ("one", "two"):
+        writer.folder(name, lambda folder: (folder / "a.txt").write_text("a"))
+    writer.close()
+    *_, half, last = (path / "events.jsonl").read_text().splitlines()
+    assert half == '{"kind": "ha'
+    assert json.loads(last)["kind"] == "resumed"
+    assert {"one/a.txt", "two/a.txt"} <= set(writer._mark["files"])
+
+
 def test_what_the_run_wrote_is_shown_not_obeyed(tmp_path):
     path = run_folder(tmp_path / "run", name='"</title><script>alert(1)</script>"')
     writer = Writer(path, resume=True)

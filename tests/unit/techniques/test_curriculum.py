@@ -248,6 +248,17 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
             from_file(tmp_path / name, rows)
 
 
+def test_a_pair_has_one_score(tmp_path: Path) -> None:
+    rows = Rows(Tokens(np.arange(12, dtype=np.uint16), np.array([3, 6, 8, 12]), group=2), 6, "whole")
+    (tmp_path / "pairs.txt").write_text("0.25\n0.75\n")
+    assert from_file(tmp_path / "pairs.txt", rows).tolist() == [
+        {0: 0.25, 1: 0.75}[int(rows.contents(n)[0][0]) // 2] for n in range(2)
+    ]
+    (tmp_path / "few.txt").write_text("1\n2\n3\n4\n5\n")
+    with pytest.raises(DataError, match="there are 2 training documents"):
+        from_file(tmp_path / "few.txt", rows)
+
+
 def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from preheat import recipe as recipes
@@ -235,6 +236,17 @@ def test_confusion_and_f1() -> None:
     table = confusion(torch.tensor(predicted), torch.tensor(truth), 6)
     assert table.sum() == 50
     assert accuracy_and_f1(table)["macro_f1"] == pytest.approx(slow_f1(predicted.tolist(), truth.tolist()))
+
+
+def test_drawing_a_head_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=16, **sizes))
+    before = torch.get_rng_state()
+    classify(model, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeded
 
 
 def test_a_tied_head_is_not_replaced_by_hand() -> None:
