@@ -64,7 +64,10 @@ def fault(error: BaseException, limit: int = 240) -> str:
         >>> fault(KeyError("factor")), fault(ValueError("no such thing\\nat all"))
         ("KeyError: 'factor'", 'no such thing')
     """
-    while isinstance(error, ValueError) and error.__cause__ is not None:
+    from huggingface_hub.errors import StrictDataclassError
+
+    # huggingface_hub's strict dataclasses wrap the errors of a configuration's own checks.
+    while error.__cause__ is not None and isinstance(error, ValueError | StrictDataclassError):
         # The validator's own text names its rule; the original error names the setting.
         error = error.__cause__  # a validator that wraps the original error
     lines = [line for line in str(error).splitlines() if line.strip()]

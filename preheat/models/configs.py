@@ -447,6 +447,7 @@ def _require_sound(values: JsonObject, file: Path) -> None:
         raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; restore the model's own")
     # Sizes under each family's names, in the file itself and in its text part.
     for part in (values, text or {}):
+        _require_known_layers(part.get("layer_types"), file)
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
             if type(value) is not int or value < 1:
@@ -455,6 +456,17 @@ def _require_sound(values: JsonObject, file: Path) -> None:
                 raise RecipeError(
                     f"model.path: {file}: {key}: {quoted(value)} is more than any model has; restore the model's own"
                 )
+
+
+def _require_known_layers(kinds: object, file: Path) -> None:
+    """Rejects a kind of layer that transformers does not know; its own message lists all kinds, and not which it is."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    if unknown := [kind for kind in kinds if kind not in ALLOWED_LAYER_TYPES] if isinstance(kinds, list) else []:
+        raise RecipeError(
+            f"model.path: {file}: layer_types: {quoted(unknown[0])} is no kind of layer that transformers knows; "
+            f"{nearest(str(unknown[0]), ALLOWED_LAYER_TYPES)}"
+        )
 
 
 def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> None:

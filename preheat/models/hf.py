@@ -199,6 +199,8 @@ def _register_attention() -> None:
         for logger, level in noisy.items():
             logger.setLevel(level)
 
+    # It says at each first call that a fused kernel is missing; `missing_kernels` says so where it matters, on a GPU.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     AttentionInterface.register(ATTENTION, _attention)
 
 

@@ -229,6 +229,8 @@ def test_values_of_any_dtype_are_looked_at(dtype: str) -> None:
         ({"hidden_act": "nope"}, r"nope"),
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}}, r"rope"),
         ({"rope_parameters": [1]}, r"config.json: "),
+        ({"layer_types": ["full_attentoin"] * 2}, r"layer_types: 'full_attentoin' .* did you mean 'full_attention'"),
+        ({"layer_types": ["full_attention"]}, r"config.json: `num_hidden_layers` \(2\) must be equal to"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_contradicts_itself_ends_in_one_line(settings: Any, words: str, tmp_path: Path) -> None:
