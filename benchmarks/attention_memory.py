@@ -94,10 +94,10 @@ def main() -> None:
     lines = [
         "# Memory of attention by length",
         "",
-        f"`python benchmarks/attention_memory.py`: MiB at most in one forward and backward pass, 1 x {HEADS} heads x length x {DIM}, fp32,",
+        f"`python benchmarks/attention_memory.py`: peak MiB of one forward and backward pass, 1 x {HEADS} heads x length x {DIM}, fp32,",
         f"causal, inputs and gradients included. torch {torch.__version__} on a CPU. Counted byte by byte (left) and the growth of the",
-        "process's high-water mark (right), each cell in a process of its own. Last column: counted bytes of the longest by those of the",
-        "shortest, over the ratio of their lengths: 1 is linear.",
+        "process's high-water mark (right), each cell in a process of its own. Last column: the counted bytes of the longest over those of the",
+        "shortest, divided by the ratio of their lengths: 1 is linear.",
         "",
         "| kernel | " + " | ".join(f"{n:,}" for n in lengths) + " | growth / length |",
         "|---|" + "---|" * (len(lengths) + 1),
@@ -116,7 +116,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     lines += [
         "",
-        "FlexAttention has no backward pass on a CPU, and FlashAttention's packages need CUDA: not measured here.",
+        "FlexAttention has no backward pass on a CPU, and FlashAttention's packages need CUDA, so they are not measured.",
     ]
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

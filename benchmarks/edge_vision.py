@@ -148,9 +148,9 @@ def main() -> None:
         "# Image classifiers on scikit-learn's digits: distilled, narrower, in 8 bits",
         "",
         f"`{command}{' --timed' if options.timed else ''}`: 1,437 digits of 32 x 32 to train on, 360 held out. torch {torch.__version__}, transformers {transformers.__version__}.",
-        "A student is distilled (70 % of the loss from the teacher, temperature 2), two thirds of its blocks' inner channels are kept, it is taught again, and exported. Logits:",
-        "largest difference of the file's from those of the model it was made from, over 128 calibration images, as a share of the largest logit; as before:",
-        "share of these images with the same first class. Bytes: of the weights, or of the file."
+        "A student is distilled (70 % of the loss from the teacher, temperature 2), pruned to two thirds of its blocks' inner channels, distilled again, and exported. Logits:",
+        "the largest difference between the file's logits and those of its source model over 128 calibration images, as a fraction of the largest logit; as before:",
+        "the fraction of these images with the same top class. Bytes: of the weights, or of the file."
         + (" Times: one image, medians in turns." if options.timed else ""),
     ]
     with tempfile.TemporaryDirectory() as temporary:

@@ -123,7 +123,7 @@ def main() -> None:
     if options.device == "cuda" and "liger" not in options.kernels:
         options.kernels.append("liger")
     lines: list[str] = [
-        f"# Head and loss at {ROWS:,} rows x {PIECES:,} pieces",
+        f"# Head and loss at {ROWS:,} rows x {PIECES:,} tokens of vocabulary",
         "",
         f"`python {shlex.join(sys.argv)}`: forward and backward, milliseconds: median (least to most), in alternation; MiB at the peak",
         "of one pass in a fresh process, the gradients' own in brackets; error: relative norm of all gradients against fp64.",

@@ -449,7 +449,7 @@ def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
         if not every:
             continue
         lines += [
-            f"| {name} | rows | median error | nine in ten within | more than 5 % below |",
+            f"| {name} | rows | median error | 90th percentile | more than 5 % too low |",
             "|---|---|---|---|---|",
         ]
         for source, values in [*sorted(found.items()), (f"**all, of {asked} measured**", every)]:

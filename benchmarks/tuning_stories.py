@@ -104,7 +104,7 @@ def main() -> None:
             f"{text}: " + ", ".join(f"{method} {options.lr or RATES[text][method]:g}" for method in options.methods)
             for text in options.texts
         )
-        + "; nats a token. Gain: by how much the loss on held-out text fell, as a share of full tuning's. Forgotten: loss on TinyStories after, less before.",
+        + "; losses in nats per token. Gain: the decrease of the held-out loss, relative to that of full tuning. Forgotten: the increase of the loss on TinyStories.",
         "",
         "| text | method | trained share | before | after | gain | TinyStories before | after | forgotten | peak MiB | tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",

@@ -47,7 +47,7 @@ def encoder(folder: str, vocabulary: int) -> tuple[Any, str]:
         show_progress=False,
     )
     made.train_from_iterator(documents(), trainer)
-    return made, f"a BPE of {made.get_vocab_size()} pieces trained on the text"
+    return made, f"a BPE of {made.get_vocab_size()} tokens trained on the text"
 
 
 def write_tokens(out: Path, shape: dict[str, Any]) -> str:

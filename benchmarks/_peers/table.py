@@ -67,13 +67,13 @@ def markdown(result: dict[str, Any]) -> str:
         f"Versions: {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; Python {result['python']}.",
         f"Model: {shape['layers']} layers of width {shape['width']}, {shape['heads']} heads, "
         f"feed-forward {shape['feed_forward']}, vocabulary {shape['vocabulary']:,}, tied.",
-        f"Work: {shape['batch']} x {shape['length']} tokens a step, {result['steps']} steps, "
+        f"Work: {shape['batch']} x {shape['length']} tokens per step, {result['steps']} steps, "
         f"AdamW at a constant {shape['lr']:g}; text: {result['text']}.",
         f"tokens/s: median of the steps after the first {UNTIMED}, then over the rounds ({result['repeats']}; low to high). "
         "Ratios: within each round, then the median.",
         "less imports: the high-water mark of resident memory less what was resident after the imports; its ratio is of that.",
         f"loss: mean of the last 5 steps; equal within {result['equal_within']:.0%} of the Trainer's.",
-        f"of bf16 rate: tokens/s x {shape['flops_per_token'] / 1e6:.1f} MFLOP a token (6 x (matrices of the layers + head) + "
+        f"of bf16 rate: tokens/s x {shape['flops_per_token'] / 1e6:.1f} MFLOP per token (6 x (matrices of the layers + head) + "
         "12 x layers x width x (length + 1) / 2), of the higher of the two bf16 rates.",
     ]
     lines = [

@@ -60,6 +60,7 @@ class ActivationOffload(Searchable):
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
+    training_only: ClassVar[bool] = True
     memory_saving: ClassVar[bool] = True
 
     stay: Annotated[int, Bound(1)] = 1

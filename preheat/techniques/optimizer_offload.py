@@ -48,6 +48,7 @@ class OptimizerOffload(Searchable):
     numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="needs a CUDA device")
     last_resort: ClassVar[bool] = True
+    training_only: ClassVar[bool] = True
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OPTIMIZER})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.BF16_COMPUTE, Tag.BF16_WEIGHTS})
 

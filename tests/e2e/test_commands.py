@@ -41,6 +41,13 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
     assert preheat.here.json("eval", "runs/small")["loss"] == pytest.approx(made["validation_loss"], rel=1e-4)
     text = preheat.here.json("generate", "runs/small", "--prompt", "the quick", "--tokens", "8")
     assert text["tokens"] >= 1
+    # A run of a GPU is read without one: offload is for training alone.
+    shutil.copytree(run, preheat.folder / "gpu")
+    recipe = (run / "recipe.yaml").read_text()
+    assert "\ntechniques:\n" in recipe
+    offloaded = recipe.replace("\ntechniques:\n", "\ntechniques:\n  activation_offload: {}\n")
+    (preheat.folder / "gpu/recipe.yaml").write_text(offloaded)
+    assert preheat.here.json("generate", "gpu", "--prompt", "the quick", "--tokens", "8")["text"] == text["text"]
     exported = preheat.here.json("export", "runs/small", "--to", "hf")
     assert exported["max_logit_difference"] < 1e-5
     assert preheat.here.json("eval", exported["path"], "--data", "text", "--length", "32")["loss"] < 6
