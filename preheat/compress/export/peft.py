@@ -25,7 +25,7 @@ from preheat.models.hf import require_decoder_only
 from preheat.ops.adapters.moe_lora import adapted_experts
 from preheat.ops.adapters.peft_io import BASE
 from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, names_of
-from preheat.ops.grouped_mm import STACKS
+from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.run_dir import to_json
@@ -98,6 +98,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
     config.target_modules = _short(names, model)
+    _name_by_weight(config, model, run)
     pairs = _pairs(model, config)
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
@@ -281,12 +282,42 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
     )
 
 
+def _name_by_weight(config: LoraConfig, model: PreTrainedModel, run: str | Path) -> None:
+    """Moves targets that peft takes for the experts' matrices to `target_parameters`, which it leaves alone. In place.
+
+    In families whose experts had a `gate_proj` each in older versions of transformers, peft understands that name so,
+    even if it is that of a shared expert or of a dense block.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    moved: set[str] = set()
+    for name in config.target_modules or ():
+        alone = copy.copy(config)
+        alone.target_modules, alone.rank_pattern, alone.alpha_pattern = {name}, {}, {}
+        try:
+            convert_peft_config_for_transformers(alone, model, None)
+        except ValueError:  # peft would take it for a part of a matrix
+            moved.add(name)
+        else:
+            moved |= set() if name in (alone.target_modules or ()) else {name}
+    if not moved:
+        return
+    if config.use_dora:
+        raise RunError(
+            f"{run}: peft takes {min(moved)} of a {model.config.model_type} for its experts' matrices, which cannot "
+            "have dora; write the merged model with --to hf"
+        )
+    config.target_modules = set(config.target_modules or ()) - moved or None
+    config.target_parameters = sorted({*(config.target_parameters or ()), *(f"{name}.weight" for name in moved)})
+    config.lora_dropout = 0.0  # peft has none on parameters, and the adapter is for inference
+
+
 def _pairs(model: nn.Module, config: LoraConfig) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """Returns the LoRA pairs of experts in peft's layout, by module and stack; adds them to `config`, in place."""
     adapted = {id(module) for module in adapted_experts(model)}
     pairs = {}
     for name, module in model.named_modules():
-        for stack in STACKS if id(module) in adapted else ():
+        for stack in stacks_of(module) if id(module) in adapted else ():
             lora_a, lora_b = (module.get_parameter(f"{stack}_lora_{part}").detach().cpu() for part in "AB")
             # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
             pairs[name, stack] = lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
@@ -300,7 +331,7 @@ def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tens
     from peft.tuners.lora.layer import ParamWrapper
 
     for name, module in model.named_modules():
-        if isinstance(module, ParamWrapper):
+        if isinstance(module, ParamWrapper) and module.parameter_name != "weight":  # that of a module, filled as such
             lora_a, lora_b = pairs[
                 name.removeprefix("base_model.model.").removesuffix(".base_layer"), module.parameter_name
             ]
