@@ -257,7 +257,9 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
 
 
 def _adapter(path: Path, base: str | None) -> LoadedModel:
+    from preheat.models import configs
     from preheat.models.adapter_targets import require_adaptable
+    from preheat.models.text_part import name_in_text
     from preheat.ops.adapters.peft_io import put_in, read_folder
     from preheat.ops.quantization.nf4 import pack_
     from preheat.ops.quantization.serialization import is_compressed
@@ -286,6 +288,8 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
         )
     # Before anything is put into the model: an adapter fits only the weights that it was trained on.
     folder.on_base(named, opened.build.weights, stated=base is not None)
+    if configs.wrapper(opened.recipe) is not None:
+        folder = folder.on_text_part(name_in_text)
     # Rounds the base as in training, since the adapter corrects the rounded weights.
     if packed := folder.written.get("nf4"):
         pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])

@@ -276,7 +276,9 @@ class Lora(Technique):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
+        from preheat.models import configs
         from preheat.models.adapter_targets import describe, resolve
+        from preheat.models.text_part import name_in_text
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
@@ -313,6 +315,7 @@ class Lora(Technique):
             path=build.recipe.model.path,
             knob="techniques.lora.start",
             called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
+            rename=name_in_text if configs.wrapper(build.recipe) is not None else None,
         )
         count = len(names)
         if expert_rank:

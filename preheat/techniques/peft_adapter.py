@@ -187,7 +187,9 @@ class PeftAdapter(Technique):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
+        from preheat.models import configs
         from preheat.models.adapter_targets import describe
+        from preheat.models.text_part import name_in_text
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts
@@ -208,6 +210,7 @@ class PeftAdapter(Technique):
             path=build.recipe.model.path,
             knob="techniques.peft_adapter.start",
             called={},
+            rename=name_in_text if configs.wrapper(build.recipe) is not None else None,
         )
         trained, total = parameter_counts(part)
         return Change(

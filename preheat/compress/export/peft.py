@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,11 @@ from preheat.compress.special_tokens import EndTokens, name_ends, require_same_t
 from preheat.core import Stage
 from preheat.errors import RunError
 from preheat.inference.load import LoadedModel, load_model
+from preheat.model_folder import FAULTS, fault
 from preheat.models import configs
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
+from preheat.models.text_part import name_in_text
 from preheat.ops.adapters.moe_lora import adapted_experts
 from preheat.ops.adapters.peft_io import BASE
 from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, names_of
@@ -79,6 +83,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
     base = _base(opened, names, run)
+    published = _Published.of(opened, run)
     held_text = held_out_text(opened, run)
     unfake_(model)  # the adapter belongs to the unrounded weights
     accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
@@ -88,18 +93,22 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     wanted = verify.logits(model, rows)
     config = copy.deepcopy(model.peft_config["default"])
     values = {
-        name: {key: t.detach().cpu().clone() for key, t in adapter_tensors(model.get_submodule(name))} for name in names
+        published.name(name): {key: t.detach().cpu().clone() for key, t in adapter_tensors(model.get_submodule(name))}
+        for name in names
     }
     if pissa:
         for name in names:
-            values[name] = _as_lora(
-                values[name], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
+            place = published.name(name)
+            values[place] = _as_lora(
+                values[place], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
             )
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
-    config.target_modules = _short(names, model)
-    _name_by_weight(config, model, run)
-    pairs = _pairs(model, config)
+    whole = model if published.whole is None else published.whole
+    config.target_modules = _short(list(values), whole)
+    _name_by_weight(config, whole, run)
+    pairs = {(published.name(name), stack): pair for (name, stack), pair in _pairs(model, config).items()}
+    half = {published.name(name): dtype for name, dtype in half.items()}
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
     double = any(m.nf4_ranges is not None for m in packed.values())
@@ -122,7 +131,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     notes += [*ends.notes, *_unread_end_tokens(ends, ends_of(base_generation))]
     # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
-    del model, packed
+    del model, packed, whole
+    reader = published.reader
     with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # `_merged_otherwise` measures the effect of tied embeddings on merging.
@@ -131,7 +141,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        adapted: PeftModel = peft.get_peft_model(_loaded(source, base, load_options), config)
+        adapted: PeftModel = peft.get_peft_model(_loaded(reader, source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
@@ -143,7 +153,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
-        reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
+        reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(reader, source, base, load_options), folder)
         if half:
             unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             if _round_base(reloaded.get_base_model(), half):
@@ -153,7 +163,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         if written["nf4"]:
             unrounded = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
-            _round(reloaded.get_base_model(), written["nf4"]["modules"], double=double)
+            rounded = [published.name(name) for name in written["nf4"]["modules"]]
+            _round(reloaded.get_base_model(), rounded, double=double)
         difference = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows), rows)
         verify.refuse_beyond(
             difference,
@@ -184,7 +195,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         precision = f", dtype={_name(half)!r}" if half else ""
         use = (
             "import peft, transformers\nbase = "
-            f"transformers.AutoModelForCausalLM.from_pretrained({base!r}{precision})\n"
+            f"transformers.{reader}.from_pretrained({base!r}{precision})\n"
             'base.generation_config = transformers.GenerationConfig.from_pretrained(".")\nmodel = '
             'peft.PeftModel.from_pretrained(base, ".")\n'
             f'tokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {prompt}\n'
@@ -193,6 +204,44 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         )
         model_card.write_export(folder, run, summary, title="adapter for peft", use=use, library="peft")
     return summary
+
+
+@dataclass(frozen=True)
+class _Published:
+    """The model that the adapter is for: the published whole, if the run trained its text part.
+
+    Attributes:
+        whole: the published model on meta; None if the run trained the model as it is published.
+        places: names of its modules and parameters by those in the text part.
+    """
+
+    whole: PreTrainedModel | None
+    places: Mapping[str, str]
+
+    @classmethod
+    def of(cls, opened: LoadedModel, run: str | Path) -> _Published:
+        from transformers import AutoModelForImageTextToText
+
+        config = configs.wrapper(opened.recipe)
+        if config is None:
+            return cls(None, {})
+        try:
+            with torch.device("meta"):
+                whole = AutoModelForImageTextToText.from_config(config)
+        except (*FAULTS, ImportError) as error:
+            raise RunError(
+                f"--to peft: {run}: transformers cannot load {config.model_type}, which the adapter would be for, here "
+                f"({fault(error, 160)}); write the merged model with --to hf"
+            ) from None
+        names = [name for name, _ in (*whole.named_modules(), *whole.named_parameters())]
+        return cls(whole, {text: name for name in names if (text := name_in_text(name)) is not None})
+
+    @property
+    def reader(self) -> str:
+        return "AutoModelForCausalLM" if self.whole is None else "AutoModelForImageTextToText"
+
+    def name(self, name: str) -> str:
+        return self.places.get(name, name)
 
 
 def _half(model: nn.Module) -> dict[str, torch.dtype]:
@@ -339,11 +388,11 @@ def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tens
             module.lora_B["default"].weight.copy_(lora_b)
 
 
-def _loaded(source: str, name: str, read: JsonObject) -> PreTrainedModel:
+def _loaded(reader: str, source: str, name: str, read: JsonObject) -> PreTrainedModel:
     """Loads the base, with the adapter's name for it: the path it is read from may differ (a link, the hub's cache)."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(source, **read)
+    model: PreTrainedModel = getattr(transformers, reader).from_pretrained(source, **read)
     model.name_or_path = name
     return model
 
