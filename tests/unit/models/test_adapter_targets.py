@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,19 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from transformers import AutoModelForCausalLM
 
+from preheat.engine.builder import build
 from preheat.errors import SettingError
-from preheat.models import adapter_targets
+from preheat.models import adapter_targets, hf, moe
+from preheat.ops.adapters.peft_layers import merge
 from preheat.techniques.lora import add_lora
 
+from ...architectures.columns import VOCABULARY, Subject, write_data
 from ...architectures.tiny import ARCHITECTURES, create_model, tiny_config
+from ...conftest import DEVICE, difference
+
+# Delta net with shared experts; Mamba-2 with experts without a gate; transposed experts with biases; convolutions with
+# experts; shared experts beside a dense layer.
+KINDS = ("qwen3_next", "nemotron_h", "gpt_oss", "lfm2_moe", "glm4_moe")
 
 
 def on_meta(name: str) -> Any:
@@ -113,3 +122,43 @@ def test_targets_without_effect_are_refused(name: str, targets: Any, message: st
 def test_experts_of_another_kind_are_refused() -> None:
     with pytest.raises(SettingError, match="expert_rank: 2: transformers computes this model's experts in a way"):
         add_lora(on_meta("llama4_text"), rank=2, expert_rank=2)
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("architectures")
+    write_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in ARCHITECTURES if n != "stablelm"]
+)
+def test_merged_and_saved_every_kind_computes_what_it_did_with_its_adapters(
+    name: str, parent: Path, tmp_path: Path
+) -> None:
+    if name == "phi":
+        pytest.skip("refused: its head has a bias")
+    subject = Subject(name, parent)
+    experts = len(moe.experts_of(subject.model))
+    settings = "rank: 4, expert_rank: 3" if experts else "rank: 4"
+    adapted = build(subject.recipe(f"lora: {{{settings}}}"), vocabulary=VOCABULARY, device=DEVICE)
+    model: Any = adapted.trained[0]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, p in adapted.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    tokens = torch.arange(3, 35)[None]
+    wanted = hf.plain_logits(model, tokens)
+    base = {key: p.detach().clone() for key, p in subject.model.named_parameters()}
+    assert merge(model) == adapted.changes["lora"][0].count
+    assert bool(torch.isclose(hf.plain_logits(model, tokens), wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max()).all())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    logits = hf.plain_logits(loaded, tokens)
+    assert float((logits - wanted).norm() / wanted.norm()) < 1e-5
+    # Every adapter did something: each weight that it is for has changed, of all experts too.
+    stacks = {key for key, p in base.items() if ".experts." in key and p.ndim == 3} if experts else set()
+    names, _ = adapter_targets.resolve(subject.model, "all-linear")
+    for key in {f"{name}.weight" for name in names} | stacks:
+        assert difference({key: loaded.get_parameter(key).detach()}, {key: base[key]}) > 1e-3, key
