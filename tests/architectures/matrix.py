@@ -38,7 +38,7 @@ The classes and configurations are those of transformers {version}; layers, toke
 | resume | losses after a restart from a checkpoint against those of the uninterrupted run: equal |
 | export | `preheat export --to hf`, read by transformers: logits to 1e-5 |
 | generate | `preheat generate` with its cache against transformers' greedy text: equal |
-| LoRA | trained, merged and exported: logits as above |
+| LoRA | `all-linear` and, if the family has them there, pairs on experts: trained, merged and exported: logits as above |
 
 """
 SHORT = {
