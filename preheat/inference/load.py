@@ -14,7 +14,7 @@ from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.engine.builder import alone, build
 from preheat.engine.device import resolve_device
-from preheat.errors import RecipeError, RunError
+from preheat.errors import RecipeError, RunError, SettingError
 from preheat.inference.text_generation import Prompt, write_texts
 from preheat.model_folder import vocabulary_size
 from preheat.models.generation.generate import Written
@@ -273,6 +273,9 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
 
 
 def _adapter(path: Path, base: str | None) -> LoadedModel:
+    from preheat.models import configs
+    from preheat.models.adapter_targets import require_adaptable
+    from preheat.models.text_part import name_in_text
     from preheat.ops.adapters.peft_io import put_in, read_folder
     from preheat.ops.quantization.nf4 import pack_
     from preheat.ops.quantization.serialization import is_compressed
@@ -302,8 +305,14 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
         )
     # Before anything is put into the model: an adapter fits only the weights that it was trained on.
     folder.on_base(named, opened.build.weights, stated=base is not None)
+    if configs.wrapper(opened.recipe) is not None:
+        folder = folder.on_text_part(name_in_text)
     # Rounds the base as in training, since the adapter corrects the rounded weights.
     if packed := folder.written.get("nf4"):
         pack_([model.get_submodule(name) for name in packed["modules"]], double=packed["double_quantization"])
+    try:
+        require_adaptable(model, folder.config)
+    except SettingError as error:
+        raise RecipeError(f"adapter: {path}: {error}") from None
     put_in(model, folder)
     return replace(opened, adapter=folder)

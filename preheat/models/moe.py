@@ -17,11 +17,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.models.layer_sizes import largest
-from preheat.models.token_mixers import recurrent_mixers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
@@ -30,7 +27,6 @@ __all__ = [
     "FAMILIES",
     "TOKENS",
     "RouterRecorder",
-    "adapted",
     "biases",
     "coefficient",
     "compute_by",
@@ -138,37 +134,6 @@ def shared_width(config: PretrainedConfig) -> int:
 def has_bias(config: PretrainedConfig) -> bool:
     """True if the model itself has a bias on the choice of experts, saved in its folder and used by transformers."""
     return config.model_type in _BY_SIGMOID
-
-
-def adapted(model: nn.Module, targets: str | Sequence[str]) -> str | Sequence[str]:
-    """The target modules of adapters: `all-linear` of a model with experts or Mamba layers, by name.
-
-    With experts it means the linear maps of attention and of recurrent mixers: peft would look for those of
-    feed-forward blocks in the experts, which have stacked parameters instead. The last map of a Mamba layer has no
-    adapter, because the layer's fused kernel multiplies by its weight and would leave the adapter out.
-    """
-    if targets != "all-linear":
-        return targets
-    from torch import nn
-
-    attentions = [m for m in model.modules() if type(m).__name__.lower().endswith("attention")]
-    layers = [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
-    recurrent = [mixer for layer in layers for mixer in recurrent_mixers(layer)]
-    # `D`, the skip connection, is a parameter of Mamba layers only.
-    fused = {"out_proj"} if any("D" in mixer._parameters for mixer in recurrent) else set()
-    # peft's own `all-linear` is right for a model without experts and Mamba layers.
-    if not routers(model) and not fused:
-        return targets
-    modules = [*attentions, *recurrent] if routers(model) else list(model.modules())
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    leaves = {
-        leaf
-        for module in modules
-        for leaf, child in module.named_children()
-        # A module that has an adapter already counts as what it was.
-        if (isinstance(child, nn.Linear) or hasattr(child, "base_layer")) and child is not head
-    }
-    return tuple(sorted(leaves - fused))
 
 
 def coefficient(config: PretrainedConfig) -> float:

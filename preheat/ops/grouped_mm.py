@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from preheat.ops.distributed.dtensor_utils import local
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTER",
     "EXCHANGE",
-    "STACKS",
     "Exchange",
     "ExpertAdapter",
     "compute_experts",
     "group_rows",
     "grouped_linear",
+    "stacks_of",
 ]
 
-STACKS = ("gate_up_proj", "down_proj")
-"""Names of the weight stacks of a layer's experts, each [experts, out, in]."""
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of weight stacks of a layer's experts; without a gate it is up_proj."""
 ADAPTER = "preheat_adapter"
 """Attribute of experts with LoRA (ops/adapters/moe_lora.py): the `ExpertAdapter`."""
 
@@ -369,6 +369,14 @@ def _linear(experts: Experts, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     small, large = (local(getattr(experts, f"{name}_lora_{part}")).to(rows.dtype) for part in "AB")
     # scale * B (A x), each rank-r matrix per expert
     return out + adapter.scale * grouped_linear(grouped_linear(rows, small, ends), large, ends)
+
+
+def stacks_of(experts: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the weight stacks of a layer's experts.
+
+    Each is [experts, out, in], or [experts, in, out] if the module says `is_transposed`.
+    """
+    return tuple(name for name in _STACKS if name in experts._parameters)
 
 
 class ExpertAdapter:

@@ -3,9 +3,10 @@
 What: each targeted weight W becomes W + s B A with A and B of `rank`; only A and B are trained. `lora`: s = alpha /
 rank, B starts at zero. `rslora`: s = alpha / sqrt(rank), so that updates do not shrink as the rank grows. `dora`: the
 norm of each output's row of W + s B A is a trained magnitude. `pissa`: A and B start as W's largest singular directions
-and W keeps the residual. On a 4-bit base (`nf4`) this is QLoRA, with `dora` QDoRA. In a model with experts, all-linear
-means attention's layers, and `expert_rank` gives each expert its own adapter; routers stay frozen. `embedding_rank`
-adapts the embedding, and with it a tied head.
+and W keeps the residual. On a 4-bit base (`nf4`) this is QLoRA, with `dora` QDoRA. `target_modules` takes kinds of
+layers too: attention, recurrent (Mamba, delta nets, short convolutions), feed-forward (dense blocks and shared experts)
+and experts, each of which gets its own pair of `expert_rank`; routers stay frozen. `embedding_rank` adapts the
+embedding, and with it a tied head.
 Helps: gradients and optimizer state for a small fraction of the parameters; adapters of a few megabytes; merged for
 inference. Adapting the embedding helps when the task gives tokens new meanings: a rank of 2 took a small tied model
 from 86 to 96 % of full fine-tuning's gain on questions with numbers (benchmarks/results/tuning_stories.md). rsLoRA
@@ -55,11 +56,13 @@ def add_lora(
     """Adds LoRA to a transformers model and freezes the rest, in place; on meta nothing is initialized.
 
     Args:
-        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
-            their last parts (`("q_proj", "v_proj")`).
+        targets: `all-linear` (as in peft, all but the head), a kind of layer (attention, recurrent, feed-forward,
+            experts), a regular expression for module names, or a list of kinds and last parts of names
+            (`("attention", "down_proj")`).
         variant: lora, rslora, dora or pissa.
         pissa_iterations: iterations of a randomized singular value decomposition; 0: the exact one.
-        expert_rank: rank of an adapter for each expert, in models that have experts; 0: none.
+        expert_rank: rank of an adapter for each expert, in models that have experts; 0: none, or `rank` if `targets`
+            names the experts.
             `preheat.ops.grouped_mm.compute_experts` applies them; `preheat.ops.adapters.moe_lora.draw_pairs`
             initializes them if the model is on meta.
         embedding_rank: rank of an adapter on the embedding, which a tied head uses too; 0: none.
@@ -80,13 +83,16 @@ def add_lora(
         >>> len(add_lora(LlamaForCausalLM(config), rank=4, variant="dora"))
         7
     """
+    from preheat.models.adapter_targets import resolve
+
     start = _initialization(variant, pissa_iterations)
-    return _add(
-        model, _config(model, rank, alpha, dropout, targets, variant, start, exclude, embedding_rank), expert_rank
-    )
+    modules, experts = resolve(model, targets)
+    config = _config(model, rank, alpha, dropout, modules, variant, start, exclude, embedding_rank)
+    return _add(model, config, expert_rank or rank * experts)
 
 
 def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
+    from preheat.models.adapter_targets import require_adaptable
     from preheat.ops.adapters.peft_layers import base_of, inject
 
     rank, on_meta = config.r, next(model.parameters()).device.type == "meta"
@@ -94,6 +100,7 @@ def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
     # PiSSA decomposes the base's weights, which have no values on meta: `draw` does it once they are loaded.
     if on_meta:
         plain.init_lora_weights = True
+    require_adaptable(model, config)
     names = inject(model, plain)
     for name in names if str(config.init_lora_weights).startswith("pissa") else ():
         if min(base_of(model, name).weight.shape) < rank:
@@ -106,12 +113,17 @@ def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
 
 
 def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -> None:
-    from preheat.models.moe import experts_of
+    from preheat.models.moe import experts_of, routers
     from preheat.ops.adapters.moe_lora import add_pairs, draw_pairs
 
     modules = experts_of(model)
     if not modules:
-        raise SettingError("expert_rank", f"{rank} is for experts, and the model has none; leave it out")
+        reason = (
+            "transformers computes this model's experts in a way that leaves no place for adapters"
+            if routers(model)
+            else "is for experts, and the model has none"
+        )
+        raise SettingError("expert_rank", f"{rank}: {reason}; leave it out")
     add_pairs(modules, rank, scale)
     for experts in modules if drawn else ():
         draw_pairs(experts)
@@ -136,14 +148,10 @@ def _config(
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    from preheat.models.moe import adapted
-
-    # With experts, all-linear means attention: their matrices are no linear layers.
-    targets, ranks, tied = adapted(model, targets), {}, False
+    ranks, tied = {}, False
     if embedding_rank:
         embedding, head = _end_names(model)
-        # peft matches targets by name; a tied head has no weight of its own and follows the embedding's adapter.
-        targets = _add_target(model, targets, embedding)
+        targets = _add_target(targets, embedding)
         tied = model.get_submodule(head).weight is model.get_submodule(embedding).weight
         ranks = dict.fromkeys((embedding, head) if tied else (embedding,), embedding_rank)
 
@@ -173,16 +181,8 @@ def _end_names(model: nn.Module) -> tuple[str, str]:
     return first, last
 
 
-def _add_target(model: nn.Module, targets: str | Sequence[str], name: str) -> str | Sequence[str]:
+def _add_target(targets: str | Sequence[str], name: str) -> str | Sequence[str]:
     """Adds a module to the targets."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    if targets == "all-linear":
-        # peft expands all-linear only if it is the one target: with another, its layers are listed here.
-        head = _end_names(model)[1]
-        maps = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n != head}
-        return (*sorted({n.rpartition(".")[2] for n in maps}), name)
     return rf"(?:{targets})|{re.escape(name)}" if isinstance(targets, str) else (*targets, name)
 
 
@@ -219,14 +219,14 @@ class Lora(Technique):
     dropout: Fraction = 0.0
     """Dropout on the input of the adapters."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
-    their last parts."""
+    """all-linear (as in peft, all but the head), a kind of layer (attention, recurrent, feed-forward, experts), a
+    regular expression for module names, or a list of kinds and last parts of names."""
     variant: Literal["lora", "rslora", "dora", "pissa"] = "lora"
     """lora; rslora: scaled for high ranks; dora: also trains the norms of the outputs' rows; pissa: starts from the
     base's largest singular directions."""
     expert_rank: NonNegativeInt = 0
     """Rank of an adapter on each expert's matrices, in models with experts (lora and rslora); 0: experts are not
-    adapted."""
+    adapted, or with `rank` if target_modules names them."""
     embedding_rank: NonNegativeInt = 0
     """Rank of an adapter on the embedding, and on a head that is tied to it (lora and rslora); 0: they are not
     adapted."""
@@ -241,6 +241,10 @@ class Lora(Technique):
         # Only PiSSA takes its start out of the base's weights.
         return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
 
+    def _names_experts(self) -> bool:
+        targets = self.target_modules
+        return "experts" in ((targets,) if isinstance(targets, str) else targets)
+
     def check(self, context: Context) -> list[str]:
         problems = []
         if self.variant == "pissa" and Tag.QUANTIZED_BASE in context.tags:
@@ -249,24 +253,17 @@ class Lora(Technique):
             problems.append(
                 "start: pissa starts from the base's singular directions, not from an adapter; use variant: lora"
             )
-        if self.expert_rank:
+        if self._names_experts() or self.expert_rank:
+            key = "expert_rank" if self.expert_rank else "target_modules: experts"
+            without = "set expert_rank: 0" if self.expert_rank else "leave experts out"
             if not context.model.experts:
-                problems.append(
-                    f"expert_rank: {self.expert_rank} is for experts, and {context.model.family} has none; leave it out"
-                )
-            elif context.model.foreign_experts:
-                problems.append(
-                    f"expert_rank: {self.expert_rank}: transformers computes the experts of {context.model.family}, "
-                    "and adapters on them are not supported yet; set expert_rank: 0"
-                )
+                rank = f": {self.expert_rank}" if self.expert_rank else ""
+                problems.append(f"{key}{rank} is for experts, and {context.model.family} has none; leave it out")
             if self.variant not in ("lora", "rslora"):
-                problems.append(
-                    f"expert_rank: goes with lora and rslora, and variant is {self.variant}; set expert_rank: 0"
-                )
-            # peft's folders and dropout know nothing of the experts' pairs.
+                problems.append(f"{key}: goes with lora and rslora, and variant is {self.variant}; {without}")
             if self.dropout or self.start:
                 problems.append(
-                    f"expert_rank: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"
+                    f"{key}: does not go with {'dropout' if self.dropout else 'start'}; leave one of them out"
                 )
         if self.embedding_rank:
             if self.variant not in ("lora", "rslora"):
@@ -284,6 +281,9 @@ class Lora(Technique):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
+        from preheat.models import configs
+        from preheat.models.adapter_targets import describe, resolve
+        from preheat.models.text_part import name_in_text
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
@@ -292,19 +292,20 @@ class Lora(Technique):
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
             start = _initialization(self.variant, self.pissa_iterations)
+            targets, experts = resolve(part, self.target_modules)
             config = _config(
                 part,
                 self.rank,
                 self.alpha,
                 self.dropout,
-                self.target_modules,
+                targets,
                 self.variant,
                 start,
                 exclude,
                 self.embedding_rank,
             )
-            names = _add(part, config, self.expert_rank)
-        # A SettingError names its own setting; every other ValueError is about the targets.
+            expert_rank = self.expert_rank or self.rank * experts
+            names = _add(part, config, expert_rank)
         except SettingError as error:
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
@@ -321,27 +322,27 @@ class Lora(Technique):
             path=build.recipe.model.path,
             knob="techniques.lora.start",
             called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
+            rename=name_in_text if configs.wrapper(build.recipe) is not None else None,
         )
         count = len(names)
-        if self.expert_rank:
+        if expert_rank:
             count += self._begin_experts(build, part)
         # peft would cast the adapters' inputs to fp32, and autocast cast them back at once, a copy each.
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32
             under_autocast(part)
         trained, total = parameter_counts(part)
-        extras = (
-            f", of rank {self.expert_rank} on each of {build.model.experts} experts in {count - len(names)} layers"
-            if self.expert_rank
-            else ""
-        )
-        # The embedding is adapted too, but is no linear map.
-        maps = len(names) - bool(self.embedding_rank)
+        extras = ""
+        if expert_rank:
+            layers = f"{count - len(names)} layer{'' if count - len(names) == 1 else 's'}"
+            extras = f", of rank {expert_rank} on each of {build.model.experts} experts in {layers}"
+        end = _end_names(part)[0] if self.embedding_rank else None
+        projections = describe(part, [name for name in names if name != end])
         if self.embedding_rank:
             tied = " and the head that is tied to it" if config.ensure_weight_tying else ""
             extras += f", of rank {self.embedding_rank} on the embedding{tied}"
         return Change(
-            f"{self.variant} of rank {self.rank} on {maps} linear maps{extras}{begun}: "
+            f"{self.variant} of rank {self.rank} on {projections}{extras}{begun}: "
             f"{trained:,} of {total:,} parameters trained ({trained / total:.1%})",
             count,
         )

@@ -14,12 +14,14 @@ RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
+from preheat.errors import SettingError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,8 +122,8 @@ def add_peft_adapter(
 
     Args:
         method: one of METHODS.
-        targets: `all-linear` (all but the head; with experts, attention's), a regular expression for module names, or
-            their last parts.
+        targets: `all-linear` (as in peft, all but the head), a kind of layer (attention, recurrent, feed-forward), a
+            regular expression for module names, or a list of kinds and last parts of names.
         exclude: a regular expression for names of modules that are not adapted.
         settings: the method's own configuration in peft, e.g. `r=8`.
 
@@ -139,10 +141,21 @@ def add_peft_adapter(
         >>> len(add_peft_adapter(LlamaForCausalLM(config), "loha", r=2))
         7
     """
-    from preheat.models.moe import adapted
+    return _add(model, method, settings, targets, exclude)[1]
+
+
+def _add(
+    model: nn.Module, method: str, settings: Mapping[str, object], targets: str | Sequence[str], exclude: str | None
+) -> tuple[PeftConfig, list[str]]:
+    from preheat.models.adapter_targets import EXPERTS, require_adaptable, resolve
     from preheat.ops.adapters.peft_layers import inject
 
-    return inject(model, configure(method, settings, adapted(model, targets), exclude))
+    modules, experts = resolve(model, targets)
+    if experts:
+        raise SettingError("target_modules", f"{EXPERTS}: {method} adapts linear layers; use lora for experts")
+    config = configure(method, settings, modules, exclude)
+    require_adaptable(model, config)
+    return config, inject(model, copy.copy(config))
 
 
 def merge_peft_adapter(model: nn.Module) -> int:
@@ -166,8 +179,8 @@ class PeftAdapter(Technique):
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """all-linear (all but the head; with experts, attention's), a regular expression for module names, or a list of
-    their last parts."""
+    """all-linear (as in peft, all but the head), a kind of layer (attention, recurrent, feed-forward), a regular
+    expression for module names, or a list of kinds and last parts of names."""
     start: str | None = None
     """A peft folder (adapter_config.json, adapter_model.safetensors) whose adapter training starts from; settings and
     base must match."""
@@ -181,7 +194,9 @@ class PeftAdapter(Technique):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
-        from preheat.models.moe import adapted
+        from preheat.models import configs
+        from preheat.models.adapter_targets import describe
+        from preheat.models.text_part import name_in_text
         from preheat.models.vision import tower_modules
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts
@@ -189,13 +204,11 @@ class PeftAdapter(Technique):
         # With `vision_tower` in the recipe, the tower gets no adapters.
         exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
         try:
-            names = add_peft_adapter(part, self.method, targets=self.target_modules, exclude=exclude, **self.settings)
+            config, names = _add(part, self.method, self.settings, self.target_modules, exclude)
         except ValueError as error:
             raise RecipeError(
                 f"techniques.peft_adapter: {self.method} on {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
             ) from None
-        config = configure(self.method, self.settings, adapted(part, self.target_modules), exclude)
-        # Values are drawn once the base is loaded: some methods derive them from its weights.
         start_note = begin(
             build.weights,
             part,
@@ -205,10 +218,11 @@ class PeftAdapter(Technique):
             path=build.recipe.model.path,
             knob="techniques.peft_adapter.start",
             called={},
+            rename=name_in_text if configs.wrapper(build.recipe) is not None else None,
         )
         trained, total = parameter_counts(part)
         return Change(
-            f"{self.method} on {len(names)} linear maps{start_note}: {trained:,} of "
+            f"{self.method} on {describe(part, names)}{start_note}: {trained:,} of "
             f"{total:,} parameters trained ({trained / total:.1%})",
             len(names),
         )

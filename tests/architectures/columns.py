@@ -244,7 +244,8 @@ def generation(subject: Subject) -> None:
 
 
 def lora(subject: Subject) -> None:
-    subject.run("train", "r.yaml", "--out", "adapted", "--set", "techniques.lora={}")
+    settings = "{expert_rank: 4}" if moe.experts_of(subject.model) else "{}"
+    subject.run("train", "r.yaml", "--out", "adapted", "--set", f"techniques.lora={settings}")
     subject.run("export", "adapted", "--to", "hf", "--out", "merged")
     subject.compare_logits("adapted", "merged")
 

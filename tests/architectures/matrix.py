@@ -38,7 +38,7 @@ The classes and configurations are those of transformers {version}; the layer ty
 | resume | losses after a restart from a checkpoint equal those of the uninterrupted run |
 | export | `preheat export --to hf`, read by transformers: logits agree to 1e-5 |
 | generate | `preheat generate` with its KV cache gives the greedy text of transformers |
-| LoRA | an adapter is trained, merged and exported: logits agree as above |
+| LoRA | `all-linear` and, if the family has them there, pairs on experts are trained, merged and exported: logits agree as above |
 
 """
 SHORT = {

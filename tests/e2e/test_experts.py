@@ -69,7 +69,7 @@ def test_adapters_on_experts_are_peft_s_and_merge_exactly(preheat: Command, data
     )
     preheat.here("train", str(recipe), "--out", str(run))
     told = json.loads((run / "changes.json").read_text())["lora"][0]["what"]
-    assert "of rank 8 on 20 linear maps, of rank 4 on each of 4 experts in 5 layers" in told
+    assert "of rank 8 on 20 attention projections, of rank 4 on each of 4 experts in 5 layers" in told
     for form in ("hf", "peft"):
         made = preheat.here.json("export", str(run), "--to", form, "--out", str(tmp_path / form))
         assert made["max_logit_difference"] < 1e-4, form

@@ -20,7 +20,7 @@ from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import gguf_reader, llama_cpp, verify
 from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
-from preheat.compress.export.merged_model import Plain, plain, require
+from preheat.compress.export.merged_model import Plain, configuration_of, plain, require
 from preheat.errors import RunError
 from preheat.hardware.child_processes import tethered
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["write"]
+__all__ = ["require_supported", "write"]
 
 # Mistral's layers compute the same as llama's; its window is noted in `_notes`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"}
@@ -70,6 +70,8 @@ def write(
     """
     out = Path(out)
     require_new(out, run)
+    if (config := configuration_of(run, base)) is not None:
+        require_supported(config)
     require("gguf", "gguf")
     bound = verify.bound_of("gguf", dtype, tolerance)
     tool = _tool(dtype) if "_k" in dtype else None
@@ -159,7 +161,8 @@ def _write(plain: Plain, file: Path, dtype: str, name: str) -> dict[str, int]:
     import gguf
 
     config = plain.model.config
-    architecture = _architecture(config)
+    require_supported(config)
+    architecture = _ARCHITECTURES[config.model_type]
     writer = _writer(file, architecture)
     writer.add_name(name)
     _add_sizes(writer, config, gguf)
@@ -207,17 +210,13 @@ def _finite(data: np.ndarray) -> bool:
     return bool(np.isfinite(data).all())
 
 
-def _architecture(config: PretrainedConfig) -> str:
-    """Returns llama.cpp's name of the family.
-
-    Raises:
-        RunError: llama.cpp has no architecture that computes the same.
-    """
+def require_supported(config: PretrainedConfig) -> None:
+    """Raises RunError for a model that cannot be written, from its configuration alone: before any work."""
     family = config.model_type
     if family not in _ARCHITECTURES:
         raise RunError(
-            f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and "
-            "llama.cpp's converter"
+            f"--to gguf: writes {', '.join(_ARCHITECTURES)}, and this is a {family}; use --to hf and, where llama.cpp "
+            "has the architecture, its convert_hf_to_gguf.py"
         )
     # gemma2's config uses the second name.
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -234,7 +233,18 @@ def _architecture(config: PretrainedConfig) -> str:
     # transformers' Qwen models may mix full and windowed layers.
     if family != "gemma2" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise RunError(f"--to gguf: some layers attend in a window, which llama.cpp's {family} does not; use --to hf")
-    return _ARCHITECTURES[family]
+    rope = config.rope_parameters
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise RunError(
+            "--to gguf: a part of each head is rotated, which llama.cpp's model of the family does not; use --to hf"
+        )
+    kind = rope.get("rope_type", "default")
+    own_factor = any(rope.get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if kind not in ("default", "linear", "llama3", "yarn") or (kind == "yarn" and own_factor):
+        name = "yarn with an attention factor of its own" if kind == "yarn" else kind
+        raise RunError(
+            f"--to gguf: rotary scaling {name} is not supported there; linear, yarn and llama3 are; use --to hf"
+        )
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -266,12 +276,6 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
     kind = rope.get("rope_type", "default")
     writer.add_rope_dimension_count(_head_dim(config))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise RunError(
-            "--to gguf: a part of each head is rotated, which llama.cpp's model of the family does not; use --to hf"
-        )
-    if kind == "default":
-        return None
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -280,18 +284,13 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, gguf: ModuleType) -> n
         # llama3's scaling is a divisor per frequency: theta^(-2 i / d) over the scaled frequencies of the model.
         base = rope["rope_theta"] ** -(_arange(_head_dim(config)))
         return (base / model.model.rotary_emb.inv_freq.double()).float().numpy()
-    # llama.cpp computes yarn's attention factor from the scale alone.
-    if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {
-        k for k, v in rope.items() if v is not None
-    }:
+    if kind == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-        return None
-    name = "yarn with an attention factor of its own" if kind == "yarn" else kind
-    raise RunError(f"--to gguf: rotary scaling {name} is not supported there; linear, yarn and llama3 are; use --to hf")
+    return None
 
 
 def _arange(size: int) -> Tensor:

@@ -6,25 +6,30 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from preheat import recipe as recipes
 from preheat import remote_code
+from preheat.compress.atomic_folder import home_of
 from preheat.compress.export import huggingface, verify
 from preheat.compress.export.held_out_text import HeldOutText, Replay
 from preheat.errors import RunError
-from preheat.models.hf import facts
+from preheat.model_folder import read_object
+from preheat.models.hf import configure, facts
+from preheat.recipe import Model, Recipe, Stop
+from preheat.run_dir import Reader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Plain", "plain", "require"]
+__all__ = ["Plain", "configuration_of", "plain", "require"]
 
 
 @dataclass
@@ -178,6 +183,32 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
     finally:
         # Also if the writer fails: its weights must not end up in the export.
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def configuration_of(run: str | Path, base: str | None = None) -> PretrainedConfig | None:
+    """Returns the configuration of a model to export, as it is trained; None if its files do not tell.
+
+    Args:
+        run: a run or a checkpoint of it, a model's folder, or an adapter's.
+        base: as in `open_model`.
+    """
+    path, _ = home_of(run)
+    if (path / "recipe.yaml").is_file():
+        recipe = recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml"))
+        folder = recipe.model.path
+        if folder is not None and base is not None:
+            recipe = replace(recipe, model=replace(recipe.model, path=base))
+        elif folder is not None and not Path(folder).is_dir():
+            return None  # `load_model` looks for where it is now
+    else:
+        named: object = str(path)
+        if (path / "adapter_config.json").is_file():
+            named = base or read_object(path / "adapter_config.json", "adapter").get("base_model_name_or_path")
+        if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
+            return None
+        recipe = Recipe(name="export", model=Model(path=named), stop=Stop(max_steps=1))
+        recipe = replace(recipe, batch=replace(recipe.batch, seq_len=2))
+    return configure(recipe)
 
 
 def require(to: str, *packages: str, extra: str | None = None) -> None:

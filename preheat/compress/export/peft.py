@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,15 @@ from preheat.compress.special_tokens import EndTokens, name_ends, require_same_t
 from preheat.core import Stage
 from preheat.errors import RunError
 from preheat.inference.load import LoadedModel, load_model
+from preheat.model_folder import FAULTS, fault
 from preheat.models import configs
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
+from preheat.models.text_part import name_in_text
 from preheat.ops.adapters.moe_lora import adapted_experts
 from preheat.ops.adapters.peft_io import BASE
 from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, names_of
-from preheat.ops.grouped_mm import STACKS
+from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
 from preheat.run_dir import to_json
@@ -79,6 +83,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     require_decoder_only(model, "preheat export --to peft")
     names = names_of(model)
     base = _base(opened, names, run)
+    published = _Published.of(opened, run)
     held_text = held_out_text(opened, run)
     unfake_(model)  # the adapter belongs to the unrounded weights
     accepted = verify.Bound(verify.TOLERANCE[torch.float32] if tolerance is None else tolerance)
@@ -90,20 +95,25 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     config = copy.deepcopy(model.peft_config["default"])
     # Copies on the CPU, because the run's model is freed before peft loads the base.
     values = {
-        name: {key: t.detach().cpu().clone() for key, t in adapter_tensors(model.get_submodule(name))} for name in names
+        published.name(name): {key: t.detach().cpu().clone() for key, t in adapter_tensors(model.get_submodule(name))}
+        for name in names
     }
     if pissa:
         # PiSSA took s B0 A0 out of the base: the exported adapter has to add B A and subtract B0 A0.
         for name in names:
-            values[name] = _as_lora(
-                values[name], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
+            place = published.name(name)
+            values[place] = _as_lora(
+                values[place], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
             )
         # True: peft must not decompose the base again. Twice the rank at the same scale, alpha / r or alpha /
         # sqrt(r).
         config.init_lora_weights, config.r = True, 2 * config.r
         config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
-    config.target_modules = _short(names, model)
-    pairs = _pairs(model, config)
+    whole = model if published.whole is None else published.whole
+    config.target_modules = _short(list(values), whole)
+    _name_by_weight(config, whole, run)
+    pairs = {(published.name(name), stack): pair for (name, stack), pair in _pairs(model, config).items()}
+    half = {published.name(name): dtype for name, dtype in half.items()}
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     # Names of modules in the plain base, without the adapter's wrapper.
     packed = {n.replace(".base_layer", ""): m for n, m in model.named_modules() if isinstance(m, PackedMap)}
@@ -129,7 +139,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     notes += [*ends.notes, *_unread_end_tokens(ends, ends_of(base_generation))]
     # Frees the run's model before peft loads the base again, twice.
     opened.build.parts.clear()
-    del model, packed
+    del model, packed, whole
+    reader = published.reader
     with NewFolder(out) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # `_merged_otherwise` measures the effect of tied embeddings on merging.
@@ -138,8 +149,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         warnings.filterwarnings("ignore", message=r"The following rank_pattern keys .*experts", category=RuntimeWarning)
         # peft reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        # peft builds the adapter, so that config and names are those that it reads.
-        adapted: PeftModel = peft.get_peft_model(_loaded(source, base, load_options), config)
+        adapted: PeftModel = peft.get_peft_model(_loaded(reader, source, base, load_options), config)
         with torch.no_grad():
             for name, tensors in values.items():
                 for key, target in adapter_tensors(adapted.get_submodule(f"base_model.model.{name}")):
@@ -152,7 +162,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         require_same_tokens(ends.tokenizer, folder)
         settings.save_pretrained(folder)
         (folder / BASE).write_text(to_json(written, indent=1), encoding="utf-8")
-        reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(source, base, load_options), folder)
+        reloaded: PeftModel = peft.PeftModel.from_pretrained(_loaded(reader, source, base, load_options), folder)
         if half:
             # Before rounding, for the note: the difference that a user sees on the base in its stored precision.
             unrounded_half = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
@@ -163,8 +173,8 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         if written["nf4"]:
             unrounded = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows))
             notes.append(_NF4.format(", double quantization" if double else "", unrounded.largest))
-            _round(reloaded.get_base_model(), written["nf4"]["modules"], double=double)
-        # The comparison that decides: peft's own reading of the folder against the run.
+            rounded = [published.name(name) for name in written["nf4"]["modules"]]
+            _round(reloaded.get_base_model(), rounded, double=double)
         difference = verify.compare(wanted, verify.logits(reloaded.get_base_model(), rows), rows)
         verify.refuse_beyond(
             difference,
@@ -196,7 +206,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         precision = f", dtype={_name(half)!r}" if half else ""
         use = (
             "import peft, transformers\nbase = "
-            f"transformers.AutoModelForCausalLM.from_pretrained({base!r}{precision})\n"
+            f"transformers.{reader}.from_pretrained({base!r}{precision})\n"
             'base.generation_config = transformers.GenerationConfig.from_pretrained(".")\nmodel = '
             'peft.PeftModel.from_pretrained(base, ".")\n'
             f'tokenizer = transformers.AutoTokenizer.from_pretrained(".")\nids = {prompt}\n'
@@ -205,6 +215,44 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         )
         model_card.write_export(folder, run, summary, title="adapter for peft", use=use, library="peft")
     return summary
+
+
+@dataclass(frozen=True)
+class _Published:
+    """The model that the adapter is for: the published whole, if the run trained its text part.
+
+    Attributes:
+        whole: the published model on meta; None if the run trained the model as it is published.
+        places: names of its modules and parameters by those in the text part.
+    """
+
+    whole: PreTrainedModel | None
+    places: Mapping[str, str]
+
+    @classmethod
+    def of(cls, opened: LoadedModel, run: str | Path) -> _Published:
+        from transformers import AutoModelForImageTextToText
+
+        config = configs.wrapper(opened.recipe)
+        if config is None:
+            return cls(None, {})
+        try:
+            with torch.device("meta"):
+                whole = AutoModelForImageTextToText.from_config(config)
+        except (*FAULTS, ImportError) as error:
+            raise RunError(
+                f"--to peft: {run}: transformers cannot load {config.model_type}, which the adapter would be for, here "
+                f"({fault(error, 160)}); write the merged model with --to hf"
+            ) from None
+        names = [name for name, _ in (*whole.named_modules(), *whole.named_parameters())]
+        return cls(whole, {text: name for name in names if (text := name_in_text(name)) is not None})
+
+    @property
+    def reader(self) -> str:
+        return "AutoModelForCausalLM" if self.whole is None else "AutoModelForImageTextToText"
+
+    def name(self, name: str) -> str:
+        return self.places.get(name, name)
 
 
 def _half(model: nn.Module) -> dict[str, torch.dtype]:
@@ -296,12 +344,42 @@ def _short(names: list[str], model: nn.Module) -> set[str]:
     )
 
 
+def _name_by_weight(config: LoraConfig, model: PreTrainedModel, run: str | Path) -> None:
+    """Moves targets that peft takes for the experts' matrices to `target_parameters`, which it leaves alone. In place.
+
+    In families whose experts had a `gate_proj` each in older versions of transformers, peft understands that name so,
+    even if it is that of a shared expert or of a dense block.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    moved: set[str] = set()
+    for name in config.target_modules or ():
+        alone = copy.copy(config)
+        alone.target_modules, alone.rank_pattern, alone.alpha_pattern = {name}, {}, {}
+        try:
+            convert_peft_config_for_transformers(alone, model, None)
+        except ValueError:  # peft would take it for a part of a matrix
+            moved.add(name)
+        else:
+            moved |= set() if name in (alone.target_modules or ()) else {name}
+    if not moved:
+        return
+    if config.use_dora:
+        raise RunError(
+            f"{run}: peft takes {min(moved)} of a {model.config.model_type} for its experts' matrices, which cannot "
+            "have dora; write the merged model with --to hf"
+        )
+    config.target_modules = set(config.target_modules or ()) - moved or None
+    config.target_parameters = sorted({*(config.target_parameters or ()), *(f"{name}.weight" for name in moved)})
+    config.lora_dropout = 0.0  # peft has none on parameters, and the adapter is for inference
+
+
 def _pairs(model: nn.Module, config: LoraConfig) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """Returns the LoRA pairs of experts in peft's layout, by module and stack; adds them to `config`, in place."""
     adapted = {id(module) for module in adapted_experts(model)}
     pairs = {}
     for name, module in model.named_modules():
-        for stack in STACKS if id(module) in adapted else ():
+        for stack in stacks_of(module) if id(module) in adapted else ():
             lora_a, lora_b = (module.get_parameter(f"{stack}_lora_{part}").detach().cpu() for part in "AB")
             # [experts, rank, in] -> [experts * rank, in]; [experts, out, rank] -> [out, rank * experts]
             pairs[name, stack] = lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)
@@ -315,7 +393,7 @@ def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tens
     from peft.tuners.lora.layer import ParamWrapper
 
     for name, module in model.named_modules():
-        if isinstance(module, ParamWrapper):
+        if isinstance(module, ParamWrapper) and module.parameter_name != "weight":  # that of a module, filled as such
             lora_a, lora_b = pairs[
                 name.removeprefix("base_model.model.").removesuffix(".base_layer"), module.parameter_name
             ]
@@ -323,11 +401,11 @@ def _put_pairs(model: nn.Module, pairs: dict[tuple[str, str], tuple[Tensor, Tens
             module.lora_B["default"].weight.copy_(lora_b)
 
 
-def _loaded(source: str, name: str, read: JsonObject) -> PreTrainedModel:
+def _loaded(reader: str, source: str, name: str, read: JsonObject) -> PreTrainedModel:
     """Loads the base, with the adapter's name for it: the path it is read from may differ (a link, the hub's cache)."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(source, **read)
+    model: PreTrainedModel = getattr(transformers, reader).from_pretrained(source, **read)
     model.name_or_path = name
     return model
 

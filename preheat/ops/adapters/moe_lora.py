@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from preheat.errors import SettingError
 from preheat.ops.distributed.dtensor_utils import local
-from preheat.ops.grouped_mm import ADAPTER, STACKS, ExpertAdapter
+from preheat.ops.grouped_mm import ADAPTER, ExpertAdapter, stacks_of
 
 __all__ = ["OWN", "adapted_experts", "add_pairs", "draw_pairs", "merge_pairs"]
 
-OWN = r"\.(gate_up_proj|down_proj)_lora_[AB]$"
+OWN = r"\.(gate_up_proj|up_proj|down_proj)_lora_[AB]$"
 """Regular expression for the names of the pairs."""
 
 
@@ -38,9 +38,9 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
     for module in experts:
         # Before the pairs are added, which stay trainable.
         module.requires_grad_(False)
-        for name in STACKS:
+        for name in stacks_of(module):
             stack: Any = module.get_parameter(name)
-            count, out, into = stack.shape
+            count, out, into = stack.mT.shape if module.is_transposed else stack.shape
             if rank > min(out, into):
                 raise SettingError(
                     "expert_rank",
@@ -57,7 +57,7 @@ def add_pairs(experts: Sequence[nn.Module], rank: int, scale: float) -> None:
 def draw_pairs(module: nn.Module) -> None:
     """Initializes the pairs of a layer's experts in place: A like a linear layer's weight, B zero."""
     with torch.no_grad():
-        for name in STACKS:
+        for name in stacks_of(module):
             first = module.get_parameter(f"{name}_lora_A")
             # kaiming_uniform_(a=sqrt(5)) of nn.Linear has the bound 1 / sqrt(in). With B = 0 nothing is added at first.
             first.uniform_(-1 / math.sqrt(first.shape[-1]), 1 / math.sqrt(first.shape[-1]))
@@ -77,9 +77,9 @@ def merge_pairs(model: nn.Module) -> int:
     with torch.no_grad():
         for module in adapted:
             scale = vars(module)[ADAPTER].scale
-            for name in STACKS:
+            for name in stacks_of(module):
                 stack, first, second = (_values(module, key) for key in (name, f"{name}_lora_A", f"{name}_lora_B"))
-                # [out, in] += s [out, rank] x [rank, in]; one expert in fp32 at a time bounds the memory.
+                stack = stack.mT if module.is_transposed else stack
                 for matrix, a, b in zip(stack, first, second, strict=True):
                     matrix.copy_(matrix.float() + scale * (b.float() @ a.float()))
                 for part in "AB":

@@ -7,6 +7,7 @@ preheat_base.json           only from preheat: the base weights' fingerprint, an
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -100,12 +101,21 @@ class AdapterFolder:
         config: its peft configuration.
         written: contents of preheat_base.json; {} for folders of other tools.
         knob: the user's setting, which starts every error message.
+        rename: the name in the model of a module or tensor of the adapter's base; None if the model has no such part.
     """
 
     path: Path
     config: PeftConfig
     written: JsonObject
     knob: str
+    rename: Callable[[str], str | None] = lambda name: name
+
+    def on_text_part(self, rename: Callable[[str], str | None]) -> AdapterFolder:
+        """Returns the same adapter for the text part of its base, whose modules have other names."""
+        config = copy.copy(self.config)
+        if not isinstance(targets := config.target_modules, str):
+            config.target_modules = {rename(name) or name for name in targets}
+        return dataclasses.replace(self, config=config, rename=rename)
 
     @property
     def base(self) -> str | None:
@@ -119,14 +129,18 @@ class AdapterFolder:
         """Returns the shape of each tensor in the file, keyed by the base's module names."""
         # Slices read the header alone, so that a wrong adapter is found without loading its values.
         with self._opened() as file:
-            return {_plain(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            return {self._name(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
     def tensors(self) -> dict[str, Tensor]:
         with self._opened() as file:
             return {
-                _plain(key): finite(file.get_tensor(key), key, self.path / _FILE, self.knob)
+                self._name(key): finite(file.get_tensor(key), key, self.path / _FILE, self.knob)
                 for key in file.keys()  # noqa: SIM118
             }
+
+    def _name(self, key: str) -> str:
+        plain = key.removeprefix("base_model.model.").removeprefix("base_model.")
+        return self.rename(plain) or plain
 
     def _opened(self) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -299,6 +313,7 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         config = cls(**{key: values[key] for key in values if key in known and key != "peft_type"})
     except FAULTS as error:
         raise RecipeError(f"{knob}: {file}: {fault(error)}") from None
+    _name_modules(config)
     folder = AdapterFolder(path, config, written, knob)
     for key, effect in _NOT_ADDED.items():
         if getattr(config, key, None):
@@ -323,6 +338,15 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
     return folder
 
 
+def _name_modules(config: PeftConfig) -> None:
+    """Names linear layers as modules that the folder names by their weights, as our export does if peft needs it."""
+    parameters = list(getattr(config, "target_parameters", None) or ())
+    modules = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    if modules and len(modules) == len(parameters) and not isinstance(config.target_modules, str):
+        config.target_modules = {*(config.target_modules or ()), *modules}
+        config.target_parameters = None  # type: ignore[attr-defined]
+
+
 def begin(
     weights: Weights,
     model: nn.Module,
@@ -333,6 +357,7 @@ def begin(
     path: str | None,
     knob: str,
     called: Mapping[str, str],
+    rename: Callable[[str], str | None] | None = None,
 ) -> str:
     """Registers the initial values of injected adapters: peft's initialization, then the folder `start` if given.
 
@@ -341,6 +366,7 @@ def begin(
         path: path of the base, as in the recipe.
         knob: the recipe's key of `start`.
         called: as in `AdapterFolder.agrees`.
+        rename: as in `AdapterFolder`, if the model is the text part of the base.
 
     Returns:
         Text for the run's summary: '' or ', begun from ...'.
@@ -353,6 +379,7 @@ def begin(
     if not start:
         return ""
     folder = read_folder(start, knob)
+    folder = folder if rename is None else folder.on_text_part(rename)
     folder.agrees(config, called)
     folder.fits(model)
     # Last, since fingerprints open the weight files.
@@ -374,10 +401,6 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
     for p in model.parameters():
         p.requires_grad_(False)
     return names
-
-
-def _plain(key: str) -> str:
-    return key.removeprefix("base_model.model.").removeprefix("base_model.")
 
 
 def _last(name: str) -> str:

@@ -69,8 +69,9 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
             # peft raises ValueError for other causes too; only its two messages about missing targets are translated.
             if "arget modules" not in str(error) and "were targeted" not in str(error):
                 raise
-            raise ValueError("matches no linear map of the model") from None
-    # Number of modules that hold each parameter, by identity.
+            experts = any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters())
+            hint = "; its experts hold theirs in one parameter, which the name `experts` stands for" if experts else ""
+            raise ValueError(f"matches no linear map of the model{hint}") from None
     uses: dict[int, int] = {}
     if getattr(config, "ensure_weight_tying", False):
         _tie_head(model)
@@ -84,12 +85,6 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
     for name in names:
-        # Experts in one stacked parameter have no `weight`; NF4 layers have none either, but a property.
-        if "weight" not in base_of(model, name)._parameters and not isinstance(base_of(model, name), PackedMap):
-            raise ValueError(
-                f"{name} holds all its experts' matrices in one parameter, which is not a linear map; name other "
-                "maps, e.g. [q_proj, k_proj, v_proj, o_proj], and give the experts lora's expert_rank"
-            )
         if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
             raise ValueError(
                 f"{name} shares its weight with another module, which merging would change too; lora's embedding_rank "
@@ -129,8 +124,13 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # `inject` rejects tied weights, about which peft only warns.
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-        # The tuner itself, which injects on construction and modifies `model` in place; the wrapper object is not used.
-        PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, "default")
+        tuner, lora = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], config.peft_type == "LORA"
+        if lora and config.target_modules != "all-linear":
+            facade = _without_family(model)
+            tuner(facade, config, "default")
+            model.peft_config = facade.peft_config  # for the export
+        else:
+            tuner(model, config, "default")
         if tied:
             config.ensure_weight_tying = True
     for module in model.modules():
@@ -143,6 +143,18 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
                 drawn.data.mul_(drawn.shape[0] ** -0.5)
         if isinstance(module, LycorisLayer) and module.module_dropout == {"default": 0.0}:
             module.module_dropout["default"] = _Nothing()  # type: ignore[assignment]
+
+
+def _without_family(model: nn.Module) -> nn.Module:
+    """Returns a module of the same children, to inject into, of which peft does not know the family.
+
+    In families with experts peft takes `gate_proj`, `up_proj` and `down_proj` of dense blocks and shared experts for
+    the experts' stacked matrices, because these had such names once.
+    """
+    facade: Any = nn.Module()
+    facade._modules, facade._parameters = model._modules, model._parameters
+    facade.config = {"model_type": "custom"}
+    return facade  # type: ignore[no-any-return]
 
 
 @functools.cache

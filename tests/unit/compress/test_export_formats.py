@@ -25,6 +25,7 @@ from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RunError
 from preheat.models.hf import plain_logits
 
+from ...architectures.tiny import ARCHITECTURES, tiny_config
 from ..chats import KINDS, TALKS
 
 VOCABULARY = 300
@@ -262,6 +263,19 @@ def test_another_tokenizer_in_the_file_is_refused(
     source = folder_of("qwen2", tokenizer, tmp_path / "model")
     with pytest.raises(RunError, match="the file's tokenizer splits"):
         gguf.write(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", sorted({*ARCHITECTURES} - {"llama", "mistral", "qwen2", "qwen3"}))
+def test_architectures_that_gguf_does_not_write_are_refused_by_name_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    tiny_config(family).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(gguf, "plain", None)  # reads the weights
+    reason = (
+        f"and this is a {family}; use --to hf and, where llama.cpp has the architecture, its convert_hf_to_gguf.py$"
+    )
+    with pytest.raises(RunError, match=reason):
+        gguf.write(tmp_path / "model", tmp_path / "out")
 
 
 def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
