@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ class Vision:
         temporal: frames of a patch (a still image is repeated).
         channels: channels of a pixel.
         merge: merge x merge patches become one token of the text.
-        side: side of the square grid of learned positions.
+        side: side of the square grid of learned positions; 0: there is none.
         deep: number of first text layers that the tower's intermediate features are added to.
         image, start, end: placeholder token of a merged patch, and the tokens around an image.
+        window: side in tokens of the square that some of the tower's blocks attend within; 0: all attend to the image.
     """
 
     blocks: int
@@ -37,6 +38,7 @@ class Vision:
     image: int
     start: int
     end: int
+    window: int = 0
 
     @property
     def values(self) -> int:
@@ -53,6 +55,21 @@ class Vision:
         side = max(int(pixels**0.5) // (self.patch * self.merge), 1) * self.merge
         return side, side
 
+    def windows(self, rows: int, columns: int) -> list[int]:
+        """Returns the patches of each window of an image of so many rows and columns of patches; [] without windows.
+
+        Example:
+            >>> Vision(2, 14, 2, 3, 2, 0, 0, 0, 1, 2, window=4).windows(12, 8)
+            [64, 32]
+        """
+        if not self.window:
+            return []
+        high, wide = (
+            [min(self.window, tokens - start) for start in range(0, tokens, self.window)]
+            for tokens in (rows // self.merge, columns // self.merge)
+        )
+        return [h * w * self.merge**2 for h in high for w in wide]
+
 
 @dataclass
 class Images:
@@ -65,26 +82,25 @@ class Images:
 
     Attributes:
         patches: [patches, values of a patch] fp32.
-        taps, shares: [patches, 4]: the rows of the learned positions around a patch (int64), and their interpolation
-            weights (fp32).
-        grid: [patches, 2] int64, each patch's row and column in its image.
+        inputs: further inputs of the tower, by transformers' names: `position_ids` [patches, 2] int64, each patch's row
+            and column in its image; with learned positions `interp_indices` and `interp_weights` [patches, 4], the
+            learned positions around a patch (int64) and their weights (fp32); with windows `window_index` [tokens]
+            int64, the tokens window by window.
         positions: [tokens of images] int64, their positions in the flattened batch. Fewer than the tower's features if
             a micro-batch without images has a blank one as a stand-in: ranks that shard weights must all run the tower.
         sizes: on the host, patches of each image.
+        windows: on the host, patches of each window of the images; empty without windows.
     """
 
     patches: Tensor
-    taps: Tensor
-    shares: Tensor
-    grid: Tensor
+    inputs: Mapping[str, Tensor]
     positions: Tensor
     sizes: tuple[int, ...]
+    windows: tuple[int, ...] = ()
 
     def pin_memory(self) -> Images:
         return self.each(lambda t: t.pin_memory())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Images:
-        patches, taps, shares, grid, places = map(
-            change, (self.patches, self.taps, self.shares, self.grid, self.positions)
-        )
-        return Images(patches, taps, shares, grid, places, self.sizes)
+        inputs = {name: change(t) for name, t in self.inputs.items()}
+        return replace(self, patches=change(self.patches), inputs=inputs, positions=change(self.positions))

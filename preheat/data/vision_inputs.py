@@ -168,7 +168,9 @@ def resolve_images(
     if eye is None:
         if files or any(m.get("images") for m in talk):
             raise Unreadable(
-                "images", "has images, and the model reads only text; use one that reads images, such as a qwen3_vl"
+                "images",
+                "has images, and the model reads only text; if it was published with a vision part set model.part: "
+                "whole, else use one that was, such as a qwen3_vl",
             )
         return list(talk), ()
     texts = [m["content"].replace("<image>", PLACE) if files is not None else m["content"] for m in talk]
@@ -336,8 +338,18 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) 
     positions = (tokens.flatten() == vision.image).nonzero().flatten()
     expected = sum(p.patches for p in pictures) // vision.merge**2
     assert len(positions) == expected, f"{len(positions)} positions for {expected} image tokens"
-    taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
-        grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
-    )
-    grid = vision_utils.get_vision_position_ids(grids, vision.merge)
-    return Images(torch.from_numpy(patches), taps, shares, grid, positions, tuple(grids.prod(-1).tolist()))
+    inputs = {"position_ids": vision_utils.get_vision_position_ids(grids, vision.merge)}
+    if vision.side:
+        inputs["interp_indices"], inputs["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
+        )
+    windows: list[int] = []
+    if vision.window:
+        inputs["window_index"], ends = vision_utils.get_vision_window_index(
+            grids,
+            spatial_merge_size=vision.merge,
+            window_size=vision.window * vision.merge * vision.patch,
+            patch_size=vision.patch,
+        )
+        windows = ends.diff().tolist()
+    return Images(torch.from_numpy(patches), inputs, positions, tuple(grids.prod(-1).tolist()), tuple(windows))

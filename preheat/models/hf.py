@@ -279,7 +279,7 @@ def _refuse(config: PretrainedConfig) -> None:
     if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat "
-            f"trains text models, {' and '.join(vision.FAMILIES)}, and the text part of "
+            f"trains text models, with images {', '.join(vision.FAMILIES)}, and the text part of "
             f"{', '.join(text_part.FAMILIES)}; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )

@@ -1,4 +1,4 @@
-"""Vision-language models (Qwen3-VL and its mixture of experts): settings, and the forward pass over packed rows.
+"""Vision-language models: how a configuration's model reads images, and the forward pass over packed rows.
 
 The parts are transformers' own: the vision tower with its mergers, and the text layers. The code around them there
 synchronizes with the device in each pass (boolean masks, `tolist` in every block of the tower); here sizes come with
@@ -38,7 +38,8 @@ __all__ = [
     "vision_of",
 ]
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families that are trained with images."""
 PROJECTORS = ("merger", "deepstack_merger_list")
 """The parts of a tower that project its features to the text's width."""
 
@@ -54,11 +55,12 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
         temporal=c.temporal_patch_size,
         channels=c.in_channels,
         merge=c.spatial_merge_size,
-        side=int(c.num_position_embeddings**0.5),
-        deep=len(c.deepstack_visual_indexes),
+        side=int(getattr(c, "num_position_embeddings", 0) ** 0.5),
+        deep=len(getattr(c, "deepstack_visual_indexes", ())),
         image=config.image_token_id,
         start=config.vision_start_token_id,
         end=config.vision_end_token_id,
+        window=getattr(c, "window_size", 0) // (c.patch_size * c.spatial_merge_size),
     )
 
 
@@ -174,8 +176,8 @@ def tower_modules(model: PreTrainedModel) -> str | None:
 
 def replace_deepstack(model: PreTrainedModel) -> None:
     """Makes the text's first layers add the tower's inner features at known indices, in place."""
-    if tower(model) is not None:
-        text = model.base_model.language_model
+    text = getattr(model.base_model, "language_model", None)
+    if tower(model) is not None and hasattr(text, "_deepstack_process"):
         text._deepstack_process = types.MethodType(_add_at, text)
 
 
@@ -204,10 +206,9 @@ def embedded(
     output = vision_tower(
         images.patches,
         grid_thw=None,
-        interp_indices=images.taps,
-        interp_weights=images.shares,
-        position_ids=images.grid,
+        **images.inputs,
         cu_seqlens=ends,
+        **({"cu_window_seqlens": np.cumsum((0, *images.windows))} if images.windows else {}),
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
@@ -217,5 +218,5 @@ def embedded(
     embeddings = model.get_input_embeddings()(tokens)
     features = output.pooler_output[:count].to(embeddings.dtype)
     merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
-    deep = [each[:count] for each in output.deepstack_features]
-    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep}
+    deep = [each[:count] for each in getattr(output, "deepstack_features", ())]
+    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep} if deep else {}

@@ -58,19 +58,29 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
 
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     data, token = recipe.data, vision.merge**2  # patches per token
-    each = math.prod(vision.grid(data.image_pixels)) // token
+    grid = vision.grid(data.image_pixels)
+    each = math.prod(grid) // token
     in_row = min(round(data.images * each), recipe.batch.seq_len - 1)  # tokens
     full, rest = divmod(in_row, each)
     # A blank image if there is none.
     sizes = ((each * token,) * full + ((rest * token,) if rest else ())) * rows or (token,)
     patches = sum(sizes)
+    inputs = {"position_ids": torch.empty(patches, 2, dtype=torch.int64)}
+    if vision.side:
+        inputs["interp_indices"] = torch.empty(patches, 4, dtype=torch.int64)
+        inputs["interp_weights"] = torch.empty(patches, 4)
+    windows: list[int] = []
+    if vision.window:
+        inputs["window_index"] = torch.empty(patches // token, dtype=torch.int64)
+        # Of an image that is cut the windows are those of a narrow one.
+        narrow = vision.windows(vision.merge, rest * vision.merge)
+        windows = (vision.windows(*grid) * full + narrow) * rows or vision.windows(vision.merge, vision.merge)
     return Images(
         torch.empty(patches, vision.values),
-        torch.empty(patches, 4, dtype=torch.int64),
-        torch.empty(patches, 4),
-        torch.empty(patches, 2, dtype=torch.int64),
+        inputs,
         torch.empty(rows * in_row, dtype=torch.int64),
         sizes,
+        tuple(windows),
     )
 
 

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREHEAT_CACHE", str(folder / "cache"))
         for family in ("qwen3_vl", "qwen3_vl_moe"):
-            tiny_folder(folder / family, experts=family.endswith("moe"))
+            tiny_folder(folder / family, family)
         text = {
             "messages": [
                 {"role": "user", "content": "Which colours?"},

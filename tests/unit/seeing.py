@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL with its tokenizer and image processor in a folder, images drawn for it, and conversations about them."""
+"""Tiny vision-language models, each with its tokenizer and image processor in a folder; images drawn for it, and conversations about them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,53 @@ PROCESSOR = {
 }
 
 
-def tiny_folder(folder: Path, *, experts: bool = False) -> Path:
+_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LINEAR = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_INTERLEAVED = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_LEARNED = {"num_position_embeddings": 16}
+QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"num_attention_heads": 2, "num_key_value_heads": 1},
+        {"mrope_section": [2, 3, 3]},
+        {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"num_attention_heads": 2, "num_key_value_heads": 1},
+        {"mrope_section": [2, 3, 3]},
+        {"window_size": 16, "fullatt_block_indexes": [1]},  # windows of 2 x 2 tokens
+    ),
+    "qwen3_vl": ("Qwen3VL", {}, _INTERLEAVED, {**_LEARNED, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _EXPERTS, _INTERLEAVED, {**_LEARNED, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_5": ("Qwen3_5", _LINEAR, {**_INTERLEAVED, "partial_rotary_factor": 1.0}, _LEARNED),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
+        {**_INTERLEAVED, "partial_rotary_factor": 1.0},
+        _LEARNED,
+    ),
+}
+"""Of each family its class, and what its text, positions and tower have of their own."""
+
+
+def tiny_folder(folder: Path, family: str = "qwen3_vl") -> Path:
     """A model's folder with random weights; biases, norms and learned positions are drawn too, so that leaving one out is seen."""
     import transformers
 
@@ -48,6 +94,7 @@ def tiny_folder(folder: Path, *, experts: bool = False) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     pieces = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
+    cls, more, positions, seen = QWEN[family]
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
@@ -57,31 +104,13 @@ def tiny_folder(folder: Path, *, experts: bool = False) -> Path:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 256,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        },
-        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if experts else {}),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **positions},
+        **more,
     }
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    kind, cls = ("qwen3_vl_moe", "Qwen3VLMoe") if experts else ("qwen3_vl", "Qwen3VL")
     config = transformers.AutoConfig.for_model(
-        kind,
+        family,
         text_config=text,
-        vision_config=vision,
+        vision_config={**_TOWER, **seen},
         image_token_id=pieces["<|image_pad|>"],
         video_token_id=pieces["<|video_pad|>"],
         vision_start_token_id=pieces["<|vision_start|>"],

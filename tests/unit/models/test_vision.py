@@ -1,4 +1,4 @@
-"""Qwen3-VL and its mixture of experts: rows with images against transformers' own processor and forward pass, packed and not; bad rows."""
+"""Vision-language models: rows with images against transformers' own processor and forward pass, packed and not; bad rows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from preheat.training.session import data_of
 
 from ...conftest import DEVICE, difference
 from ...contract.waits import waits_of
-from ..seeing import draw, questions, tiny_folder, written
+from ..seeing import QWEN, draw, questions, tiny_folder, written
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe"]
+MORE = [pytest.param(name, marks=pytest.mark.slow) if name.endswith(("moe", "n2_vl")) else name for name in QWEN]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: tiny_folder(tmp_path_factory.mktemp(name), experts=name.endswith("moe")) for name in FAMILIES}
+    return {name: tiny_folder(tmp_path_factory.mktemp(name), name) for name in QWEN}
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_of(folder: Path, source: Path, techniques: str = "{}", length: int = 64, more: str = "") -> Recipe:
+    part = "auto" if folder.name.startswith("stories") else "whole"
     return parse(
-        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, seq_len: {length}}}\n"
+        f"model: {{path: {folder}, part: {part}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, seq_len: {length}}}\n"
         f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{max_steps: 4}}\ntechniques: {techniques}\n"
     )
 
@@ -106,7 +108,7 @@ def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> A
     return float(total.detach() / count), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MORE)
 def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -134,7 +136,7 @@ def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     assert difference(grads, wanted) < 2e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl"])
 def test_no_step_waits_for_the_device(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)))
     assert waits_of(made(recipe), batches_of(recipe)[:2]) == []
@@ -182,7 +184,7 @@ TECHNIQUES = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MORE)
 def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
     plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
@@ -190,7 +192,8 @@ def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tm
     loss, wanted = taken(made(plain), batches)
     found, grads = taken(made(changed), batches)
     assert found == pytest.approx(loss, abs=2e-6)
-    assert difference(grads, wanted) < 2e-5
+    # Recurrent layers of random weights amplify the rounding of the attention kernel, which is fp32 in all.
+    assert difference(grads, wanted) < (2e-4 if family.startswith("qwen3_5") else 2e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -367,7 +370,7 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, dat
 GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl", "qwen3_5"])
 def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     rows = questions(tmp_path)
     for row in rows:
