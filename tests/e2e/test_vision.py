@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from ..unit.seeing import questions, tiny_folder, written
 from .conftest import Command
 
 RECIPE = """\
 name: see
-model: {path: tiny}
+model: {path: tiny, part: whole}
 data: {source: rows.jsonl, validation: rows.jsonl, workers: 1, preflight: {validation: warn}}
 batch: {size: 4, seq_len: 80}
 optimizer: {lr: 0.01}
@@ -20,9 +22,13 @@ techniques: {efficient_attention: {}, lora: {rank: 4}, vision_tower: {train: pro
 """
 
 
-def test_images_from_rows_to_a_resumed_run(preheat: Command) -> None:
+FAMILIES = ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_5"))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_from_rows_to_a_resumed_run(family: str, preheat: Command) -> None:
     here = preheat.folder
-    tiny_folder(here / "tiny")
+    tiny_folder(here / "tiny", family)
     rows = questions(here)
     written(here, rows[:2], "held.jsonl")
     written(here, rows[2:])
