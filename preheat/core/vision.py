@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Images", "Vision"]
+__all__ = ["ImageLayout", "Images", "Vision"]
+
+ImageLayout = Literal["qwen2_vl", "gemma3", "pixtral", "smolvlm"]
+"""The families of transformers' image processors, which decide an image's size, its tiles and its tokens."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class Vision:
         deep: number of first text layers that the tower's intermediate features are added to.
         image, start, end: placeholder token of a merged patch, and the tokens around an image.
         window: side in tokens of the square that some of the tower's blocks attend within; 0: all attend to the image.
+        layout: the image processor.
+        tile: side in patches of the squares that the tower takes, one or several of an image; 0: it takes any size.
+        bidirectional: the tokens of an image attend to each other in the text's layers.
     """
 
     blocks: int
@@ -36,14 +42,22 @@ class Vision:
     side: int
     deep: int
     image: int
-    start: int
-    end: int
+    start: int | None
+    end: int | None
     window: int = 0
+    layout: ImageLayout = "qwen2_vl"
+    tile: int = 0
+    bidirectional: bool = False
 
     @property
     def values(self) -> int:
         """Numbers per patch."""
         return self.channels * self.temporal * self.patch**2
+
+    @property
+    def mrope(self) -> bool:
+        """True if positions are along time, height and width (M-RoPE)."""
+        return self.layout == "qwen2_vl"
 
     def grid(self, pixels: int) -> tuple[int, int]:
         """Returns the rows and columns of patches of a square image of at most `pixels` pixels.
@@ -52,8 +66,19 @@ class Vision:
             >>> Vision(2, 16, 2, 3, 2, 48, 3, 0, 1, 2).grid(1024 * 1024)
             (64, 64)
         """
+        if self.tile:
+            tiles = 1
+            if self.layout == "smolvlm":  # squares of the image, and all of it once more
+                side = max(int(pixels**0.5) // (self.tile * self.patch), 1)
+                tiles = side**2 + (side > 1)
+            return tiles * self.tile, self.tile
         side = max(int(pixels**0.5) // (self.patch * self.merge), 1) * self.merge
         return side, side
+
+    @property
+    def blank(self) -> tuple[int, int]:
+        """The rows and columns of patches of the smallest image."""
+        return (self.tile, self.tile) if self.tile else (self.merge, self.merge)
 
     def windows(self, rows: int, columns: int) -> list[int]:
         """Returns the patches of each window of an image of so many rows and columns of patches; [] without windows.
@@ -81,22 +106,28 @@ class Images:
     the device.
 
     Attributes:
-        patches: [patches, values of a patch] fp32.
+        patches: [patches, values of a patch] fp32; of layouts other than `qwen2_vl` the pixels of each image, [channels,
+            height, width], in rows of that many values.
         inputs: further inputs of the tower, by transformers' names: `position_ids` [patches, 2] int64, each patch's row
             and column in its image; with learned positions `interp_indices` and `interp_weights` [patches, 4], the
             learned positions around a patch (int64) and their weights (fp32); with windows `window_index` [tokens]
             int64, the tokens window by window.
         positions: [tokens of images] int64, their positions in the flattened batch. Fewer than the tower's features if
             a micro-batch without images has a blank one as a stand-in: ranks that shard weights must all run the tower.
-        sizes: on the host, patches of each image.
+        grids: on the host, rows and columns of patches of each image.
         windows: on the host, patches of each window of the images; empty without windows.
     """
 
     patches: Tensor
     inputs: Mapping[str, Tensor]
     positions: Tensor
-    sizes: tuple[int, ...]
+    grids: tuple[tuple[int, int], ...]
     windows: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The patches of each image."""
+        return tuple(rows * columns for rows, columns in self.grids)
 
     def pin_memory(self) -> Images:
         return self.each(lambda t: t.pin_memory())

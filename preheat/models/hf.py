@@ -32,6 +32,7 @@ from preheat.models.module_lookup import (
     softcap,
 )
 from preheat.models.reference_logits import plain_logits
+from preheat.models.image_blocks import with_blocks
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
 from preheat.models.token_mixers import (
     documents_handed,
@@ -213,11 +214,16 @@ def _attention(
     import torch
 
     name = type(module).__name__
+    if preheat_attention is None and getattr(module, "is_causal", True) is False:
+        # A tower of squares, whose layers hand nothing on: all patches of a square see each other.
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling
+        ).transpose(1, 2).contiguous(), None
     if preheat_attention is None or preheat_mask is None:
         raise RecipeError(
             f"model: {name} of transformers does not let its layers use preheat's attention kernels, so it {_NO_PLACE}"
         )
-    if attention_mask is not None:
+    if attention_mask is not None and preheat_mask.causal:  # a tower's mask of one image hides nothing
         raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
     if softcap is not None:  # bound here, so that a pattern around the kernel need not handle it
         preheat_attention = functools.partial(preheat_attention, softcap=softcap)
@@ -235,10 +241,13 @@ def _attention(
         # MLA values have a smaller head dim than keys; our kernels assume equal dims.
         value = torch.nn.functional.pad(value, (0, lacks))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    blocks, mask = mask.blocks, replace(mask, blocks=None)
     if s_aux is not None:
         out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
     else:
         out = preheat_attention(query, key, value, mask, scale)
+    if blocks is not None and any(blocks):
+        out = with_blocks(out, query, key, value, mask, scale, blocks)
     # Contiguous, as transformers' own functions return it: some layers take a view of it.
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -375,9 +384,10 @@ def hidden_states(
         positions = positions[:1]  # the same in every row: compute the rotary tables once
     if images is not None:
         hidden, more = vision.embedded(model, tokens, images, attention)
-        run = model.base_model.language_model
     else:
-        more, run = {}, base_of(model)
+        more = {}
+    # The text's layers by themselves: a whole model would look for the images' tokens again.
+    run = base_of(model) if vision.tower(model) is None else model.get_decoder()
     with documents_handed():
         last = run(
             **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.core import Images, MaskSpec, Vision
+from preheat.core import ImageLayout, Images, MaskSpec, Vision
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -36,9 +36,18 @@ __all__ = [
     "tower_blocks",
     "tower_modules",
     "vision_of",
+    "vision_part",
 ]
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose tower takes the patches of all images as one sequence."""
+_SQUARES: dict[str, tuple[ImageLayout, bool]] = {
+    "gemma3": ("gemma3", True),
+    "mistral3": ("pixtral", False),
+    "smolvlm": ("smolvlm", True),
+}
+"""Families whose tower takes the pixels of an image: their image processor, and whether it makes squares of one size."""
+FAMILIES = (*_GRIDS, *_SQUARES)
 """Families that are trained with images."""
 PROJECTORS = ("merger", "deepstack_merger_list")
 """The parts of a tower that project its features to the text's width."""
@@ -49,61 +58,89 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
     if config.model_type not in FAMILIES:
         return None
     c = config.vision_config
+    if config.model_type not in _SQUARES:
+        return Vision(
+            blocks=c.depth,
+            patch=c.patch_size,
+            temporal=c.temporal_patch_size,
+            channels=c.in_channels,
+            merge=c.spatial_merge_size,
+            side=int(getattr(c, "num_position_embeddings", 0) ** 0.5),
+            deep=len(getattr(c, "deepstack_visual_indexes", ())),
+            image=config.image_token_id,
+            start=config.vision_start_token_id,
+            end=config.vision_end_token_id,
+            window=getattr(c, "window_size", 0) // (c.patch_size * c.spatial_merge_size),
+        )
+    layout, fixed = _SQUARES[config.model_type]
+    tile = c.image_size // c.patch_size if fixed else 0
+    merge = getattr(config, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
+    if merge is None:  # Gemma 3 states the tokens that are left of a square
+        merge = tile // int(config.mm_tokens_per_image**0.5)
     return Vision(
-        blocks=c.depth,
+        blocks=c.num_hidden_layers,
         patch=c.patch_size,
-        temporal=c.temporal_patch_size,
-        channels=c.in_channels,
-        merge=c.spatial_merge_size,
-        side=int(getattr(c, "num_position_embeddings", 0) ** 0.5),
-        deep=len(getattr(c, "deepstack_visual_indexes", ())),
+        temporal=1,
+        channels=c.num_channels,
+        merge=merge,
+        side=0,
+        deep=0,
         image=config.image_token_id,
-        start=config.vision_start_token_id,
-        end=config.vision_end_token_id,
-        window=getattr(c, "window_size", 0) // (c.patch_size * c.spatial_merge_size),
+        start=getattr(config, "boi_token_id", None),
+        end=getattr(config, "eoi_token_id", None),
+        layout=layout,
+        tile=tile,
+        bidirectional=layout == "gemma3",
     )
 
 
 def processor_of(vision: Vision, folder: str | None) -> JsonObject:
-    """Settings of the model's image processor: its folder's, completed by those of the published Qwen3-VL.
+    """Settings of the model's image processor: its folder's, completed by those that fit the model.
 
     Raises:
-        RecipeError: the folder's processor uses other patches than the model, or cannot be read.
+        RecipeError: the folder's processor makes other patches than the model has, or cannot be read.
     """
-    settings: JsonObject = {
-        "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "patch_size": vision.patch,
-        "temporal_patch_size": vision.temporal,
-        "merge_size": vision.merge,
+    # What the model's own sizes decide; a folder's file must agree.
+    square = vision.tile * vision.patch
+    decided: dict[str, JsonObject] = {
+        "qwen2_vl": {
+            "patch_size": vision.patch,
+            "temporal_patch_size": vision.temporal,
+            "merge_size": vision.merge,
+        },
+        "gemma3": {"size": {"height": square, "width": square}, "do_pan_and_scan": False},
+        "smolvlm": {"max_image_size": {"longest_edge": square}},
+        "pixtral": {},
     }
+    fixed = decided[vision.layout]
+    settings: JsonObject = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], **fixed}
+    if vision.layout == "qwen2_vl":
+        settings["size"] = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
+    elif vision.layout != "gemma3":
+        settings["size"] = {"longest_edge": 4 * square or 1540}
     file = _processor_file(folder)
-    if file is None:
-        return settings
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.path: {file}: cannot be read ({error}); restore the model's own") from None
-    values = values.get("image_processor", values)
-    size = {
-        key: values[old]
-        for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
-        if old in values
-    }
-    known = (*settings, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample")
-    settings |= {key: value for key in known if (value := values.get(key)) is not None}
-    settings["size"] = {**settings["size"], **size}
-    for key, wanted in (
-        ("patch_size", vision.patch),
-        ("temporal_patch_size", vision.temporal),
-        ("merge_size", vision.merge),
-    ):
-        if settings[key] != wanted:
-            raise RecipeError(
-                f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do not "
-                "belong together"
-            )
+    if file is not None:
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"model.path: {file}: cannot be read ({error}); restore the model's own") from None
+        values = values.get("image_processor", values)
+        size = {
+            key: values[old]
+            for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
+            if old in values
+        }
+        known = (*settings, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample", "do_image_splitting")
+        settings |= {key: value for key in known if (value := values.get(key)) is not None}
+        settings["size"] = {**settings["size"], **size}
+        for key, wanted in fixed.items():
+            if settings[key] != wanted:
+                raise RecipeError(
+                    f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do "
+                    "not belong together"
+                )
+    if vision.layout == "pixtral":  # its processor sets that of the image processor too
+        settings["patch_size"] = {"height": vision.patch * vision.merge, "width": vision.patch * vision.merge}
     return settings
 
 
@@ -145,33 +182,66 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
     """A row with a random image, as arguments of transformers' forward."""
     import torch
 
-    rows, columns = 2 * vision.merge, 3 * vision.merge
-    tokens = torch.tensor([[1, vision.start, *[vision.image] * 6, vision.end, *range(2, 12)]])
-    return {
-        "input_ids": tokens,
-        "mm_token_type_ids": (tokens == vision.image).int(),
-        "pixel_values": torch.randn(rows * columns, vision.values, generator=torch.Generator().manual_seed(0)),
-        "image_grid_thw": torch.tensor([[1, rows, columns]]),
-    }
+    rows, columns = (vision.tile, vision.tile) if vision.tile else (2 * vision.merge, 3 * vision.merge)
+    pieces = [vision.image] * (rows * columns // vision.merge**2)
+    around = [[] if token is None else [token] for token in (vision.start, vision.end)]
+    tokens = torch.tensor([[1, *around[0], *pieces, *around[1], *range(2, 12)]])
+    generator = torch.Generator().manual_seed(0)
+    if vision.mrope:
+        return {
+            "input_ids": tokens,
+            "mm_token_type_ids": (tokens == vision.image).int(),
+            "pixel_values": torch.randn(rows * columns, vision.values, generator=generator),
+            "image_grid_thw": torch.tensor([[1, rows, columns]]),
+        }
+    high, wide = rows * vision.patch, columns * vision.patch
+    pixels = torch.randn(1, vision.channels, high, wide, generator=generator)
+    row = {"input_ids": tokens, "pixel_values": pixels[None] if vision.layout == "smolvlm" else pixels}
+    if vision.bidirectional:
+        row["token_type_ids"] = (tokens == vision.image).int()
+    if vision.layout == "pixtral":
+        row["image_sizes"] = torch.tensor([[high, wide]])
+    return row
 
 
 def tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The vision tower with its mergers; None for text models."""
-    return model.base_model.visual if model.config.model_type in FAMILIES else None  # type: ignore[no-any-return]
+    """The vision tower; None for text models."""
+    return model.get_encoder("image") if model.config.model_type in FAMILIES else None
+
+
+def vision_part(model: PreTrainedModel) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """The modules that turn images into the text's width, by name, and which of the names are projectors.
+
+    A projector is a merger within the tower, or a module beside it; in the second case the tower is one module. Empty
+    for text models.
+    """
+    seeing = tower(model)
+    if seeing is None:
+        return {}, ()
+    inner = {name: child for name, child in seeing.named_children() if name in PROJECTORS}
+    if inner:
+        return dict(seeing.named_children()), tuple(inner)
+    text = model.get_decoder()
+    beside = {n: m for n, m in model.base_model.named_children() if m is not seeing and m is not text}
+    return {"tower": seeing, **beside}, tuple(beside)
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the vision tower, in order; [] without one."""
-    module = tower(model)
-    return [] if module is None else list(module.blocks)
+    from torch import nn
+
+    module, vision = tower(model), vision_of(model.config)
+    if module is None or vision is None:
+        return []
+    return next(list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == vision.blocks)
 
 
 def tower_modules(model: PreTrainedModel) -> str | None:
-    """A regular expression for the names of the modules in the vision tower; None without one."""
-    vision_tower = tower(model)
-    if vision_tower is None:
+    """A regular expression for the names of the modules that only images go through; None for text models."""
+    parts = {id(part) for part in vision_part(model)[0].values()}
+    if not parts:
         return None
-    return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is vision_tower)
+    return "|".join(re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts)
 
 
 def replace_deepstack(model: PreTrainedModel) -> None:
@@ -193,7 +263,24 @@ def _add_at(text: nn.Module, hidden: Tensor, places: Tensor, features: Tensor) -
 def embedded(
     model: PreTrainedModel, tokens: Tensor, images: Images, attention: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers.
+    """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers."""
+    vision = vision_of(model.config)
+    assert vision is not None, "images of a model without a vision tower"
+    features, deep = (_grids if vision.mrope else _squares)(model, vision, images, attention)
+    count = len(
+        images.positions
+    )  # features of a blank image come after these and are dropped: their gradients are zeros
+    embeddings = model.get_input_embeddings()(tokens)
+    features = features[:count].to(embeddings.dtype)
+    merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
+    deep = [each[:count] for each in deep]
+    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep} if deep else {}
+
+
+def _grids(
+    model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The features of images of any size, all in one sequence of patches (Qwen-VL), and those of inner layers.
 
     The tower uses `attention` too, bidirectional within each image.
     """
@@ -201,9 +288,8 @@ def embedded(
 
     # On the host, because transformers splits queries, keys and values by these cumulative lengths in each block.
     ends = np.cumsum((0, *images.sizes))
-    vision_tower = tower(model)
-    assert vision_tower is not None, "images of a model without a vision tower"
-    output = vision_tower(
+    seeing: Any = tower(model)
+    output = seeing(
         images.patches,
         grid_thw=None,
         **images.inputs,
@@ -212,11 +298,54 @@ def embedded(
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
-    count = len(
-        images.positions
-    )  # features of a blank image come after these and are dropped: their gradients are zeros
-    embeddings = model.get_input_embeddings()(tokens)
-    features = output.pooler_output[:count].to(embeddings.dtype)
-    merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
-    deep = [each[:count] for each in getattr(output, "deepstack_features", ())]
-    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep} if deep else {}
+    return output.pooler_output, getattr(output, "deepstack_features", ())
+
+
+def _squares(
+    model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The features of images as pixels: of squares of one size all at once, of other sizes each image by itself."""
+    import torch
+
+    base, seeing = model.base_model, tower(model)
+    dtype = next(seeing.parameters()).dtype  # type: ignore[union-attr]
+    if vision.tile:
+        side = vision.tile * vision.patch
+        squares = images.patches.view(-1, vision.channels, side, side).to(dtype)
+        return _FEATURES[vision.layout](base, seeing, squares).flatten(0, 1), ()
+    parts = []
+    for (rows, columns), patches in zip(images.grids, images.patches.split(images.sizes), strict=True):
+        pixels = patches.view(1, vision.channels, rows * vision.patch, columns * vision.patch).to(dtype)
+        parts.append(_FEATURES[vision.layout](base, seeing, pixels, attention))
+    return torch.cat(parts), ()
+
+
+def _of_gemma3(base: Any, seeing: Any, squares: Tensor) -> Tensor:
+    return base.multi_modal_projector(seeing(pixel_values=squares).last_hidden_state)  # type: ignore[no-any-return]
+
+
+def _of_smolvlm(base: Any, seeing: Any, squares: Tensor) -> Tensor:
+    # Without the masks of padding, whose sizes transformers reads back from the device: squares are never padded.
+    import torch
+
+    side = squares.shape[-1] // seeing.patch_size
+    full = torch.ones(len(squares), side, side, dtype=torch.bool, device=squares.device)
+    hidden = seeing.embeddings(pixel_values=squares, patch_attention_mask=full)
+    hidden = seeing.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+    return base.connector(seeing.post_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+def _of_pixtral(base: Any, seeing: Any, pixels: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+    size = [tuple(pixels.shape[-2:])]
+    hidden = seeing(
+        pixels, image_sizes=size, preheat_attention=attention, preheat_mask=MaskSpec(causal=False)
+    ).last_hidden_state
+    return base.multi_modal_projector(hidden.squeeze(0), size)  # type: ignore[no-any-return]
+
+
+_FEATURES: dict[str, Callable[..., Tensor]] = {
+    "gemma3": _of_gemma3,
+    "smolvlm": _of_smolvlm,
+    "pixtral": _of_pixtral,
+}
+"""How the tower and the projector of a layout of images are called."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from preheat.data.chat.messages import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
+from preheat.data.chat.messages import PLACE, Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.chat.template import Template, TrainOn
 from preheat.data.document import Document, TextSpan
 from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
 from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, columns_advice
-from preheat.data.vision_inputs import ImageProcessor, resolve_images
+from preheat.data.vision_inputs import ImageProcessor, expanded, resolve_images
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
 from preheat.sanitize import quoted, shorten
@@ -262,11 +263,13 @@ class Layout:
         """
         if self.template is None:
             raise DataError(self.lacking)
+        if self.eye and images is not None:  # SmolVLM's tokenizer has a token of that name too
+            talk = [{**m, "content": m["content"].replace("<image>", PLACE)} for m in talk]
         for where, text in texts_of(talk):
             self._check_text(where, text, notes)
         if problem := order_problem(talk):
             notes.append(("roles", problem))
-        talk, pictures = resolve_images(talk, images, self.eye, self.folder)
+        talk, pictures, later = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
             raise Unreadable(
                 "images", ("has images, and data.train_on: all would train on their positions; use assistant")
@@ -276,11 +279,21 @@ class Layout:
         if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
             raise Unreadable("untrained", "has no message of the assistant to train on")
         try:
-            return Document((self.template.spans(talk, tools, self.train_on),), complete=True, images=pictures)
+            spans = self._template.spans(talk, tools, self.train_on)  # type: ignore[union-attr]
+            if later:
+                spans = expanded(spans, self.eye.placeholder, later)  # type: ignore[union-attr]
+            return Document((spans,), complete=True, images=pictures)
         except DataError as error:
             raise Unreadable("template", str(error)) from None
 
     # --- images
+
+    @functools.cached_property
+    def _template(self) -> Template | None:
+        """The chat template, which knows the placeholder that it writes for an image."""
+        if self.template is None or self.eye is None:
+            return self.template
+        return replace(self.template, image=self.eye.placeholder)
 
     def _images(self, row: Fields) -> Sequence[object] | None:
         """Returns the files in a row's image field, or None if the layout has no such field."""
