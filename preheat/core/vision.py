@@ -67,11 +67,8 @@ class Vision:
             (64, 64)
         """
         if self.tile:
-            tiles = 1
-            if self.layout == "smolvlm":  # squares of the image, and all of it once more
-                side = max(int(pixels**0.5) // (self.tile * self.patch), 1)
-                tiles = side**2 + (side > 1)
-            return tiles * self.tile, self.tile
+            squares = -(-pixels // (self.tile * self.patch) ** 2) if self.layout == "smolvlm" else 1
+            return squares * self.tile, self.tile
         side = max(int(pixels**0.5) // (self.patch * self.merge), 1) * self.merge
         return side, side
 

@@ -452,10 +452,11 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) 
     positions = (tokens.flatten() == vision.image).nonzero().flatten()
     expected = sum(p.patches for p in pictures) // vision.merge**2
     assert len(positions) == expected, f"{len(positions)} positions for {expected} image tokens"
-    if not vision.mrope:
+    if vision.tile:
         return Images(torch.from_numpy(patches), {}, positions, sizes)
     grids = torch.tensor([(1, *size) for size in sizes])
-    inputs = {"position_ids": vision_utils.get_vision_position_ids(grids, vision.merge)}
+    # Patches that become one token are neighbours for Qwen-VL; elsewhere patches go line by line.
+    inputs = {"position_ids": vision_utils.get_vision_position_ids(grids, vision.merge if vision.mrope else 1)}
     if vision.side:
         inputs["interp_indices"], inputs["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
             grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge

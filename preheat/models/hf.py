@@ -223,7 +223,7 @@ def _attention(
         raise RecipeError(
             f"model: {name} of transformers does not let its layers use preheat's attention kernels, so it {_NO_PLACE}"
         )
-    if attention_mask is not None and preheat_mask.causal:  # a tower's mask of one image hides nothing
+    if attention_mask is not None:
         raise RecipeError(f"model: {name} of transformers makes a mask of its own, so it {_NO_PLACE}")
     if softcap is not None:  # bound here, so that a pattern around the kernel need not handle it
         preheat_attention = functools.partial(preheat_attention, softcap=softcap)

@@ -73,6 +73,11 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
             window=getattr(c, "window_size", 0) // (c.patch_size * c.spatial_merge_size),
         )
     layout, fixed = _SQUARES[config.model_type]
+    if (layer := getattr(config, "vision_feature_layer", -1)) != -1:
+        raise RecipeError(
+            f"model: {config.model_type} takes images' features from layers {layer} of its tower, and preheat trains "
+            "with those of the last one; set model.part: text"
+        )
     tile = c.image_size // c.patch_size if fixed else 0
     merge = getattr(config, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
     if merge is None:  # Gemma 3 states the tokens that are left of a square
@@ -266,7 +271,11 @@ def embedded(
     """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers."""
     vision = vision_of(model.config)
     assert vision is not None, "images of a model without a vision tower"
-    features, deep = (_grids if vision.mrope else _squares)(model, vision, images, attention)
+    deep: Sequence[Tensor] = ()
+    if vision.mrope:
+        features, deep = _grids(model, images, attention)
+    else:
+        features = _FEATURES[vision.layout](model, vision, images, attention)
     count = len(
         images.positions
     )  # features of a blank image come after these and are dropped: their gradients are zeros
@@ -278,7 +287,7 @@ def embedded(
 
 
 def _grids(
-    model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]
+    model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The features of images of any size, all in one sequence of patches (Qwen-VL), and those of inner layers.
 
@@ -301,46 +310,61 @@ def _grids(
     return output.pooler_output, getattr(output, "deepstack_features", ())
 
 
-def _squares(
-    model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features of images as pixels: of squares of one size all at once, of other sizes each image by itself."""
-    import torch
-
-    base, seeing = model.base_model, tower(model)
-    dtype = next(seeing.parameters()).dtype  # type: ignore[union-attr]
-    if vision.tile:
-        side = vision.tile * vision.patch
-        squares = images.patches.view(-1, vision.channels, side, side).to(dtype)
-        return _FEATURES[vision.layout](base, seeing, squares).flatten(0, 1), ()
-    parts = []
-    for (rows, columns), patches in zip(images.grids, images.patches.split(images.sizes), strict=True):
-        pixels = patches.view(1, vision.channels, rows * vision.patch, columns * vision.patch).to(dtype)
-        parts.append(_FEATURES[vision.layout](base, seeing, pixels, attention))
-    return torch.cat(parts), ()
+def _of_gemma3(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+    base: Any = model.base_model
+    hidden = base.vision_tower(pixel_values=_squares(base.vision_tower, vision, images)).last_hidden_state
+    return base.multi_modal_projector(hidden).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def _of_gemma3(base: Any, seeing: Any, squares: Tensor) -> Tensor:
-    return base.multi_modal_projector(seeing(pixel_values=squares).last_hidden_state)  # type: ignore[no-any-return]
-
-
-def _of_smolvlm(base: Any, seeing: Any, squares: Tensor) -> Tensor:
+def _of_smolvlm(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
     # Without the masks of padding, whose sizes transformers reads back from the device: squares are never padded.
     import torch
 
-    side = squares.shape[-1] // seeing.patch_size
-    full = torch.ones(len(squares), side, side, dtype=torch.bool, device=squares.device)
+    base: Any = model.base_model
+    seeing = base.vision_model
+    squares = _squares(seeing, vision, images)
+    full = torch.ones(len(squares), vision.tile, vision.tile, dtype=torch.bool, device=squares.device)
     hidden = seeing.embeddings(pixel_values=squares, patch_attention_mask=full)
     hidden = seeing.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
-    return base.connector(seeing.post_layernorm(hidden))  # type: ignore[no-any-return]
+    return base.connector(seeing.post_layernorm(hidden)).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def _of_pixtral(base: Any, seeing: Any, pixels: Tensor, attention: Callable[..., Tensor]) -> Tensor:
-    size = [tuple(pixels.shape[-2:])]
-    hidden = seeing(
-        pixels, image_sizes=size, preheat_attention=attention, preheat_mask=MaskSpec(causal=False)
+def _squares(seeing: nn.Module, vision: Vision, images: Images) -> Tensor:
+    """The pixels of all squares, [squares, channels, height, width]."""
+    side = vision.tile * vision.patch
+    return images.patches.view(-1, vision.channels, side, side).to(next(seeing.parameters()).dtype)
+
+
+def _of_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+    """One sequence of the patches of all images, each of which attends to itself.
+
+    transformers' forward makes a dense mask of it, and reads sizes back. One call for each image would not do: devices
+    that shard the weights have different numbers of them.
+    """
+    import torch
+
+    base: Any = model.base_model
+    seeing, size = base.vision_tower, vision.patch
+    pieces = [
+        pixels.view(vision.channels, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        for (rows, columns), pixels in zip(images.grids, images.patches.split(images.sizes), strict=True)
+    ]
+    patches = torch.cat(pieces).to(next(seeing.parameters()).dtype)
+    hidden = seeing.ln_pre(seeing.patch_conv(patches).flatten(1)[None])
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        each = zip(*(t.split(images.sizes, dim=2) for t in (q, k, v)), strict=True)
+        return torch.cat([attention(*image, mask, scale) for image in each], dim=2)
+
+    hidden = seeing.transformer(
+        hidden,
+        attention_mask=None,
+        position_embeddings=seeing.patch_positional_embedding(hidden, images.inputs["position_ids"]),
+        preheat_attention=apart,
+        preheat_mask=MaskSpec(causal=False),
     ).last_hidden_state
-    return base.multi_modal_projector(hidden.squeeze(0), size)  # type: ignore[no-any-return]
+    pixels = [(rows * size, columns * size) for rows, columns in images.grids]
+    return base.multi_modal_projector(hidden.squeeze(0), pixels)  # type: ignore[no-any-return]
 
 
 _FEATURES: dict[str, Callable[..., Tensor]] = {

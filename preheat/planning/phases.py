@@ -67,7 +67,7 @@ def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     else:
         grids = ((grid,) * full + (((vision.merge, rest * vision.merge),) if rest else ())) * rows or (vision.blank,)
     patches = sum(math.prod(each) for each in grids)
-    inputs = {"position_ids": torch.empty(patches, 2, dtype=torch.int64)} if vision.mrope else {}
+    inputs = {} if vision.tile else {"position_ids": torch.empty(patches, 2, dtype=torch.int64)}
     if vision.side:
         inputs["interp_indices"] = torch.empty(patches, 4, dtype=torch.int64)
         inputs["interp_weights"] = torch.empty(patches, 4)

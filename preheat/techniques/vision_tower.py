@@ -73,6 +73,8 @@ class VisionTower(Technique):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        from torch import nn
+
         from preheat.models.vision import vision_part
 
         modules, projectors = vision_part(part)  # type: ignore[arg-type]

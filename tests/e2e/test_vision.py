@@ -58,8 +58,9 @@ def test_images_from_rows_to_a_resumed_run(family: str, preheat: Command) -> Non
     assert (here / "merged/preprocessor_config.json").is_file()
     _, error = preheat.here("export", "runs/see", "--to", "gguf", code=1)
     assert "reads images, which only --to hf supports" in error
-    _, error = preheat.here("compress", "merged", "--method", "int8", code=2)
-    assert "reads images" in error
+    if family.startswith(("qwen3_vl", "qwen2", "smolvlm")):  # of the other folders the text part is read
+        _, error = preheat.here("compress", "merged", "--method", "int8", code=2)
+        assert "reads images" in error
     measured = preheat.here.json("eval", "merged", "--data", "text/00.txt", "--length", "64")
     assert measured["loss"] > 0
 

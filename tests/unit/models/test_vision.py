@@ -219,6 +219,11 @@ def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     assert difference(grads, wanted) < 2e-5
 
 
+def without_key_biases(grads: dict[str, Any]) -> dict[str, Any]:
+    """A tower's bias on keys shifts all scores of a query, and changes nothing: its gradients are rounding."""
+    return {name: grad for name, grad in grads.items() if not ("vision" in name and name.endswith("k_proj.bias"))}
+
+
 @pytest.mark.parametrize("family", SQUARES)
 def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
     family: str, folders: dict[str, Path], tmp_path: Path
@@ -228,13 +233,11 @@ def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
     rows[0]["images"] = ["red.png", "blue.png"]
     source = written(tmp_path, rows)
     loss, wanted = squares_by_transformers(folders[family], rows, tmp_path)
-    # A bias on keys shifts all scores of a query, and changes nothing.
-    wanted = {name: grad for name, grad in wanted.items() if not name.endswith("k_proj.bias")}
     for length in (120, 240):
         recipe = recipe_of(folders[family], source, length=length)
         found, grads = taken(made(recipe), batches_of(recipe))
         assert found == pytest.approx(loss, abs=2e-6)
-        assert difference({name: grads[name] for name in wanted}, wanted) < 2e-5
+        assert difference(without_key_biases(grads), without_key_biases(wanted)) < 2e-5
 
 
 def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
@@ -316,6 +319,7 @@ def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tm
     loss, wanted = taken(made(plain), batches)
     found, grads = taken(made(changed), batches)
     assert found == pytest.approx(loss, abs=2e-6)
+    grads, wanted = without_key_biases(grads), without_key_biases(wanted)
     # Recurrent layers of random weights amplify the rounding of the attention kernel, which is fp32 in all.
     assert difference(grads, wanted) < (2e-4 if family.startswith("qwen3_5") else 2e-5)
 
@@ -496,19 +500,23 @@ GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
 
 @pytest.mark.parametrize("family", ALL)
 def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    # Gemma 3 makes one square of an image, SmolVLM here four and a fifth of all of it.
+    length, pixels = {"gemma3": (48, 16 * 16), "smolvlm": (80, 5 * 16 * 16)}.get(family, (48, 32 * 32))
     rows = questions(tmp_path)
     for row in rows:
         draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
-    recipe = recipe_of(folders[family], written(tmp_path, rows), length=48)
+    recipe = recipe_of(folders[family], written(tmp_path, rows), length=length)
     data = data_of(recipe)
     counted = with_images(recipe, data)
-    assert (counted.data.images, counted.data.image_pixels) == (1, 32 * 32)
+    assert (counted.data.images, counted.data.image_pixels) == (1, pixels)
     batch = collate([(n, data.train.row(n)) for n in range(8)])  # type: ignore[union-attr]
     with FlopCounterMode(display=False) as counter:
         b = made(recipe)
-        gradients(b, [replace(batch, mask=MaskSpec(documents=((48,),) * 8))], 0.01)
+        gradients(b, [replace(batch, mask=MaskSpec(documents=((length,),) * 8))], 0.01)
     seen = observe(Request(counted, DEVICE))
-    assert seen.model_flops == counter.get_total_flops()
+    # On a CPU torch computes the attention of small squares without the kernel that a plan counts.
+    near = {"rel": 0.03} if family in ("gemma3", "smolvlm") else {"rel": 0}
+    assert seen.model_flops == pytest.approx(counter.get_total_flops(), **near)
     without = replace(counted, data=replace(counted.data, images=0.0))
     assert observe(Request(without, DEVICE)).model_flops < 0.95 * seen.model_flops
 
