@@ -103,8 +103,8 @@ class Images:
     the device.
 
     Attributes:
-        patches: [patches, values of a patch] fp32; of layouts other than `qwen2_vl` the pixels of each image, [channels,
-            height, width], in rows of that many values.
+        patches: [patches, values of a patch] fp32; of layouts other than `qwen2_vl` the pixels of each image,
+            [channels, height, width], in rows of that many values.
         inputs: further inputs of the tower, by transformers' names: `position_ids` [patches, 2] int64, each patch's row
             and column in its image; with learned positions `interp_indices` and `interp_weights` [patches, 4], the
             learned positions around a patch (int64) and their weights (fp32); with windows `window_index` [tokens]

@@ -31,13 +31,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from preheat.core.json_types import JsonObject
-    from preheat.data.document import TextSpan
 
 __all__ = [
     "ImageProcessor",
     "ImageRef",
     "ImageTable",
-    "expanded",
     "gathered",
     "mrope_positions",
     "resolve_images",
@@ -94,7 +92,8 @@ class ImageProcessor:
         if more := _MARKS.get(vision.layout, ()):
             if missing := [mark for mark in more if len(tokenizer.encode(mark, add_special_tokens=False)) != 1]:
                 raise DataError(
-                    f"data.tokenizer: has no token {missing[0]}, which stands around images; use the model's own tokenizer"
+                    f"data.tokenizer: has no token {missing[0]}, which stands around images; use the model's own "
+                    "tokenizer"
                 )
             marks = (*marks, *more)
         if vision.layout != "qwen2_vl":
@@ -234,7 +233,7 @@ def resolve_images(
     """Replaces the placeholders of a conversation by the text of the images' tokens; also returns the images in order.
 
     If the model's chat template writes a placeholder of its own, `PLACE` stays in the messages, and the texts are
-    returned for the rendered text (`expanded`).
+    returned for the rendered text.
 
     Args:
         talk: messages; an image is `PLACE` in the text, with its file (or None) in the message's `images`; or
@@ -285,25 +284,6 @@ def resolve_images(
             parts[part] = (PLACE if eye.placeholder else tokens) + parts[part]
         messages.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
     return messages, tuple(pictures), later
-
-
-def expanded(spans: Sequence[TextSpan], placeholder: str, texts: Sequence[str]) -> tuple[TextSpan, ...]:
-    """Replaces the placeholders of a rendered conversation by the texts of its images' tokens, in order.
-
-    Raises:
-        Unreadable: the chat template does not write a placeholder for each image.
-    """
-    count = sum(span.text.count(placeholder) for span in spans)
-    if count != len(texts):
-        raise Unreadable(
-            "images",
-            f"the chat template writes {count} {placeholder} for {len(texts)} image{'s' * (len(texts) != 1)}; use the "
-            "model's own template",
-        )
-    left = iter(texts)
-    return tuple(
-        span._replace(text=re.sub(re.escape(placeholder), lambda _: next(left), span.text)) for span in spans
-    )
 
 
 def runs_of(marked: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -15,6 +15,7 @@ from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, Tec
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, encoder_decoder, moe, text_part, vision
+from preheat.models.image_blocks import with_blocks
 from preheat.models.layer_sizes import head_dim, largest
 from preheat.models.module_lookup import (
     SOFTCAP,
@@ -32,7 +33,6 @@ from preheat.models.module_lookup import (
     softcap,
 )
 from preheat.models.reference_logits import plain_logits
-from preheat.models.image_blocks import with_blocks
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
 from preheat.models.token_mixers import (
     documents_handed,

@@ -89,7 +89,7 @@ def _as_plain(text: PretrainedConfig) -> PretrainedConfig:
     return AutoConfig.for_model(family, **values, rope_parameters=rope)
 
 
-_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?|^model\.(?=(?:embed_tokens|layers|norm)\.)")
 _HEAD = re.compile(r"^(?:(?:model\.)?language_model\.)?(?=lm_head\.)")
 
 
@@ -97,13 +97,15 @@ def name_in_text(key: str) -> str | None:
     """The name, in the text model, of a tensor of the whole checkpoint; None for those of other parts.
 
     Checkpoints of all ages: `model.language_model.*` today, `language_model.model.*` and `language_model.lm_head.*`
-    before transformers 4.52.
+    before transformers 4.52, of Qwen2.5-VL `model.*` beside `visual.*`.
 
     Example:
         >>> name_in_text("language_model.model.norm.weight"), name_in_text("model.language_model.norm.weight")
         ('model.norm.weight', 'model.norm.weight')
         >>> name_in_text("language_model.lm_head.weight"), name_in_text("model.visual.pos_embed.weight")
         ('lm_head.weight', None)
+        >>> name_in_text("model.layers.0.mlp.up_proj.weight")
+        'model.layers.0.mlp.up_proj.weight'
     """
     if (match := _HEAD.match(key)) is not None:
         return key[match.end() :]

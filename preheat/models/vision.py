@@ -46,7 +46,7 @@ _SQUARES: dict[str, tuple[ImageLayout, bool]] = {
     "mistral3": ("pixtral", False),
     "smolvlm": ("smolvlm", True),
 }
-"""Families whose tower takes the pixels of an image: their image processor, and whether it makes squares of one size."""
+"""Families whose tower takes pixels: their image processor, and whether it makes squares of one size of an image."""
 FAMILIES = (*_GRIDS, *_SQUARES)
 """Families that are trained with images."""
 PROJECTORS = ("merger", "deepstack_merger_list")
@@ -135,7 +135,15 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
             for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
             if old in values
         }
-        known = (*settings, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample", "do_image_splitting")
+        known = (
+            *settings,
+            "do_resize",
+            "do_rescale",
+            "do_normalize",
+            "rescale_factor",
+            "resample",
+            "do_image_splitting",
+        )
         settings |= {key: value for key in known if (value := values.get(key)) is not None}
         settings["size"] = {**settings["size"], **size}
         for key, wanted in fixed.items():
@@ -286,9 +294,7 @@ def embedded(
     return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep} if deep else {}
 
 
-def _grids(
-    model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]
-) -> tuple[Tensor, Sequence[Tensor]]:
+def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """The features of images of any size, all in one sequence of patches (Qwen-VL), and those of inner layers.
 
     The tower uses `attention` too, bidirectional within each image.

@@ -22,7 +22,13 @@ techniques: {efficient_attention: {}, lora: {rank: 4}, vision_tower: {train: pro
 """
 
 
-FAMILIES = ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_5", "gemma3", "mistral3", "smolvlm"))]
+FAMILIES = [
+    "qwen3_vl",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen2_5_vl", "qwen3_5", "gemma3", "mistral3", "smolvlm")
+    ),
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

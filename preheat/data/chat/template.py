@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
-from preheat.data.chat.render_limits import limited, require_small, require_template
 from preheat.data.chat.messages import PLACE
+from preheat.data.chat.render_limits import limited, require_small, require_template
 from preheat.data.document import END, PAD, TextSpan
 from preheat.data.rows.file_readers import display_path, expanded, missing
 from preheat.errors import DataError, nearest

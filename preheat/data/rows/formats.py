@@ -14,7 +14,7 @@ from preheat.data.chat.template import Template, TrainOn
 from preheat.data.document import Document, TextSpan
 from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
 from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, columns_advice
-from preheat.data.vision_inputs import ImageProcessor, expanded, resolve_images
+from preheat.data.vision_inputs import ImageProcessor, resolve_images
 from preheat.errors import DataError, nearest
 from preheat.recipe import Data
 from preheat.sanitize import quoted, shorten
@@ -281,7 +281,7 @@ class Layout:
         try:
             spans = self._template.spans(talk, tools, self.train_on)  # type: ignore[union-attr]
             if later:
-                spans = expanded(spans, self.eye.placeholder, later)  # type: ignore[union-attr]
+                spans = _expanded(spans, self.eye.placeholder, later)  # type: ignore[union-attr]
             return Document((spans,), complete=True, images=pictures)
         except DataError as error:
             raise Unreadable("template", str(error)) from None
@@ -448,3 +448,20 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -
     if "prompt" in named or "completion" in named:
         return "prompt", "stated by data.prompt"
     return "text", fields("text")
+
+
+def _expanded(spans: Sequence[TextSpan], placeholder: str, texts: Sequence[str]) -> tuple[TextSpan, ...]:
+    """Replaces the placeholders of a rendered conversation by the texts of its images' tokens, in order.
+
+    Raises:
+        Unreadable: the chat template does not write a placeholder for each image.
+    """
+    count = sum(span.text.count(placeholder) for span in spans)
+    if count != len(texts):
+        raise Unreadable(
+            "images",
+            f"the chat template writes {count} {placeholder} for {len(texts)} image{'s' * (len(texts) != 1)}; use the "
+            "model's own template",
+        )
+    left = iter(texts)
+    return tuple(span._replace(text=re.sub(re.escape(placeholder), lambda _: next(left), span.text)) for span in spans)

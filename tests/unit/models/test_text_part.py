@@ -19,6 +19,7 @@ from preheat.hardware.probe import probe
 from preheat.inference.load import LoadedModel
 from preheat.models import configs
 from preheat.models.hf import plain_logits
+from preheat.models.text_part import name_in_text
 from preheat.recipe import parse
 
 TEXT: dict[str, Any] = {
@@ -93,6 +94,11 @@ WHOLE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _LINEAR, **_QWEN},
     "qwen3_5_moe": {"text_config": {**_LINEAR, **_EXPERTS}, **_QWEN},
     "qwen3_vl": {"text_config": {"rope_parameters": _MROPE}, **_QWEN},
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": _MROPE},
+        "vision_config": {**_QWEN["vision_config"], "window_size": 16, "fullatt_block_indexes": [0]},
+        **{key: value for key, value in _QWEN.items() if key != "vision_config"},
+    },
 }
 TOKENS = torch.arange(3, 83).view(2, 40)
 
@@ -114,7 +120,7 @@ def built(folder: Path, **model: Any) -> Build:
 
 
 def part_of(family: str) -> dict[str, str]:
-    return {"part": "text"} if family == "qwen3_vl" else {}
+    return {"part": "text"} if family in ("qwen3_vl", "qwen2_5_vl") else {}
 
 
 @pytest.mark.parametrize("family", list(WHOLE))
@@ -143,7 +149,8 @@ def test_a_changed_text_part_is_written_back_in_its_layout(family: str, tmp_path
     torch.testing.assert_close(plain_logits(reloaded, TOKENS), plain_logits(model, TOKENS))
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("in", "out"))
     assert before.keys() == after.keys()
-    others = [key for key in before if "language_model" not in key and "lm_head" not in key]
+    others = [key for key in before if name_in_text(key) is None]
+    assert others
     assert all(torch.equal(before[key], after[key]) for key in others)
     assert json.loads((tmp_path / "in/config.json").read_text()) == json.loads(
         (tmp_path / "out/config.json").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,8 +89,14 @@ def expanded_by_transformers(config: Any, seen: Any) -> str:
         # PixtralProcessor cannot be imported without torchvision: its replace_image_token, in one line.
         height, width = (int(side) // (2 * config.vision_config.patch_size) for side in seen["image_sizes"][0])
         return "".join((["[IMG]"] * width + ["[IMG_BREAK]"]) * height).removesuffix("[IMG_BREAK]") + "[IMG_END]"
-    marks = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"}
-    processor = SimpleNamespace(image_seq_len=(config.vision_config.image_size // config.vision_config.patch_size // 2) ** 2, **marks)
+    marks = {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+    }
+    processor = SimpleNamespace(
+        image_seq_len=(config.vision_config.image_size // config.vision_config.patch_size // 2) ** 2, **marks
+    )
     return SmolVLMProcessor.replace_image_token(processor, seen, 0)  # type: ignore[arg-type]
 
 
@@ -129,8 +134,9 @@ def squares_by_transformers(folder: Path, rows: list[dict[str, Any]], images: Pa
             processor(images=[Image.open(images / file).convert("RGB")], return_tensors="pt", **more)
             for file in row["images"]
         ]
-        texts = iter([expanded_by_transformers(model.config, each) for each in seen])
-        text = re.sub(re.escape(mark), lambda _: next(texts), text).rstrip("\n")
+        first, *others = text.rstrip("\n").split(mark)
+        texts = [expanded_by_transformers(model.config, each) for each in seen]
+        text = first + "".join(a + b for a, b in zip(texts, others, strict=True))
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
         prompt = len(tokenizer(text[: text.rindex(begin) + len(begin)], add_special_tokens=False)["input_ids"])
         labels = ids.clone()
