@@ -259,7 +259,7 @@ def tower_modules(model: PreTrainedModel) -> str | None:
 
 def replace_deepstack(model: PreTrainedModel) -> None:
     """Makes the text's first layers add the tower's inner features at known indices, in place."""
-    text = getattr(model.base_model, "language_model", None)
+    text: Any = getattr(model.base_model, "language_model", None)
     if tower(model) is not None and hasattr(text, "_deepstack_process"):
         text._deepstack_process = types.MethodType(_add_at, text)
 

@@ -123,6 +123,22 @@ def part_of(family: str) -> dict[str, str]:
     return {"part": "text"} if family in ("qwen3_vl", "qwen2_5_vl") else {}
 
 
+@pytest.mark.parametrize("family", ["gemma4", "llama4"])
+def test_a_vision_part_that_is_not_trained_is_refused(family: str, tmp_path: Path) -> None:
+    whole_model(family, tmp_path)
+    with pytest.raises(RecipeError, match=f"does not train {family} with images; set model.part: text") as caught:
+        built(tmp_path, part="whole")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_model_has_no_whole(tmp_path: Path) -> None:
+    transformers.LlamaConfig(**{k: v for k, v in TEXT.items()}).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="model.part: whole: llama is a text model already and has no parts"):
+        built(tmp_path, part="whole", weights="random")
+    with pytest.raises(RecipeError, match="built-in configuration of gemma-3-4b is of its text part alone"):
+        configs.source(parse("model: {preset: gemma-3-4b, part: whole}\nstop: {max_steps: 1}"))
+
+
 @pytest.mark.parametrize("family", list(WHOLE))
 def test_the_text_part_computes_the_logits_of_the_whole(family: str, tmp_path: Path) -> None:
     whole = whole_model(family, tmp_path)
