@@ -35,7 +35,7 @@ from preheat.core.technique import (
     Technique,
 )
 from preheat.core.trials import Trials
-from preheat.core.vision import Images, Vision
+from preheat.core.vision import ImageLayout, Images, Vision
 
 __all__ = [
     "DATA",
@@ -49,6 +49,7 @@ __all__ = [
     "Device",
     "ExampleKind",
     "Finish",
+    "ImageLayout",
     "Images",
     "LossSum",
     "MaskSpec",

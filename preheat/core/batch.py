@@ -25,6 +25,8 @@ class MaskSpec:
         global_tokens: this many tokens at a document's start see all of it and are seen by all, whatever the window.
         documents: for each row of the batch the lengths of its documents, on the host; their sum is the row's length. A
             token sees its own document only. None: each row is one document.
+        blocks: for each row (start, end) of the tokens of each image: they see each other whatever their order.
+            Resolved before a kernel is called. None: no token sees a later one.
         read: for each document the number of tokens at its start that an encoder reads, the rest being for the decoder;
             requires `documents`. None: the model is no encoder-decoder.
     """
@@ -34,6 +36,7 @@ class MaskSpec:
     # Tuples: hashable, so that masks and tiles can be cached by them.
     documents: tuple[tuple[int, ...], ...] | None = None
     global_tokens: int = 0
+    blocks: tuple[tuple[tuple[int, int], ...], ...] | None = None
     read: tuple[tuple[int, ...], ...] | None = None
 
 

@@ -30,10 +30,10 @@ class Model:
     To train, add `path` (checked to be that model) or `weights: random`."""
     path: str | None = None
     """A Hugging Face folder (or hub name) with config.json; also its weights, unless `weights` is random."""
-    part: Literal["auto", "text"] = "auto"
+    part: Literal["auto", "text", "whole"] = "auto"
     """Which part of a vision-language checkpoint to train. text: its text part, without the vision part, which
-    `preheat export --to hf` copies from `path`. auto: the text part if preheat does not train with the family's images;
-    the whole model otherwise."""
+    `preheat export --to hf` copies from `path`. whole: the model with its vision part, for rows with images. auto: the
+    whole model of families that are published for images (Qwen-VL, SmolVLM); of others the text part."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """With `path`: load its weights, or initialize new ones for its configuration (or a preset's)."""
     family: Literal["llama", "qwen3", "gpt2", "qwen3_moe", "mixtral", "t5"] = "llama"

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from preheat.core import Batch, MaskSpec, Shape
 from preheat.data.packing import IGNORED, RowData, Rows, cut, permutation
 from preheat.data.streaming import StreamRows
-from preheat.data.vision_inputs import gathered
+from preheat.data.vision_inputs import gathered, runs_of
 from preheat.errors import DataError, RunError
 from preheat.hardware.child_processes import ended_by
 
@@ -270,8 +270,10 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     documents, group = tuple(row.documents for row in rows), rows[0].group
     desirable = tuple(row.desirable for row in rows) if rows[0].desirable else ()
     weight = weight_of(labels, documents, group, desirable)
-    batch = _Pinnable(tokens, labels, positions, MaskSpec(documents=documents), weight, numbers, group, desirable)
-    # Images are decoded here, in a worker process if there are any, and not by the training loop.
+    mask = MaskSpec(documents=documents)
+    if rows[0].eye is not None and rows[0].eye.vision.bidirectional:
+        mask = replace(mask, blocks=tuple(runs_of(row.tokens == rows[0].eye.vision.image) for row in rows))
+    batch = _Pinnable(tokens, labels, positions, mask, weight, numbers, group, desirable)
     if rows[0].eye is not None:
         batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
     return batch

@@ -31,7 +31,7 @@ class RowData(NamedTuple):
     Attributes:
         tokens: [length] int64.
         labels: [length] int64; label t is the token at t + 1, or -100 at the end of a document, in prompts and padding.
-        positions: [length] int64, from 0 in each document of the row; [length, 3] if documents may hold images.
+        positions: [length] int64, from 0 in each document of the row; [length, 3] with M-RoPE.
         documents: lengths of the documents in the row; their sum is `length`.
         group, desirable: as in `preheat.core.Batch`, for this row.
         images: images of the row, in order.
@@ -316,7 +316,8 @@ class Rows:
                 # Images behind the cut are left out together with their tokens.
                 _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.offsets[n]]), size)
                 images += table.within(n)[:image_count]
-                mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
+                if table.eye.vision.mrope:
+                    mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
             sizes.append(size)
             at += size
         # Padding is one more document, so that no example attends to it.
@@ -324,7 +325,11 @@ class Rows:
             sizes.append(self.length - at)
             mrope[at:] = np.arange(self.length - at)[:, None]
         packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, desirable=tuple(desirable))
-        return packed if table is None else packed._replace(positions=mrope, images=tuple(images), eye=table.eye)
+        if table is None:
+            return packed
+        if table.eye.vision.mrope:
+            packed = packed._replace(positions=mrope)
+        return packed._replace(images=tuple(images), eye=table.eye)
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:

@@ -8,13 +8,14 @@ before it starts, and again each time it is trained on.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +30,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["ImageProcessor", "ImageRef", "ImageTable", "gathered", "mrope_positions", "resolve_images"]
+__all__ = [
+    "ImageProcessor",
+    "ImageRef",
+    "ImageTable",
+    "gathered",
+    "mrope_positions",
+    "resolve_images",
+    "runs_of",
+]
 
 
 class ImageRef(NamedTuple):
@@ -54,14 +62,15 @@ class ImageProcessor:
 
     Attributes:
         vision: the model's vision settings.
-        processor: settings of transformers' Qwen2VLImageProcessorPil, including the maximum number of pixels
-            (`size.longest_edge`).
-        marks: texts of the image token and of the tokens at the start and end of an image.
+        processor: settings of transformers' image processor of that layout, including the maximum size of an image.
+        marks: texts of the image token and of the layout's further tokens: those at the start and end of an image
+            (Qwen-VL, Gemma 3), at the end of a line and of an image (Pixtral), around a square and before the whole
+            image (SmolVLM).
     """
 
     vision: Vision
     processor: JsonObject = field(hash=False)
-    marks: tuple[str, str, str]
+    marks: tuple[str, ...]
 
     @classmethod
     def of(
@@ -72,9 +81,9 @@ class ImageProcessor:
         Raises:
             DataError: the tokenizer has no tokens for images.
         """
-        numbers = (vision.image, vision.start, vision.end)
-        size = vocabulary_size(tokenizer)
-        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < size else None for n in numbers)
+        numbers = tuple(n for n in (vision.image, vision.start, vision.end) if n is not None)
+        vocabulary = vocabulary_size(tokenizer)
+        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < vocabulary else None for n in numbers)
         # `text` writes an image as these marks, so each must encode to its own number again.
         encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
         if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:
@@ -82,6 +91,16 @@ class ImageProcessor:
                 f"data.tokenizer: has no special token under number {wrong[0]}, the image token of the model's "
                 "config.json; use the model's own tokenizer"
             )
+        # Tokens that no config.json states; transformers' processors know them by these names too.
+        if more := _MARKS.get(vision.layout, ()):
+            if missing := [mark for mark in more if len(tokenizer.encode(mark, add_special_tokens=False)) != 1]:
+                raise DataError(
+                    f"data.tokenizer: has no token {missing[0]}, which stands around images; use the model's own "
+                    "tokenizer"
+                )
+            marks = (*marks, *more)
+        if vision.layout != "qwen2_vl":
+            return cls(vision, _limited(vision, processor, pixels), marks)  # type: ignore[arg-type]
         # The pixels of one token: `merge` x `merge` patches become one.
         least = (vision.patch * vision.merge) ** 2
         # In the settings of Qwen2-VL's processor both "edges" are numbers of pixels.
@@ -101,19 +120,53 @@ class ImageProcessor:
     def load(cls, values: JsonObject) -> ImageProcessor:
         return cls(Vision(**values["vision"]), values["processor"], tuple(values["marks"]))
 
-    def text(self, picture: ImageRef) -> str:
-        """Returns the text of an image's tokens."""
-        piece, start, end = self.marks
-        return f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
+    @property
+    def placeholder(self) -> str:
+        """The token that the model's chat template writes for an image; "" if `look` replaces it before rendering."""
+        return {"qwen2_vl": "", "gemma3": self.marks[1]}.get(self.vision.layout, self.marks[0])
 
-    def look(self, path: Path) -> ImageRef:
-        """Returns an image's size in patches, and validates the file by decoding it.
+    def look(self, path: Path) -> tuple[ImageRef, str]:
+        """Returns an image's size in patches and the text of its tokens; validates the file by decoding it.
 
         Raises:
             Unreadable: the file is missing, corrupt, or of an unsupported size.
         """
         image = _decoded(path)
-        return ImageRef(str(path), *self._grid(image.height, image.width, path))
+        if self.vision.layout != "qwen2_vl":
+            return self._processed(image, path)[:2]
+        picture = ImageRef(str(path), *self._grid(image.height, image.width, path))
+        piece, start, end = self.marks
+        return picture, f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
+
+    def _processed(self, image: Image, path: Path) -> tuple[ImageRef, str, np.ndarray]:
+        """Returns an image as `look` does, and its pixels, from transformers' image processor."""
+        vision, more = self.vision, {}
+        if vision.layout == "smolvlm":
+            more["return_row_col_info"] = True
+        try:
+            features = self._processor.preprocess(images=[image], return_tensors="np", **more)
+        except (ValueError, ZeroDivisionError) as error:
+            raise Unreadable(
+                "images",
+                f"image {path} has {image.width} x {image.height} pixels, which the model's processor does not take "
+                f"({str(error).splitlines()[0][:120]})",
+            ) from None
+        pixels = np.asarray(features["pixel_values"], dtype=np.float32)
+        high, wide = pixels.shape[-2] // vision.patch, pixels.shape[-1] // vision.patch
+        squares = pixels.size // (vision.values * high * wide)
+        picture = ImageRef(str(path), squares * high, wide)
+        piece, (first, second) = self.marks[0], self.marks[1:]
+        if vision.layout == "gemma3":
+            text = f"\n\n{first}{piece * (picture.patches // vision.merge**2)}{second}\n\n"
+        elif vision.layout == "pixtral":
+            lines = [piece * (wide // vision.merge)] * (high // vision.merge)
+            text = first.join(lines) + second
+        else:
+            from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+            (down,), (across,) = features["rows"][0], features["cols"][0]
+            text = get_image_prompt_string(down, across, (vision.tile // vision.merge) ** 2, first, piece, second)
+        return picture, text, pixels.reshape(-1, vision.values)
 
     def _grid(self, height: int, width: int, path: Path) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -136,29 +189,56 @@ class ImageProcessor:
         Raises:
             DataError: the file has changed since the rows were read.
         """
+        path = Path(picture.path)
         try:
-            features = self._processor.preprocess(images=[_decoded(Path(picture.path))], return_tensors="np")
+            if self.vision.layout == "qwen2_vl":
+                features = self._processor.preprocess(images=[_decoded(path)], return_tensors="np")
+                size, pixels = tuple(features["image_grid_thw"][0, 1:].tolist()), features["pixel_values"]
+            else:
+                now, _, pixels = self._processed(_decoded(path), path)
+                size = (now.rows, now.columns)
         except Unreadable as error:
             raise DataError(f"{error.message}; it was intact when the data was read") from None
-        # The document's tokens were counted from the old size; other patches would not match them.
-        if tuple(features["image_grid_thw"][0].tolist()) != (1, picture.rows, picture.columns):
+        if size != (picture.rows, picture.columns):
             raise DataError(
                 f"image {picture.path}: has another size than when the data was read; restore it, or read the data "
                 "again with another PREHEAT_CACHE"
             )
-        return np.asarray(features["pixel_values"], dtype=np.float32)
+        return np.asarray(pixels, dtype=np.float32)
 
     @functools.cached_property
-    def _processor(self) -> Qwen2VLImageProcessorPil:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    def _processor(self) -> Any:
+        module, name = {
+            "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
+            "gemma3": ("gemma3", "Gemma3"),
+            "pixtral": ("pixtral", "Pixtral"),
+            "smolvlm": ("smolvlm", "SmolVLM"),
+        }[self.vision.layout]
+        found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+        return getattr(found, f"{name}ImageProcessorPil")(**self.processor)
 
-        return Qwen2VLImageProcessorPil(**self.processor)
+
+_MARKS = {"pixtral": ("[IMG_BREAK]", "[IMG_END]"), "smolvlm": ("<fake_token_around_image>", "<global-img>")}
+"""Tokens around images beyond those that config.json states."""
+
+
+def _limited(vision: Vision, processor: JsonObject, pixels: int) -> JsonObject:
+    """Returns the settings of an image processor that scales images down to a square of at most `pixels`."""
+    if vision.layout == "gemma3":  # all images have one size
+        return processor
+    least = vision.patch * (vision.tile or vision.merge)
+    size = {**processor["size"]}
+    size["longest_edge"] = max(min(size["longest_edge"], int(pixels**0.5)), least)
+    return {**processor, "size": size}
 
 
 def resolve_images(
     talk: Sequence[Message], files: Sequence[object] | None, eye: ImageProcessor | None, folder: Path
-) -> tuple[list[Message], tuple[ImageRef, ...]]:
+) -> tuple[list[Message], tuple[ImageRef, ...], list[str]]:
     """Replaces the placeholders of a conversation by the text of the images' tokens; also returns the images in order.
+
+    If the model's chat template writes a placeholder of its own, `PLACE` stays in the messages, and the texts are
+    returned for the rendered text.
 
     Args:
         talk: messages; an image is `PLACE` in the text, with its file (or None) in the message's `images`; or
@@ -174,10 +254,11 @@ def resolve_images(
     if eye is None:
         if files or any(m.get("images") for m in talk):
             raise Unreadable(
-                "images", "has images, and the model reads only text; use one that reads images, such as a qwen3_vl"
+                "images",
+                "has images, and the model reads only text; if it was published with a vision part set model.part: "
+                "whole, else use one that was, such as a qwen3_vl",
             )
-        return list(talk), ()
-    # Only rows with a field for images use <image> as a placeholder; elsewhere it is ordinary text.
+        return list(talk), (), []
     texts = [m["content"].replace("<image>", PLACE) if files is not None else m["content"] for m in talk]
     own = [list(m.get("images") or ()) for m in talk]
     named = [file for listed in own for file in listed if file is not None]
@@ -188,8 +269,7 @@ def resolve_images(
             f"has {images} image{'s' * (images != 1)} and {places} placeholder{'s' * (places != 1)} (<image>, or a "
             "part of type image)",
         )
-    # Placeholders without a file of their own take the files of the row's field, in order.
-    left, messages, pictures = list(files or ()), list[Message](), list[ImageRef]()
+    left, messages, pictures, later = list(files or ()), list[Message](), list[ImageRef](), list[str]()
     for n, (message, text, listed) in enumerate(zip(talk, texts, own, strict=True), 1):
         # A mark in the text itself would become an image token without an image.
         if mark := next((mark for mark in eye.marks if mark in text), None):
@@ -204,10 +284,24 @@ def resolve_images(
             )
         for part in range(len(parts)):
             file = listed[part] if part < len(listed) and listed[part] is not None else left.pop(0)
-            pictures.append(eye.look(_file(file, folder)))
-            parts[part] = eye.text(pictures[-1]) + parts[part]
+            picture, tokens = eye.look(_file(file, folder))
+            pictures.append(picture)
+            if eye.placeholder:
+                later.append(tokens)
+            parts[part] = (PLACE if eye.placeholder else tokens) + parts[part]
         messages.append({**{k: v for k, v in message.items() if k != "images"}, "content": "".join((first, *parts))})
-    return messages, tuple(pictures)
+    return messages, tuple(pictures), later
+
+
+def runs_of(marked: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Returns the (start, end) of each run of true values.
+
+    Example:
+        >>> runs_of(np.array([0, 1, 1, 0, 1], bool))
+        ((1, 3), (4, 5))
+    """
+    edges = np.flatnonzero(np.diff(marked.astype(np.int8), prepend=0, append=0))
+    return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
 
 
 def _file(name: object, folder: Path) -> Path:
@@ -348,21 +442,31 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) 
     from transformers import vision_utils
 
     vision = eye.vision
+    sizes = tuple((p.rows, p.columns) for p in pictures) or (vision.blank,)
     if pictures:
         # [patches, values per patch] of all images, and [images, 3]: frames, rows and columns of patches.
         patches = np.concatenate([eye.patches(picture) for picture in pictures])
-        grids = torch.tensor([(1, p.rows, p.columns) for p in pictures])
     else:
-        # A stand-in for the vision tower: ranks that shard its weights must all run it, with images or without.
-        patches = np.zeros((vision.merge**2, vision.values), np.float32)
-        grids = torch.tensor([(1, vision.merge, vision.merge)])
-    # [image tokens], indices into the flattened [rows * length] tokens.
+        patches = np.zeros((vision.blank[0] * vision.blank[1], vision.values), np.float32)
     positions = (tokens.flatten() == vision.image).nonzero().flatten()
     expected = sum(p.patches for p in pictures) // vision.merge**2
     assert len(positions) == expected, f"{len(positions)} positions for {expected} image tokens"
-    # Computed with the batch on the host, so that a step reads no size back from the device.
-    taps, shares = vision_utils.get_vision_interpolation_indices_and_weights(
-        grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
-    )
-    grid = vision_utils.get_vision_position_ids(grids, vision.merge)
-    return Images(torch.from_numpy(patches), taps, shares, grid, positions, tuple(grids.prod(-1).tolist()))
+    if vision.tile:
+        return Images(torch.from_numpy(patches), {}, positions, sizes)
+    grids = torch.tensor([(1, *size) for size in sizes])
+    # Patches that become one token are neighbours for Qwen-VL; elsewhere patches go line by line.
+    inputs = {"position_ids": vision_utils.get_vision_position_ids(grids, vision.merge if vision.mrope else 1)}
+    if vision.side:
+        inputs["interp_indices"], inputs["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge
+        )
+    windows: list[int] = []
+    if vision.window:
+        inputs["window_index"], ends = vision_utils.get_vision_window_index(
+            grids,
+            spatial_merge_size=vision.merge,
+            window_size=vision.window * vision.merge * vision.patch,
+            patch_size=vision.patch,
+        )
+        windows = ends.diff().tolist()
+    return Images(torch.from_numpy(patches), inputs, positions, sizes, tuple(windows))

@@ -7,6 +7,7 @@ parameter at a time, when it is read, so that no second copy of the model is eve
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -42,6 +43,19 @@ class Stored:
         return [key for keys in self.parts.values() for key in keys]
 
 
+@contextlib.contextmanager
+def _as_built(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which modules have the class that they had before FSDP, whose name some rules are for."""
+    sharded = [(m, type(m)) for m in model.modules() if type(m).__bases__[0].__name__ == "FSDPModule"]
+    for module, kind in sharded:
+        module.__class__ = kind.__bases__[1]
+    try:
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
 class Names:
     """The parameters that a model can read from files, by name.
 
@@ -60,7 +74,8 @@ class Names:
         self._prefix: str = model.base_model_prefix
         self._read: set[str] = set()
         self._stored: dict[str, Stored] = {}
-        rules = get_model_conversion_mapping(model)
+        with _as_built(model):
+            rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}

@@ -302,6 +302,11 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
         )
     preset = preset_config(model.preset)
     # Presets of some families hold the text part alone.
+    if model.part == "whole" and preset.get_text_config() is preset and model.path is None:
+        raise RecipeError(
+            f"model.part: whole: the built-in configuration of {model.preset} is of its text part alone; name the "
+            "model's folder in model.path"
+        )
     preset = text_part.text_of(preset, model.part if preset.get_text_config() is not preset else "auto")
     # With a path, too, the folder is read, and the preset has to describe the same model.
     if model.path is None:

@@ -15,6 +15,7 @@ from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, Tec
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, encoder_decoder, moe, text_part, vision
+from preheat.models.image_blocks import with_blocks
 from preheat.models.layer_sizes import head_dim, largest
 from preheat.models.module_lookup import (
     SOFTCAP,
@@ -223,7 +224,11 @@ def _attention(
     import torch
 
     name = type(module).__name__
-    # transformers passes unknown arguments from the model through its layers down to here, unless a class drops them.
+    if preheat_attention is None and getattr(module, "is_causal", True) is False:
+        # A tower of squares, whose layers hand nothing on: all patches of a square see each other.
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling
+        ).transpose(1, 2).contiguous(), None
     if preheat_attention is None or preheat_mask is None:
         raise RecipeError(
             f"model: {name} of transformers does not let its layers use preheat's attention kernels, so it {_NO_PLACE}"
@@ -247,11 +252,13 @@ def _attention(
         # MLA values have a smaller head dim than keys; our kernels assume equal dims.
         value = torch.nn.functional.pad(value, (0, lacks))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    # gpt-oss hands its sinks to the attention function as `s_aux`, [heads].
+    blocks, mask = mask.blocks, replace(mask, blocks=None)
     if s_aux is not None:
         out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
     else:
         out = preheat_attention(query, key, value, mask, scale)
+    if blocks is not None and any(blocks):
+        out = with_blocks(out, query, key, value, mask, scale, blocks)
     # Contiguous, as transformers' own functions return it: some layers take a view of it.
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -292,7 +299,7 @@ def _refuse(config: PretrainedConfig) -> None:
     if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat "
-            f"trains text models, {' and '.join(vision.FAMILIES)}, and the text part of "
+            f"trains text models, with images {', '.join(vision.FAMILIES)}, and the text part of "
             f"{', '.join(text_part.FAMILIES)}; name a "
             "text-only checkpoint of the family, or save the text part as a folder of its own"
         )
@@ -393,10 +400,10 @@ def hidden_states(
         positions = positions[:1]  # the same in every row: compute the rotary tables once
     if images is not None:
         hidden, more = vision.embedded(model, tokens, images, attention)
-        run = model.base_model.language_model
     else:
-        more, run = {}, base_of(model)
-    # A recurrent layer that does not get the documents raises, instead of carrying its state into the next document.
+        more = {}
+    # The text's layers by themselves: a whole model would look for the images' tokens again.
+    run = base_of(model) if vision.tower(model) is None else model.get_decoder()
     with documents_handed():
         last = run(
             **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),

@@ -78,8 +78,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     base = base_of(model)
     if base is model:
         raise RecipeError(f"model: {kind} has no base model under its head, so hidden states are not accessible")
-    # Only within the text part: a vision tower may have as many blocks as the text has layers.
-    within = base if vision.tower(model) is None else base.language_model
+    within = base if vision.tower(model) is None else model.get_decoder()
     stacks = [m for m in within.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not stacks:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
@@ -126,7 +125,7 @@ def _both_stacks(model: PreTrainedModel) -> Anatomy:
 
 def _norms(model: PreTrainedModel) -> dict[str, nn.Module]:
     """All norms except those of a vision tower."""
-    of_tower = {id(m) for block in (vision.tower(model),) if block is not None for m in block.modules()}
+    of_tower = {id(m) for part in vision.vision_part(model)[0].values() for m in part.modules()}
     return {
         name: m
         for name, m in model.named_modules()

@@ -10,17 +10,18 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from preheat.errors import RecipeError
+from preheat.models import vision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["FAMILIES", "describe", "is_taken", "name_in_text", "text_of"]
+__all__ = ["FAMILIES", "describe", "has_text", "is_taken", "name_in_text", "text_of"]
 
-Part = Literal["auto", "text"]
+Part = Literal["auto", "text", "whole"]
 
 FAMILIES = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Families whose text part is known to compute on text alone what the whole model does."""
-_PLAIN = {"qwen3_vl_text": "qwen3"}
+_PLAIN = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Text parts that transformers builds with images only, and families that compute the same on text."""
 _OF_WRAPPER = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "quantization_config")
 """Settings that published checkpoints state on the wrapper, for its text part."""
@@ -30,7 +31,7 @@ def is_taken(config: PretrainedConfig, part: Part) -> bool:
     """True if a model of this configuration, as published, is trained by its text part alone."""
     if config.is_encoder_decoder or config.get_text_config() is config:
         return False
-    return part == "text" or config.model_type in FAMILIES
+    return part == "text" or (part == "auto" and config.model_type in FAMILIES)
 
 
 def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
@@ -40,12 +41,18 @@ def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
     quantization the wrapper's are taken where it states them.
 
     Raises:
-        RecipeError: `part` is text and the model has no parts, or transformers has no class for its text part alone.
+        RecipeError: `part` names a part and the model has none, or preheat cannot train that part.
     """
     text = config.get_text_config()
-    if part == "text" and (config.is_encoder_decoder or text is config):
+    if part != "auto" and (config.is_encoder_decoder or text is config):
         kind = "is an encoder-decoder" if config.is_encoder_decoder else "is a text model already"
-        raise RecipeError(f"model.part: text: {config.model_type} {kind} and has no parts; leave model.part out")
+        raise RecipeError(f"model.part: {part}: {config.model_type} {kind} and has no parts; leave model.part out")
+    if part == "whole" and config.model_type not in vision.FAMILIES:
+        instead = "set model.part: text" if has_text(config) else "name another checkpoint"
+        raise RecipeError(
+            f"model.part: whole: preheat does not train {config.model_type} with images; {instead} "
+            f"(with images it trains {', '.join(vision.FAMILIES)})"
+        )
     if not is_taken(config, part):
         return config
     if text.model_type in _PLAIN:
@@ -53,7 +60,7 @@ def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
     elif config.model_type not in FAMILIES:
         raise RecipeError(
             f"model.part: text: preheat cannot build {text.model_type}, the text part of {config.model_type}, without "
-            f"the rest; it can for {', '.join((*FAMILIES, 'qwen3_vl'))}"
+            f"the rest; it can for {', '.join((*FAMILIES, *(n.removesuffix('_text') for n in _PLAIN)))}"
         )
     # The text part's own value is transformers' default, since published files state it on the wrapper.
     text.tie_word_embeddings = config.tie_word_embeddings
@@ -61,6 +68,11 @@ def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
         if (value := getattr(config, key, None)) is not None:
             setattr(text, key, value)
     return text
+
+
+def has_text(config: PretrainedConfig) -> bool:
+    """True if the text part of a model of this configuration can be trained alone."""
+    return config.model_type in FAMILIES or config.get_text_config().model_type in _PLAIN
 
 
 def describe(family: str) -> str:
@@ -79,7 +91,7 @@ def _as_plain(text: PretrainedConfig) -> PretrainedConfig:
     return AutoConfig.for_model(family, **values, rope_parameters=rope)
 
 
-_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?|^model\.(?=(?:embed_tokens|layers|norm)\.)")
 _HEAD = re.compile(r"^(?:(?:model\.)?language_model\.)?(?=lm_head\.)")
 
 
@@ -87,13 +99,15 @@ def name_in_text(key: str) -> str | None:
     """The name, in the text model, of a tensor of the whole checkpoint; None for those of other parts.
 
     Checkpoints of all ages: `model.language_model.*` today, `language_model.model.*` and `language_model.lm_head.*`
-    before transformers 4.52.
+    before transformers 4.52, of Qwen2.5-VL `model.*` beside `visual.*`.
 
     Example:
         >>> name_in_text("language_model.model.norm.weight"), name_in_text("model.language_model.norm.weight")
         ('model.norm.weight', 'model.norm.weight')
         >>> name_in_text("language_model.lm_head.weight"), name_in_text("model.visual.pos_embed.weight")
         ('lm_head.weight', None)
+        >>> name_in_text("model.layers.0.mlp.up_proj.weight")
+        'model.layers.0.mlp.up_proj.weight'
     """
     # The head is outside of the base model, so its name has no prefix in the text model.
     if (match := _HEAD.match(key)) is not None:

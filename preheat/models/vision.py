@@ -1,4 +1,4 @@
-"""Vision-language models (Qwen3-VL and its mixture of experts): settings, and the forward pass over packed rows.
+"""Vision-language models: how a configuration's model reads images, and the forward pass over packed rows.
 
 The parts are transformers' own: the vision tower with its mergers, and the text layers. The code around them there
 synchronizes with the device in each pass (boolean masks, `tolist` in every block of the tower); here sizes come with
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.core import Images, MaskSpec, Vision
+from preheat.core import ImageLayout, Images, MaskSpec, Vision
 from preheat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -36,9 +36,19 @@ __all__ = [
     "tower_blocks",
     "tower_modules",
     "vision_of",
+    "vision_part",
 ]
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose tower takes the patches of all images as one sequence."""
+_SQUARES: dict[str, tuple[ImageLayout, bool]] = {
+    "gemma3": ("gemma3", True),
+    "mistral3": ("pixtral", False),
+    "smolvlm": ("smolvlm", True),
+}
+"""Families whose tower takes pixels: their image processor, and whether it makes squares of one size of an image."""
+FAMILIES = (*_GRIDS, *_SQUARES)
+"""Families that are trained with images."""
 PROJECTORS = ("merger", "deepstack_merger_list")
 """The parts of a tower that project its features to the text's width."""
 
@@ -48,64 +58,102 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
     if config.model_type not in FAMILIES:
         return None
     c = config.vision_config
+    if config.model_type not in _SQUARES:
+        return Vision(
+            blocks=c.depth,
+            patch=c.patch_size,
+            temporal=c.temporal_patch_size,
+            channels=c.in_channels,
+            merge=c.spatial_merge_size,
+            side=int(getattr(c, "num_position_embeddings", 0) ** 0.5),
+            deep=len(getattr(c, "deepstack_visual_indexes", ())),
+            image=config.image_token_id,
+            start=config.vision_start_token_id,
+            end=config.vision_end_token_id,
+            window=getattr(c, "window_size", 0) // (c.patch_size * c.spatial_merge_size),
+        )
+    layout, fixed = _SQUARES[config.model_type]
+    if (layer := getattr(config, "vision_feature_layer", -1)) != -1:
+        raise RecipeError(
+            f"model: {config.model_type} takes images' features from layers {layer} of its tower, and preheat trains "
+            "with those of the last one; set model.part: text"
+        )
+    tile = c.image_size // c.patch_size if fixed else 0
+    merge = getattr(config, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
+    if merge is None:  # Gemma 3 states the tokens that are left of a square
+        merge = tile // int(config.mm_tokens_per_image**0.5)
     return Vision(
-        blocks=c.depth,
+        blocks=c.num_hidden_layers,
         patch=c.patch_size,
-        temporal=c.temporal_patch_size,
-        channels=c.in_channels,
-        merge=c.spatial_merge_size,
-        # The table of positions is a square grid.
-        side=int(c.num_position_embeddings**0.5),
-        deep=len(c.deepstack_visual_indexes),
+        temporal=1,
+        channels=c.num_channels,
+        merge=merge,
+        side=0,
+        deep=0,
         image=config.image_token_id,
-        start=config.vision_start_token_id,
-        end=config.vision_end_token_id,
+        start=getattr(config, "boi_token_id", None),
+        end=getattr(config, "eoi_token_id", None),
+        layout=layout,
+        tile=tile,
+        bidirectional=layout == "gemma3",
     )
 
 
 def processor_of(vision: Vision, folder: str | None) -> JsonObject:
-    """Settings of the model's image processor: its folder's, completed by those of the published Qwen3-VL.
+    """Settings of the model's image processor: its folder's, completed by those that fit the model.
 
     Raises:
-        RecipeError: the folder's processor uses other patches than the model, or cannot be read.
+        RecipeError: the folder's processor makes other patches than the model has, or cannot be read.
     """
-    # The two limits are areas in pixels, whatever their names say.
-    settings: JsonObject = {
-        "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "patch_size": vision.patch,
-        "temporal_patch_size": vision.temporal,
-        "merge_size": vision.merge,
+    # What the model's own sizes decide; a folder's file must agree.
+    square = vision.tile * vision.patch
+    decided: dict[str, JsonObject] = {
+        "qwen2_vl": {
+            "patch_size": vision.patch,
+            "temporal_patch_size": vision.temporal,
+            "merge_size": vision.merge,
+        },
+        "gemma3": {"size": {"height": square, "width": square}, "do_pan_and_scan": False},
+        "smolvlm": {"max_image_size": {"longest_edge": square}},
+        "pixtral": {},
     }
+    fixed = decided[vision.layout]
+    settings: JsonObject = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], **fixed}
+    if vision.layout == "qwen2_vl":
+        settings["size"] = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
+    elif vision.layout != "gemma3":
+        settings["size"] = {"longest_edge": 4 * square or 1540}
     file = _processor_file(folder)
-    if file is None:
-        return settings
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.path: {file}: cannot be read ({error}); restore the model's own") from None
-    # processor_config.json of newer transformers nests the image processor's settings.
-    values = values.get("image_processor", values)
-    # Older files name the limits min_pixels and max_pixels.
-    size = {
-        key: values[old]
-        for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
-        if old in values
-    }
-    known = (*settings, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample")
-    settings |= {key: value for key in known if (value := values.get(key)) is not None}
-    settings["size"] = {**settings["size"], **size}
-    for key, wanted in (
-        ("patch_size", vision.patch),
-        ("temporal_patch_size", vision.temporal),
-        ("merge_size", vision.merge),
-    ):
-        if settings[key] != wanted:
-            raise RecipeError(
-                f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do not "
-                "belong together"
-            )
+    if file is not None:
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"model.path: {file}: cannot be read ({error}); restore the model's own") from None
+        values = values.get("image_processor", values)
+        size = {
+            key: values[old]
+            for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
+            if old in values
+        }
+        known = (
+            *settings,
+            "do_resize",
+            "do_rescale",
+            "do_normalize",
+            "rescale_factor",
+            "resample",
+            "do_image_splitting",
+        )
+        settings |= {key: value for key in known if (value := values.get(key)) is not None}
+        settings["size"] = {**settings["size"], **size}
+        for key, wanted in fixed.items():
+            if settings[key] != wanted:
+                raise RecipeError(
+                    f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do "
+                    "not belong together"
+                )
+    if vision.layout == "pixtral":  # its processor sets that of the image processor too
+        settings["patch_size"] = {"height": vision.patch * vision.merge, "width": vision.patch * vision.merge}
     return settings
 
 
@@ -147,40 +195,72 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
     """A row with a random image, as arguments of transformers' forward."""
     import torch
 
-    # 2 x 3 image tokens, each merged of merge x merge patches.
-    rows, columns = 2 * vision.merge, 3 * vision.merge
-    tokens = torch.tensor([[1, vision.start, *[vision.image] * 6, vision.end, *range(2, 12)]])
-    return {
-        "input_ids": tokens,
-        "mm_token_type_ids": (tokens == vision.image).int(),
-        "pixel_values": torch.randn(rows * columns, vision.values, generator=torch.Generator().manual_seed(0)),
-        "image_grid_thw": torch.tensor([[1, rows, columns]]),
-    }
+    rows, columns = (vision.tile, vision.tile) if vision.tile else (2 * vision.merge, 3 * vision.merge)
+    pieces = [vision.image] * (rows * columns // vision.merge**2)
+    around = [[] if token is None else [token] for token in (vision.start, vision.end)]
+    tokens = torch.tensor([[1, *around[0], *pieces, *around[1], *range(2, 12)]])
+    generator = torch.Generator().manual_seed(0)
+    if vision.mrope:
+        return {
+            "input_ids": tokens,
+            "mm_token_type_ids": (tokens == vision.image).int(),
+            "pixel_values": torch.randn(rows * columns, vision.values, generator=generator),
+            "image_grid_thw": torch.tensor([[1, rows, columns]]),
+        }
+    high, wide = rows * vision.patch, columns * vision.patch
+    pixels = torch.randn(1, vision.channels, high, wide, generator=generator)
+    row = {"input_ids": tokens, "pixel_values": pixels[None] if vision.layout == "smolvlm" else pixels}
+    if vision.bidirectional:
+        row["token_type_ids"] = (tokens == vision.image).int()
+    if vision.layout == "pixtral":
+        row["image_sizes"] = torch.tensor([[high, wide]])
+    return row
 
 
 def tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The vision tower with its mergers; None for text models."""
-    return model.base_model.visual if model.config.model_type in FAMILIES else None  # type: ignore[no-any-return]
+    """The vision tower; None for text models."""
+    return model.get_encoder("image") if model.config.model_type in FAMILIES else None
+
+
+def vision_part(model: PreTrainedModel) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """The modules that turn images into the text's width, by name, and which of the names are projectors.
+
+    A projector is a merger within the tower, or a module beside it; in the second case the tower is one module. Empty
+    for text models.
+    """
+    seeing = tower(model)
+    if seeing is None:
+        return {}, ()
+    inner = {name: child for name, child in seeing.named_children() if name in PROJECTORS}
+    if inner:
+        return dict(seeing.named_children()), tuple(inner)
+    text = model.get_decoder()
+    beside = {n: m for n, m in model.base_model.named_children() if m is not seeing and m is not text}
+    return {"tower": seeing, **beside}, tuple(beside)
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the vision tower, in order; [] without one."""
-    module = tower(model)
-    return [] if module is None else list(module.blocks)
+    from torch import nn
+
+    module, vision = tower(model), vision_of(model.config)
+    if module is None or vision is None:
+        return []
+    return next(list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == vision.blocks)
 
 
 def tower_modules(model: PreTrainedModel) -> str | None:
-    """A regular expression for the names of the modules in the vision tower; None without one."""
-    vision_tower = tower(model)
-    if vision_tower is None:
+    """A regular expression for the names of the modules that only images go through; None for text models."""
+    parts = {id(part) for part in vision_part(model)[0].values()}
+    if not parts:
         return None
-    return "|".join(re.escape(name) + r"\..*" for name, module in model.named_modules() if module is vision_tower)
+    return "|".join(re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts)
 
 
 def replace_deepstack(model: PreTrainedModel) -> None:
     """Makes the text's first layers add the tower's inner features at known indices, in place."""
-    if tower(model) is not None:
-        text = model.base_model.language_model
+    text: Any = getattr(model.base_model, "language_model", None)
+    if tower(model) is not None and hasattr(text, "_deepstack_process"):
         text._deepstack_process = types.MethodType(_add_at, text)
 
 
@@ -197,7 +277,26 @@ def _add_at(text: nn.Module, hidden: Tensor, places: Tensor, features: Tensor) -
 def embedded(
     model: PreTrainedModel, tokens: Tensor, images: Images, attention: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers.
+    """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers."""
+    vision = vision_of(model.config)
+    assert vision is not None, "images of a model without a vision tower"
+    deep: Sequence[Tensor] = ()
+    if vision.mrope:
+        features, deep = _grids(model, images, attention)
+    else:
+        features = _FEATURES[vision.layout](model, vision, images, attention)
+    count = len(
+        images.positions
+    )  # features of a blank image come after these and are dropped: their gradients are zeros
+    embeddings = model.get_input_embeddings()(tokens)
+    features = features[:count].to(embeddings.dtype)
+    merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
+    deep = [each[:count] for each in deep]
+    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep} if deep else {}
+
+
+def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """The features of images of any size, all in one sequence of patches (Qwen-VL), and those of inner layers.
 
     The tower uses `attention` too, bidirectional within each image.
     """
@@ -205,25 +304,79 @@ def embedded(
 
     # On the host, because transformers splits queries, keys and values by these cumulative lengths in each block.
     ends = np.cumsum((0, *images.sizes))
-    vision_tower = tower(model)
-    assert vision_tower is not None, "images of a model without a vision tower"
-    # grid_thw=None: what transformers would derive from it, with synchronizations, is precomputed in `images`.
-    output = vision_tower(
+    seeing: Any = tower(model)
+    output = seeing(
         images.patches,
         grid_thw=None,
-        interp_indices=images.taps,
-        interp_weights=images.shares,
-        position_ids=images.grid,
+        **images.inputs,
         cu_seqlens=ends,
+        **({"cu_window_seqlens": np.cumsum((0, *images.windows))} if images.windows else {}),
         preheat_attention=attention,
         preheat_mask=MaskSpec(causal=False),
     )
-    # Features of a blank image come after these and are dropped: their gradients are zeros.
-    count = len(images.positions)
-    embeddings = model.get_input_embeddings()(tokens)
-    features = output.pooler_output[:count].to(embeddings.dtype)
-    # index_copy leaves the embeddings of the image tokens themselves without a gradient.
-    merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
-    deep = [each[:count] for each in output.deepstack_features]
-    # The first text layers add the tower's inner features at the same positions (DeepStack).
-    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep}
+    return output.pooler_output, getattr(output, "deepstack_features", ())
+
+
+def _of_gemma3(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+    base: Any = model.base_model
+    hidden = base.vision_tower(pixel_values=_squares(base.vision_tower, vision, images)).last_hidden_state
+    return base.multi_modal_projector(hidden).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def _of_smolvlm(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+    # Without the masks of padding, whose sizes transformers reads back from the device: squares are never padded.
+    import torch
+
+    base: Any = model.base_model
+    seeing = base.vision_model
+    squares = _squares(seeing, vision, images)
+    full = torch.ones(len(squares), vision.tile, vision.tile, dtype=torch.bool, device=squares.device)
+    hidden = seeing.embeddings(pixel_values=squares, patch_attention_mask=full)
+    hidden = seeing.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+    return base.connector(seeing.post_layernorm(hidden)).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def _squares(seeing: nn.Module, vision: Vision, images: Images) -> Tensor:
+    """The pixels of all squares, [squares, channels, height, width]."""
+    side = vision.tile * vision.patch
+    return images.patches.view(-1, vision.channels, side, side).to(next(seeing.parameters()).dtype)
+
+
+def _of_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+    """One sequence of the patches of all images, each of which attends to itself.
+
+    transformers' forward makes a dense mask of it, and reads sizes back. One call for each image would not do: devices
+    that shard the weights have different numbers of them.
+    """
+    import torch
+
+    base: Any = model.base_model
+    seeing, size = base.vision_tower, vision.patch
+    pieces = [
+        pixels.view(vision.channels, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        for (rows, columns), pixels in zip(images.grids, images.patches.split(images.sizes), strict=True)
+    ]
+    patches = torch.cat(pieces).to(next(seeing.parameters()).dtype)
+    hidden = seeing.ln_pre(seeing.patch_conv(patches).flatten(1)[None])
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        each = zip(*(t.split(images.sizes, dim=2) for t in (q, k, v)), strict=True)
+        return torch.cat([attention(*image, mask, scale) for image in each], dim=2)
+
+    hidden = seeing.transformer(
+        hidden,
+        attention_mask=None,
+        position_embeddings=seeing.patch_positional_embedding(hidden, images.inputs["position_ids"]),
+        preheat_attention=apart,
+        preheat_mask=MaskSpec(causal=False),
+    ).last_hidden_state
+    pixels = [(rows * size, columns * size) for rows, columns in images.grids]
+    return base.multi_modal_projector(hidden.squeeze(0), pixels)  # type: ignore[no-any-return]
+
+
+_FEATURES: dict[str, Callable[..., Tensor]] = {
+    "gemma3": _of_gemma3,
+    "smolvlm": _of_smolvlm,
+    "pixtral": _of_pixtral,
+}
+"""How the tower and the projector of a layout of images are called."""

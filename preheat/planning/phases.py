@@ -52,27 +52,36 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
     plain = Batch(tokens, labels, positions, MaskSpec(), rows * length, tuple(range(rows)))
     if vision is None:
         return plain
-    return replace(
-        plain, positions=torch.empty(rows, length, 3, dtype=torch.int64), images=_fake_images(recipe, rows, vision)
-    )
+    if vision.mrope:
+        plain = replace(plain, positions=torch.empty(rows, length, 3, dtype=torch.int64))
+    return replace(plain, images=_fake_images(recipe, rows, vision))
 
 
 def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     data, token = recipe.data, vision.merge**2  # patches per token
-    each = math.prod(vision.grid(data.image_pixels)) // token
-    # At least one token of text remains.
+    grid = vision.grid(data.image_pixels)
+    each = math.prod(grid) // token
     in_row = min(round(data.images * each), recipe.batch.seq_len - 1)  # tokens
     full, rest = divmod(in_row, each)
-    # A blank image if there is none.
-    sizes = ((each * token,) * full + ((rest * token,) if rest else ())) * rows or (token,)
-    patches = sum(sizes)
+    if vision.tile:  # the tower takes whole squares only; the last image has fewer tokens than they make
+        grids = ((grid,) * full + ((grid,) if rest else ())) * rows or (vision.blank,)
+    else:
+        grids = ((grid,) * full + (((vision.merge, rest * vision.merge),) if rest else ())) * rows or (vision.blank,)
+    patches = sum(math.prod(each) for each in grids)
+    inputs = {} if vision.tile else {"position_ids": torch.empty(patches, 2, dtype=torch.int64)}
+    if vision.side:
+        inputs["interp_indices"] = torch.empty(patches, 4, dtype=torch.int64)
+        inputs["interp_weights"] = torch.empty(patches, 4)
+    windows: list[int] = []
+    if vision.window:
+        inputs["window_index"] = torch.empty(patches // token, dtype=torch.int64)
+        windows = [size for each in grids for size in vision.windows(*each)]
     return Images(
         torch.empty(patches, vision.values),
-        torch.empty(patches, 4, dtype=torch.int64),
-        torch.empty(patches, 4),
-        torch.empty(patches, 2, dtype=torch.int64),
+        inputs,
         torch.empty(rows * in_row, dtype=torch.int64),
-        sizes,
+        grids,
+        tuple(windows),
     )
 
 

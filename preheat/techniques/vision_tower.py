@@ -75,7 +75,10 @@ class VisionTower(Technique):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        from preheat.models.vision import PROJECTORS, tower
+        from torch import nn
 
-        trained, total = train_tower(tower(part), self.train, PROJECTORS)  # type: ignore[arg-type]
+        from preheat.models.vision import vision_part
+
+        modules, projectors = vision_part(part)  # type: ignore[arg-type]
+        trained, total = train_tower(nn.ModuleDict(modules), self.train, projectors)
         return Change(f"vision tower: {trained:,} of {total:,} parameters trained ({self.train})", total)

@@ -25,13 +25,15 @@ CASES = [
     ("qwen3_vl", "{data_parallel: {}, activation_checkpointing: {}, chunked_loss: {rows: 16}}", "{}"),
     ("qwen3_vl", "{fsdp: {}, lora: {rank: 2}, vision_tower: {}}", "{lora: {rank: 2}, vision_tower: {}}"),
     ("qwen3_vl_moe", "{fsdp: {}, expert_parallel: {degree: 2}}", "{}"),
+    ("gemma3", "{fsdp: {}, activation_checkpointing: {}}", "{}"),
+    ("mistral3", "{fsdp: {}, lora: {rank: 2}}", "{lora: {rank: 2}}"),
 ]
 
 
 def recipe_of(folder: Path, family: str, techniques: str) -> Recipe:
     """Rows of one conversation: some of the two processes' micro-batches have images, others text alone."""
     return parse(
-        f"model: {{path: {folder / family}}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, seq_len: 48}}\n"
+        f"model: {{path: {folder / family}, part: whole}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, seq_len: 48}}\n"
         f"optimizer: {{lr: 0.01}}\nstop: {{max_steps: {STEPS}}}\ntechniques: {techniques}\n"
     )
 
@@ -67,8 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("vision")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREHEAT_CACHE", str(folder / "cache"))
-        for family in ("qwen3_vl", "qwen3_vl_moe"):
-            tiny_folder(folder / family, experts=family.endswith("moe"))
+        for family in sorted({family for family, _, _ in CASES}):
+            tiny_folder(folder / family, family)
         text = {
             "messages": [
                 {"role": "user", "content": "Which colours?"},

@@ -79,7 +79,7 @@ def default_output(run: Path, to: str, dtype: str | None) -> Path:
 def _reads_images(run: str | Path) -> bool:
     """Returns True if the model of a run or a folder reads images; an adapter's folder is checked by its writer."""
     from preheat import recipe as recipes
-    from preheat.models import configs, hf
+    from preheat.models import configs, hf, text_part
     from preheat.models.vision import vision_of
 
     # From the configuration alone, because loading the model takes long.
@@ -89,7 +89,10 @@ def _reads_images(run: str | Path) -> bool:
             hf.facts(hf.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)).vision
             is not None
         )
-    return (path / "config.json").is_file() and vision_of(configs.read(str(path), False)) is not None
+    if not (path / "config.json").is_file():
+        return False
+    config = configs.read(str(path), False)
+    return vision_of(config) is not None and not text_part.is_taken(config, "auto")
 
 
 def write(

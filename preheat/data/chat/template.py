@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
+from preheat.data.chat.messages import PLACE
 from preheat.data.chat.render_limits import limited, require_small, require_template
 from preheat.data.document import END, PAD, TextSpan
 from preheat.data.rows.file_readers import display_path, expanded, missing
@@ -139,6 +140,7 @@ class Template:
         variables: variables of the template apart from the messages: bos_token, eos_token, ...
         special: the tokenizer's special tokens, the longest first; one of them ends a turn.
         with_tools: the Jinja for conversations with tools, if the tokenizer has another one for these.
+        image: the token that it writes for an image, for messages with `PLACE` in their text; "": there are none.
     """
 
     text: str
@@ -146,6 +148,7 @@ class Template:
     variables: Mapping[str, str] = field(default_factory=dict)
     special: tuple[str, ...] = ()
     with_tools: str | None = None
+    image: str = ""
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """Renders a prompt for the assistant's next turn, which ends with the generation prompt.
@@ -235,6 +238,45 @@ class Template:
         return self.with_tools if tools and self.with_tools else self.text
 
     def _rendered(self, messages: Sequence[Message], tools: Tools, asks: bool, marked: bool) -> tuple[str, list[Span]]:
+        return self._rendered_as_given([self._in_parts(m) for m in messages], tools, asks, marked)
+
+    def _in_parts(self, message: Message) -> Message:
+        """Returns a message as the template reads it: with parts for an image, and for text if it renders no others."""
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        if PLACE in content and self.image and not self._reads_parts:
+            return {**message, "content": content.replace(PLACE, self.image)}
+        if not (PLACE in content and self.image) and not self._needs_parts:
+            return message
+        texts = content.split(PLACE) if self.image else [content]
+        parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+        return {**message, "content": [p for p in parts if p.get("text") != ""] or [{"type": "text", "text": ""}]}
+
+    def _tries(self, content: object) -> str:
+        """The rendering of a question with this content; "" if the template does not render it."""
+        try:
+            return self._rendered_as_given([{"role": "user", "content": content}], None, False, False)[0]
+        except DataError:
+            return ""
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """True if the template writes the image's token for a part of type image, and the text of the others."""
+        text = self._tries([{"type": "image"}, {"type": "text", "text": _SEAL}])
+        return text.count(self.image) == 1 and _SEAL in text and "'type'" not in text
+
+    @functools.cached_property
+    def _needs_parts(self) -> bool:
+        """True if the template renders messages of parts and not those of text (SmolVLM)."""
+        if "type" not in self.text or _SEAL in self._tries(_SEAL):
+            return False
+        text = self._tries([{"type": "text", "text": _SEAL}])
+        return _SEAL in text and "'type'" not in text
+
+    def _rendered_as_given(
+        self, messages: Sequence[Message], tools: Tools, asks: bool, marked: bool
+    ) -> tuple[str, list[Span]]:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from preheat.data.chat.messages import Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
+from preheat.data.chat.messages import PLACE, Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
 from preheat.data.chat.template import Template, TrainOn
 from preheat.data.document import Document, TextSpan
 from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
@@ -279,12 +280,13 @@ class Layout:
         """
         if self.template is None:
             raise DataError(self.lacking)
-        # Checked before images become tokens: below, special tokens in the text are intended.
+        if self.eye and images is not None:  # SmolVLM's tokenizer has a token of that name too
+            talk = [{**m, "content": m["content"].replace("<image>", PLACE)} for m in talk]
         for where, text in texts_of(talk):
             self._check_text(where, text, notes)
         if problem := order_problem(talk):
             notes.append(("roles", problem))
-        talk, pictures = resolve_images(talk, images, self.eye, self.folder)
+        talk, pictures, later = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
             raise Unreadable(
                 "images", ("has images, and data.train_on: all would train on their positions; use assistant")
@@ -295,13 +297,21 @@ class Layout:
         if not any(m["role"] == "assistant" and m.get("weight") != 0 for m in talk) and self.train_on != "all":
             raise Unreadable("untrained", "has no message of the assistant to train on")
         try:
-            # complete: the template writes the special tokens, so the encoder adds none.
-            return Document((self.template.spans(talk, tools, self.train_on),), complete=True, images=pictures)
-        # The template rejects this conversation, not all: count the row.
+            spans = self._template.spans(talk, tools, self.train_on)  # type: ignore[union-attr]
+            if later:
+                spans = _expanded(spans, self.eye.placeholder, later)  # type: ignore[union-attr]
+            return Document((spans,), complete=True, images=pictures)
         except DataError as error:
             raise Unreadable("template", str(error)) from None
 
     # --- images
+
+    @functools.cached_property
+    def _template(self) -> Template | None:
+        """The chat template, which knows the placeholder that it writes for an image."""
+        if self.template is None or self.eye is None:
+            return self.template
+        return replace(self.template, image=self.eye.placeholder)
 
     def _images(self, row: Fields) -> Sequence[object] | None:
         """Returns the files in a row's image field, or None if the layout has no such field."""
@@ -469,3 +479,20 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -
     if "prompt" in named or "completion" in named:
         return "prompt", "stated by data.prompt"
     return "text", fields("text")
+
+
+def _expanded(spans: Sequence[TextSpan], placeholder: str, texts: Sequence[str]) -> tuple[TextSpan, ...]:
+    """Replaces the placeholders of a rendered conversation by the texts of its images' tokens, in order.
+
+    Raises:
+        Unreadable: the chat template does not write a placeholder for each image.
+    """
+    count = sum(span.text.count(placeholder) for span in spans)
+    if count != len(texts):
+        raise Unreadable(
+            "images",
+            f"the chat template writes {count} {placeholder} for {len(texts)} image{'s' * (len(texts) != 1)}; use the "
+            "model's own template",
+        )
+    left = iter(texts)
+    return tuple(span._replace(text=re.sub(re.escape(placeholder), lambda _: next(left), span.text)) for span in spans)

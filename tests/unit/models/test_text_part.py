@@ -19,6 +19,7 @@ from preheat.hardware.probe import probe
 from preheat.inference.load import LoadedModel
 from preheat.models import configs
 from preheat.models.hf import plain_logits
+from preheat.models.text_part import name_in_text
 from preheat.recipe import parse
 
 TEXT: dict[str, Any] = {
@@ -93,6 +94,11 @@ WHOLE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _LINEAR, **_QWEN},
     "qwen3_5_moe": {"text_config": {**_LINEAR, **_EXPERTS}, **_QWEN},
     "qwen3_vl": {"text_config": {"rope_parameters": _MROPE}, **_QWEN},
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": _MROPE},
+        "vision_config": {**_QWEN["vision_config"], "window_size": 16, "fullatt_block_indexes": [0]},
+        **{key: value for key, value in _QWEN.items() if key != "vision_config"},
+    },
 }
 TOKENS = torch.arange(3, 83).view(2, 40)
 
@@ -114,7 +120,23 @@ def built(folder: Path, **model: Any) -> Build:
 
 
 def part_of(family: str) -> dict[str, str]:
-    return {"part": "text"} if family == "qwen3_vl" else {}
+    return {"part": "text"} if family in ("qwen3_vl", "qwen2_5_vl") else {}
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama4"])
+def test_a_vision_part_that_is_not_trained_is_refused(family: str, tmp_path: Path) -> None:
+    whole_model(family, tmp_path)
+    with pytest.raises(RecipeError, match=rf"does not train {family} with images; set model.part: text") as caught:
+        built(tmp_path, part="whole")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_model_has_no_whole(tmp_path: Path) -> None:
+    transformers.LlamaConfig(**TEXT).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"model.part: whole: llama is a text model already and has no parts"):
+        built(tmp_path, part="whole", weights="random")
+    with pytest.raises(RecipeError, match=r"built-in configuration of gemma-3-4b is of its text part alone"):
+        configs.source(parse("model: {preset: gemma-3-4b, part: whole}\nstop: {max_steps: 1}"))
 
 
 @pytest.mark.parametrize("family", list(WHOLE))
@@ -143,7 +165,8 @@ def test_a_changed_text_part_is_written_back_in_its_layout(family: str, tmp_path
     torch.testing.assert_close(plain_logits(reloaded, TOKENS), plain_logits(model, TOKENS))
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("in", "out"))
     assert before.keys() == after.keys()
-    others = [key for key in before if "language_model" not in key and "lm_head" not in key]
+    others = [key for key in before if name_in_text(key) is None]
+    assert others
     assert all(torch.equal(before[key], after[key]) for key in others)
     assert json.loads((tmp_path / "in/config.json").read_text()) == json.loads(
         (tmp_path / "out/config.json").read_text()

@@ -1,10 +1,11 @@
-"""Qwen3-VL and its mixture of experts: rows with images against transformers' own processor and forward pass, packed and not; bad rows."""
+"""Vision-language models: rows with images against transformers' own processor and forward pass, packed and not; bad rows."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from preheat.data.vision_inputs import mrope_positions
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
+from preheat.models.image_blocks import with_blocks
+from preheat.ops.attention.sdpa import reference_attention
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.request import Request
@@ -27,14 +30,16 @@ from preheat.training.session import data_of
 
 from ...conftest import DEVICE, difference
 from ...contract.waits import waits_of
-from ..seeing import draw, questions, tiny_folder, written
+from ..seeing import QWEN, SQUARES, draw, questions, tiny_folder, written
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe"]
+ALL = [*FAMILIES, "qwen2_5_vl", "qwen3_5", *SQUARES]
+MORE = [pytest.param(name, marks=pytest.mark.slow) if name.endswith(("moe", "n2_vl")) else name for name in QWEN]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: tiny_folder(tmp_path_factory.mktemp(name), experts=name.endswith("moe")) for name in FAMILIES}
+    return {name: tiny_folder(tmp_path_factory.mktemp(name), name) for name in (*QWEN, *SQUARES)}
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +48,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_of(folder: Path, source: Path, techniques: str = "{}", length: int = 64, more: str = "") -> Recipe:
+    part = "auto" if folder.name.startswith("stories") else "whole"
     return parse(
-        f"model: {{path: {folder}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, seq_len: {length}}}\n"
+        f"model: {{path: {folder}, part: {part}}}\ndata: {{source: {source}, validation: 0, {more}}}\nbatch: {{size: 8, seq_len: {length}}}\n"
         f"optimizer: {{lr: 0.01, weight_decay: 0}}\nstop: {{max_steps: 4}}\ntechniques: {techniques}\n"
     )
 
@@ -64,6 +70,91 @@ def taken(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any]]:
     b.optimizer.zero_grad()
     loss = gradients(b, batches, 0.01)
     return float(loss.total) / float(loss.weight), {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
+
+
+def expanded_by_transformers(config: Any, seen: Any) -> str:
+    """The text of an image's tokens by the code of transformers' own processor of the family."""
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+    if config.model_type == "gemma3":
+        tokens = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+        tokenizer = SimpleNamespace(**tokens, boi_token_id=0)
+        processor: Any = Gemma3Processor.__new__(Gemma3Processor)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transformers.processing_utils.ProcessorMixin.__init__", lambda *_, **__: None)
+            Gemma3Processor.__init__(processor, None, tokenizer, image_seq_length=config.mm_tokens_per_image)
+        return str(processor.replace_image_token(seen, 0))
+    if config.model_type == "mistral3":
+        # PixtralProcessor cannot be imported without torchvision: its replace_image_token, in one line.
+        height, width = (int(side) // (2 * config.vision_config.patch_size) for side in seen["image_sizes"][0])
+        return "".join((["[IMG]"] * width + ["[IMG_BREAK]"]) * height).removesuffix("[IMG_BREAK]") + "[IMG_END]"
+    marks = {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+    }
+    processor = SimpleNamespace(
+        image_seq_len=(config.vision_config.image_size // config.vision_config.patch_size // 2) ** 2, **marks
+    )
+    return SmolVLMProcessor.replace_image_token(processor, seen, 0)  # type: ignore[arg-type]
+
+
+def squares_by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> Any:
+    """As `by_transformers`, for families whose processor returns pixels."""
+    import importlib
+
+    import transformers
+    from PIL import Image
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    model.train()
+    name, cls, mark, begin = {
+        "gemma3": ("gemma3", "Gemma3", "<start_of_image>", "model\n"),
+        "mistral3": ("pixtral", "Pixtral", "[IMG]", "[/INST]"),
+        "smolvlm": ("smolvlm", "SmolVLM", "<image>", "Assistant:"),
+    }[model.config.model_type]
+    module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+    processor = getattr(module, f"{cls}ImageProcessorPil").from_pretrained(folder)
+    if name == "pixtral":  # as its processor does
+        processor.patch_size = {"height": 8, "width": 8}
+    more = {"return_row_col_info": True} if name == "smolvlm" else {}
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        talk = []
+        for message in row["messages"]:
+            first, *others = message["content"].split("<image>")
+            parts = [{"type": "text", "text": first}] if first else []
+            for text in others:
+                parts += [{"type": "image"}, {"type": "text", "text": text}]
+            talk.append({**message, "content": [part for part in parts if part.get("text") != ""]})
+        text = tokenizer.apply_chat_template(talk, tokenize=False)
+        seen = [
+            processor(images=[Image.open(images / file).convert("RGB")], return_tensors="pt", **more)
+            for file in row["images"]
+        ]
+        first, *others = text.rstrip("\n").split(mark)
+        texts = [expanded_by_transformers(model.config, each) for each in seen]
+        text = first + "".join(a + b for a, b in zip(texts, others, strict=True))
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        prompt = len(tokenizer(text[: text.rindex(begin) + len(begin)], add_special_tokens=False)["input_ids"])
+        labels = ids.clone()
+        labels[:, :prompt] = -100
+        kinds = {"token_type_ids": (ids == model.config.image_token_id).int()} if name == "gemma3" else {}
+        # Every image by itself, and their features at once: batches of several sizes would be padded.
+        names = ("pixel_values", "image_sizes", "pixel_attention_mask")
+        given = [{key: value for key, value in each.items() if key in names} for each in seen]
+        features = [model.base_model.get_image_features(**each, return_dict=True).pooler_output for each in given]
+        whole = torch.cat([part.flatten(0, -2) for each in features for part in each])
+        pooled = whole[None] if name == "gemma3" else [whole]
+        output = transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=pooled)
+        out = model(input_ids=ids, mm_encoder_outputs={"image": output}, **kinds)
+        logits = out.logits[:, :-1].flatten(0, 1)
+        total = total + torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        count += int((labels[:, 1:] != -100).sum())
+    (total / count).backward()
+    return float(total.detach() / count), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> Any:
@@ -106,7 +197,7 @@ def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> A
     return float(total.detach() / count), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MORE)
 def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -134,7 +225,51 @@ def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     assert difference(grads, wanted) < 2e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def without_key_biases(grads: dict[str, Any]) -> dict[str, Any]:
+    """A tower's bias on keys shifts all scores of a query, and changes nothing: its gradients are rounding."""
+    return {name: grad for name, grad in grads.items() if not ("vision" in name and name.endswith("k_proj.bias"))}
+
+
+@pytest.mark.parametrize("family", SQUARES)
+def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = questions(tmp_path)
+    rows[0]["messages"][0]["content"] = "One <image>and two <image>: what colours?"
+    rows[0]["images"] = ["red.png", "blue.png"]
+    source = written(tmp_path, rows)
+    loss, wanted = squares_by_transformers(folders[family], rows, tmp_path)
+    for length in (120, 240):
+        recipe = recipe_of(folders[family], source, length=length)
+        found, grads = taken(made(recipe), batches_of(recipe))
+        assert found == pytest.approx(loss, abs=2e-6)
+        assert difference(without_key_biases(grads), without_key_biases(wanted)) < 2e-5
+
+
+def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 24, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
+    documents, blocks = ((9, 15), (24,)), (((2, 6), (15, 20)), ((12, 22),))
+    for window in (None, 5):
+        mask = MaskSpec(window=window, documents=documents)
+        out = with_blocks(reference_attention(q, k, v, mask, 0.3), q, k, v, mask, 0.3, blocks)
+        seen = torch.ones(24, 24, dtype=torch.bool).tril()
+        for row, spans in enumerate(blocks):
+            allowed = seen.clone()
+            for start, end in spans:
+                allowed[start:end, start:end] = True
+            if window:  # as transformers': both kinds of keys, but none beyond the window before a token
+                allowed &= torch.arange(24)[:, None] - torch.arange(24) < window
+            ends = torch.tensor(documents[row]).cumsum(0)
+            number = torch.bucketize(torch.arange(24), ends, right=True)
+            allowed &= number[:, None] == number
+            wanted = torch.nn.functional.scaled_dot_product_attention(
+                q[row], k[row], v[row], attn_mask=allowed, scale=0.3, enable_gqa=True
+            )
+            torch.testing.assert_close(out[row], wanted)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl", *SQUARES])
 def test_no_step_waits_for_the_device(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)))
     assert waits_of(made(recipe), batches_of(recipe)[:2]) == []
@@ -182,7 +317,7 @@ TECHNIQUES = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*MORE, *SQUARES])
 def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
     plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
@@ -190,7 +325,9 @@ def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tm
     loss, wanted = taken(made(plain), batches)
     found, grads = taken(made(changed), batches)
     assert found == pytest.approx(loss, abs=2e-6)
-    assert difference(grads, wanted) < 2e-5
+    grads, wanted = without_key_biases(grads), without_key_biases(wanted)
+    # Recurrent layers of random weights amplify the rounding of the attention kernel, which is fp32 in all.
+    assert difference(grads, wanted) < (2e-4 if family.startswith("qwen3_5") else 2e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -367,21 +504,25 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, dat
 GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    # Gemma 3 makes one square of an image, SmolVLM here four and a fifth of all of it.
+    length, pixels = {"gemma3": (48, 16 * 16), "smolvlm": (80, 5 * 16 * 16)}.get(family, (48, 32 * 32))
     rows = questions(tmp_path)
     for row in rows:
         draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
-    recipe = recipe_of(folders[family], written(tmp_path, rows), length=48)
+    recipe = recipe_of(folders[family], written(tmp_path, rows), length=length)
     data = data_of(recipe)
     counted = with_images(recipe, data)
-    assert (counted.data.images, counted.data.image_pixels) == (1, 32 * 32)
+    assert (counted.data.images, counted.data.image_pixels) == (1, pixels)
     batch = collate([(n, data.train.row(n)) for n in range(8)])  # type: ignore[union-attr]
     with FlopCounterMode(display=False) as counter:
         b = made(recipe)
-        gradients(b, [replace(batch, mask=MaskSpec(documents=((48,),) * 8))], 0.01)
+        gradients(b, [replace(batch, mask=MaskSpec(documents=((length,),) * 8))], 0.01)
     seen = observe(Request(counted, DEVICE))
-    assert seen.model_flops == counter.get_total_flops()
+    # On a CPU torch computes the attention of small squares without the kernel that a plan counts.
+    near = {"rel": 0.03} if family in ("gemma3", "smolvlm") else {"rel": 0}
+    assert seen.model_flops == pytest.approx(counter.get_total_flops(), **near)
     without = replace(counted, data=replace(counted.data, images=0.0))
     assert observe(Request(without, DEVICE)).model_flops < 0.95 * seen.model_flops
 
