@@ -137,7 +137,7 @@ def source_digest() -> str:
 
 def _packages() -> list[str]:
     """Returns the installed packages with their versions, by the names of their folders."""
-    names = set()
+    names: set[str] = set()
     for folder in sys.path:
         try:
             names.update(entry for entry in os.listdir(folder or ".") if entry.endswith((".dist-info", ".egg-info")))
