@@ -146,6 +146,20 @@ def plan(
     if inference:
         _served(first.recipe, gpu, devices, json)
         return
+    # A plan of this machine is always made anew: its memory and its speed change with what else runs.
+    key = None
+    if gpu is not None:
+        import preheat.planning.answer_cache as answers
+
+        question = [what, set, gpu, devices, per_host, length, batch_tokens, method, aim, allow, price, first.from_user]
+        key = answers.key_of(first.recipe, {"plan": question, "absent": first.absent})
+    stored = answers.load(key) if key is not None else None
+    if stored is not None and (html is None or "figures" in stored):
+        text = stored["recipe_text"]
+        finish(stored["plan"], lambda: stored["figures"], first, text, out=out, html=html, json=json)
+        return
+    if not json:
+        passing("dry run: starting")  # the imports take seconds
     # A recipe is planned as it is unless a search is asked for.
     if first.from_user and aim is None and allow is None:
         request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
@@ -159,35 +173,48 @@ def plan(
         # A recipe's numerics are the user's own choice; for a model given by name, bf16 is the usual one.
         limit = allow or ("exact" if first.from_user else "rounding")
         result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=price, quiet=json)
-    finish(result, page, first, out=out, html=html, json=json)
+    result["text_part"] = _of_text_part(first.recipe)
+    drawn = None if html is None else page()
+    text = recipe_text(result, first)
+    if key is not None:
+        answers.store(key, {"plan": result, "recipe_text": text} | ({} if drawn is None else {"figures": drawn}))
+    finish(result, lambda: drawn or page(), first, text, out=out, html=html, json=json)
 
 
 def finish(
     result: JsonObject,
     page: Callable[[], JsonObject],
     subject: Subject,
+    text: str | None = None,
     *,
     out: Path | None,
     html: Path | None,
     json: bool,
 ) -> None:
-    """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
+    """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit.
+
+    Args:
+        page: computes the figures of the page.
+        text: the chosen recipe as YAML; written from `result` by default.
+    """
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import plan_overview
 
     if out is not None:
         from preheat.run_dir import write_generated
 
-        write_generated(out, recipe_text(result, subject), "# written by preheat plan")
+        write_generated(out, text or recipe_text(result, subject), "# written by preheat plan")
     if html is not None:
         from preheat.report.plan_page import write_plan
 
         # The figures are computed only if a page is written.
-        write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, subject)}, html)
+        write_plan({**result, "figures": page(), "recipe_text": text or recipe_text(result, subject)}, html)
     if subject.absent:
         result = {**result, "absent": subject.absent}
-    if note := _of_text_part(subject.recipe):
-        result = {**result, "text_part": note}
+    note = result["text_part"] if "text_part" in result else _of_text_part(subject.recipe)
+    result = {key: value for key, value in result.items() if key != "text_part"}
+    if note:
+        result["text_part"] = note
     if json:
         emit(result)
     else:

@@ -83,7 +83,9 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     if not stacks:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
     # Other lists may have an entry per layer, too (norms, routers); the layers hold most parameters.
-    layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
+    layers = stacks[0]
+    if len(stacks) > 1:
+        layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     # A pipeline stage has placeholders in the other stages' layers, and may have neither head nor embedding.
     if full_model(model) is not model:

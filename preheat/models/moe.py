@@ -161,7 +161,8 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The router of each layer that has experts, in order."""
-    return [m for m in model.modules() if type(m) in _router_classes(model) or _is_ours(m)]
+    classes = _router_classes(model)
+    return [m for m in model.modules() if type(m) in classes or _is_ours(m)]
 
 
 def _is_ours(module: nn.Module) -> bool:

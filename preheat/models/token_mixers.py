@@ -60,7 +60,12 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    return not _CACHE.isdisjoint(inspect.signature(_forward(module)).parameters)
+    return _has_cache_parameter(type(module).forward)
+
+
+@functools.cache  # a model has many modules of few classes
+def _has_cache_parameter(forward: Callable[..., Any]) -> bool:
+    return not _CACHE.isdisjoint(inspect.signature(inspect.unwrap(forward)).parameters)
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from preheat.core import Phase
 from preheat.ops.distributed.dtensor_utils import local
-from preheat.planning.fake_tensor_cache import call, tensors
+from preheat.planning.fake_tensor_cache import run, tensors
 from preheat.planning.speed.flop_formulas import flops_of, formula_of
 
 if TYPE_CHECKING:
@@ -96,6 +96,18 @@ def _in_shape_propagation() -> bool:
     return False
 
 
+class _Call(NamedTuple):
+    """What a call of an operator costs, apart from the tensors that it allocates: the same for equal layouts.
+
+    Attributes:
+        kernel: None if none runs.
+        temporaries: bytes of each allocation that lives only while the operator runs.
+    """
+
+    kernel: Kernel | None
+    temporaries: tuple[int, ...]
+
+
 @functools.cache
 def _is_wrapper(kind: type) -> bool:
     """True for a DTensor, a quantized tensor and other subclasses that consist of several tensors."""
@@ -104,7 +116,7 @@ def _is_wrapper(kind: type) -> bool:
 
 def _storage(t: Tensor) -> torch.UntypedStorage:
     # Of a DTensor, the storage of this rank's shard.
-    return local(t).untyped_storage()
+    return (t if type(t) is FakeTensor else local(t)).untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,7 @@ class _Operator:
 
     name: str
     free: bool  # allocates nothing and moves nothing
+    simple: bool  # neither collective nor a copy between device and host, and on the main stream
     written: tuple[tuple[int, str], ...]  # index and name of the arguments that it writes
     splits: bool
     stream: str | None
@@ -150,6 +163,7 @@ class Recorder(TorchDispatchMode):
         self.summing = False
         self.tf32 = False  # fp32 matmuls run in TF32 (fake tensors do not show torch's switch)
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # id of a living storage -> its callback
         self._made = 0
         self.groups: dict[tuple[int, int], list[int]] = {}  # key of a process group -> its ranks
         self.streams: dict[int, str] = {}  # number -> stream, for storages not allocated on the main stream
@@ -193,7 +207,8 @@ class Recorder(TorchDispatchMode):
         self._log_event(number, size)
 
         # Arguments by default value, because a closure over `storage` would keep it alive.
-        def freed(key: int = id(storage), number: int = number, size: int = size) -> None:
+        def freed(_: object, key: int = id(storage), number: int = number, size: int = size) -> None:
+            self._alive.pop(key, None)
             self._numbers.pop(key, None)
             self._gathered.pop(key, None)
             # FSDP resized it to 0 bytes: its free is in the log already.
@@ -203,7 +218,7 @@ class Recorder(TorchDispatchMode):
             self._log_event(number, -size)
 
         # Runs as soon as the last tensor of the storage dies, at the point of the step at which the real one is freed.
-        weakref.finalize(storage, freed)
+        self._alive[id(storage)] = weakref.ref(storage, freed)
         return int(size)
 
     def begin(self, phase: Phase) -> None:
@@ -297,17 +312,23 @@ class Recorder(TorchDispatchMode):
             return "back"
         return "host" if on_host and all(on_host) else "device"
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: torch would wrap every call in a function that switches the compiler off, which is not on."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # more than half of all calls
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0]._fake_device  # more than half of all calls
         kwargs = kwargs or {}
         # Only plain tensors own storages.
-        if any(map(_is_wrapper, types)):
-            return NotImplemented  # called again with the local shards of a DTensor, or the parts of a quantized tensor
-        inputs = list(tensors((args, kwargs)))
-        out = call(func, args, kwargs, inputs)
+        for kind in types:
+            if kind is not FakeTensor and _is_wrapper(kind):
+                return NotImplemented  # called again with the local shards of a DTensor, or a quantized tensor's parts
+        inputs = list(tensors((args, kwargs) if kwargs else args))
+        out, entry = run(func, args, kwargs, inputs)
         # Global shapes are no memory of this rank.
         if self.spread and _in_shape_propagation():
             return out
@@ -318,10 +339,27 @@ class Recorder(TorchDispatchMode):
         if operator.free:
             return out
         outputs = list(tensors(out))
+        # Layouts alone decide what else follows, unless a storage is on the host or was resized to nothing.
+        notes = None
+        if entry is not None and operator.simple and not self._host and not self._gathered:
+            key = (self.tf32, self.casts, self.phase is Phase.UPDATE)
+            call: _Call | None = entry.notes.get(key)
+            if call is not None:
+                for t in outputs:
+                    self.follow(t)
+                for size in call.temporaries:
+                    self._log_temporary(size)
+                if call.kernel is not None:
+                    self._count(call.kernel)
+                return out
+            if all(map(_is_dense, (*inputs, *outputs))):
+                notes = entry.notes
         where = self._where(operator.name, inputs)
         # Storages first: a copy over the link counts the bytes of those that are on the host.
         self._track_storages(operator.name, where, inputs, outputs)
         if operator.name in _UNINITIALIZED:  # memory without values: no kernel runs
+            if notes is not None:
+                notes[key] = _Call(None, ())
             return out
         # Without outputs (foreach and collective operators) the schema says which arguments are written.
         written = outputs or [
@@ -332,26 +370,29 @@ class Recorder(TorchDispatchMode):
             self.look_at_gathered(written)
         if operator.stream is not None:
             self.streams.update({n: operator.stream for t in written if (n := self.number(t)) is not None})
-        # A cast reads and writes its operand once more, so its bytes count on both sides.
-        cast = self._log_temporaries(operator, where, inputs, written)
+        temporaries, cast = self._temporaries(operator, where, inputs, written)
+        for size in temporaries:
+            self._log_temporary(size)
         flops = flops_of(operator.formula, args, out)
         read, wrote = self._traffic(where, inputs, outputs, written)
-        self._count(
-            Kernel(
-                operator=operator.name.removeprefix("aten::"),
-                dtype=self._dtype(operator.name, flops, inputs, outputs),
-                flops=flops,
-                bytes_read=read + cast,
-                bytes_written=wrote + cast,
-                shapes=tuple(tuple(t.shape) for t in inputs[:4]),
-                # Speed on a CPU depends on the layout: x @ W.T, g @ W and g.T @ x run at different rates.
-                transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
-                causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
-                group=self._group(func, args) if operator.collective else None,
-                where=where,
-                alone=self.phase is Phase.UPDATE,
-            )
+        kernel = Kernel(
+            operator=operator.name.removeprefix("aten::"),
+            dtype=self._dtype(operator.name, flops, inputs, outputs),
+            flops=flops,
+            # A cast reads and writes its operand once more, so its bytes count on both sides.
+            bytes_read=read + cast,
+            bytes_written=wrote + cast,
+            shapes=tuple(tuple(t.shape) for t in inputs[:4]),
+            # Speed on a CPU depends on the layout: x @ W.T, g @ W and g.T @ x run at different rates.
+            transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
+            causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
+            group=self._group(func, args) if operator.collective else None,
+            where=where,
+            alone=self.phase is Phase.UPDATE,
         )
+        if notes is not None:
+            notes[key] = _Call(kernel, temporaries)
+        self._count(kernel)
         return out
 
     def _track_storages(self, name: str, where: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -367,15 +408,17 @@ class Recorder(TorchDispatchMode):
         for t in outputs:
             self.follow(t)
 
-    def _log_temporaries(self, operator: _Operator, where: Place, inputs: list[Tensor], written: list[Tensor]) -> int:
-        """Logs memory that torch takes only while an operator runs; returns the bytes of operands that are cast."""
+    def _temporaries(
+        self, operator: _Operator, where: Place, inputs: list[Tensor], written: list[Tensor]
+    ) -> tuple[tuple[int, ...], int]:
+        """Returns the sizes of memory that torch takes only while an operator runs, and the bytes of cast operands."""
+        sizes: tuple[int, ...] = ()
         # One partial sum per chunk; every tensor gets as many as the largest.
         if operator.name == "aten::_foreach_norm" and not self.casts:
-            self._log_temporary(4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs))
+            sizes = (4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs),)
         if self.casts and operator.pointwise and where == "device" and (cast := _cast_bytes(inputs, written)):
-            self._log_temporary(cast)
-            return cast
-        return 0
+            return (*sizes, cast), cast
+        return sizes, 0
 
     def _traffic(
         self, where: Place, inputs: list[Tensor], outputs: list[Tensor], written: list[Tensor]
@@ -412,9 +455,11 @@ class Recorder(TorchDispatchMode):
 @functools.cache
 def _operator(func: OpOverload) -> _Operator:
     name, written = func._schema.name, enumerate(func._schema.arguments)
+    simple = func.namespace in ("aten", "preheat") and name not in _LINK and name not in _TO_HOST
     return _Operator(
         name,
         func.is_view or name in _FREE,
+        simple and not name.endswith("::split_with_sizes_copy"),
         tuple((n, declared.name) for n, declared in written if declared.alias_info and declared.alias_info.is_write),
         name.endswith("::split_with_sizes_copy"),
         _STREAMS.get(name.rpartition("::")[2]),
@@ -424,6 +469,7 @@ def _operator(func: OpOverload) -> _Operator:
     )
 
 
+_DEVICE = torch.ops.prim.device.default
 _CHUNK = 1 << 16
 """Elements per block of torch's foreach kernels (kChunkSize of MultiTensorApply.cuh)."""
 # FSDP2 operators whose outputs are allocated on a side stream.
@@ -467,6 +513,14 @@ def _cast_bytes(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     others = [t for t in (*floats, *written) if t.dtype.is_floating_point and t.dtype != common]
     # At most the elements of the storage, because a broadcast operand is cast before it is expanded.
     return sum(min(t.numel(), _storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """True if no two elements share memory, so that the size of the storage does not matter to `_bytes_moved`."""
+    extent = 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        extent += (size - 1) * stride
+    return t.numel() <= extent
 
 
 def _bytes_moved(t: Tensor) -> int:

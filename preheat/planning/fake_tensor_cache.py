@@ -8,8 +8,8 @@ only; torch executes everything else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["call", "tensors"]
+__all__ = ["Outputs", "run", "tensors"]
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
@@ -51,15 +51,35 @@ class _Result:
             plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if self.shares is not None:
                 plain.set_(inputs[self.shares].untyped_storage(), offset, shape, stride)
-        return FakeTensor(mode, plain, device)
+        return _fake(mode, plain, device)
 
 
-@dataclass(frozen=True)
-class _Output:
-    """All outputs of an operator; `kind` is the type of their collection, or None for a single tensor."""
+_attributes: dict[torch.device, dict[str, object]] = {}  # of a fake tensor on a device, without its mode
+
+
+def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> Tensor:
+    """Returns `FakeTensor(mode, plain, device)`, in a third of the time: its attributes are those of an earlier one."""
+    if (attributes := _attributes.get(device)) is None:
+        first = FakeTensor(mode, plain, device)
+        _attributes[device] = {name: value for name, value in vars(first).items() if name != "fake_mode"}
+        return first
+    fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
+    vars(fake).update(attributes, fake_mode=mode)
+    return fake
+
+
+@dataclass(eq=False)
+class Outputs:
+    """All outputs of an operator call, and what else is known of all calls with the same layouts.
+
+    Attributes:
+        kind: type of the collection of outputs; None for a single tensor.
+        notes: for the caller, which may store here what follows from the layouts alone.
+    """
 
     kind: type | None
     results: tuple[_Result | None, ...]
+    notes: dict[Hashable, Any] = field(default_factory=dict)
 
     def rebuild(self, inputs: Sequence[Tensor], mode: FakeTensorMode) -> object:
         tensors = [None if result is None else result.make(inputs, mode) for result in self.results]
@@ -70,12 +90,15 @@ class _Unknown(Exception):
     """Raised for an argument whose effect on the outputs is unknown, so that the call cannot be cached."""
 
 
-_made: dict[Hashable, _Output | None] = {}  # None: not cacheable, torch executes it
-_PLAIN = (int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+_made: dict[Hashable, Outputs | None] = {}  # None: not cacheable, torch executes it
+_PLAIN = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format))
 # They replace the storage or the shape of an argument, or make the output a constant (lift).
 _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"}
 # The layout of the outputs depends on values, or that of an argument changes.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+# They make a new tensor, also of one that is not fake: a parameter on meta.
+_LIKE = {"aten::empty_like", "aten::zeros_like"}
+_OURS = ("aten", "preheat")  # namespaces whose operators are functions of their arguments
 
 
 def tensors(values: object) -> Iterator[Tensor]:
@@ -90,43 +113,62 @@ def tensors(values: object) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def call(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], inputs: Sequence[Tensor]) -> object:
-    """Returns `func(*args, **kwargs)` under a `FakeTensorMode`, from the cache if possible.
+def run(
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], inputs: Sequence[Tensor]
+) -> tuple[object, Outputs | None]:
+    """Returns `func(*args, **kwargs)` under a `FakeTensorMode`, from the cache if possible, and its cache entry.
 
     Args:
         inputs: `tensors` of the arguments.
     """
-    # Operators without tensor arguments (factories) are left to torch, which knows the mode.
-    mode = inputs[0].fake_mode if inputs and type(inputs[0]) is FakeTensor else None
-    if mode is None or not _pure(func):
-        return func(*args, **kwargs)
+    how = _cacheable(func)
+    if how is None:
+        return func(*args, **kwargs), None
+    first = inputs[0] if inputs else None
+    if type(first) is FakeTensor:
+        mode = first.fake_mode
+    elif first is None or how == "like":
+        # A factory: the mode that will make its result.
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if mode is None:
+            return func(*args, **kwargs), None
+    else:
+        return func(*args, **kwargs), None
+    # The default dtype decides that of results that mix integers and Python floats.
+    key: list[Hashable] = [func, torch.get_default_dtype()]
     try:
-        key = (
-            func,
-            # Decides the dtype of results that mix integers and Python floats.
-            torch.get_default_dtype(),
-            *_signature(args, mode),
-            *(_signature(kwargs.items(), mode) if kwargs else ()),
-        )
+        _sign(args, mode, key, how == "like")
+        for name, value in kwargs.items():
+            key.append(name)
+            _sign((value,), mode, key, False)
     except _Unknown:
-        return func(*args, **kwargs)
-    # Three cases: a stored output, None (not cacheable), and `_Unknown` for a call that was not seen yet.
-    cached = _made.get(key, _Unknown)
-    if isinstance(cached, _Output):
-        return cached.rebuild(inputs, mode)
+        return func(*args, **kwargs), None
+    # Three cases: stored outputs, None (not cacheable), and `_Unknown` for a call that was not seen yet.
+    entry = tuple(key)
+    cached = _made.get(entry, _Unknown)
+    if type(cached) is Outputs:
+        return cached.rebuild(inputs, mode), cached
     out = func(*args, **kwargs)
     if cached is not None:
-        _made[key] = _describe(out, inputs)
-    return out
+        _made[entry] = _describe(out, inputs)
+    return out, None
 
 
 @functools.cache
-def _pure(func: OpOverload) -> bool:
-    return func.namespace == "aten" and func._schema.name not in _CHANGING and not _TAGS & set(func.tags)
+def _cacheable(func: OpOverload) -> str | None:
+    """Returns None for an operator that torch must execute; `like` for one that may take a tensor that is not fake."""
+    name = func._schema.name
+    if func.namespace not in _OURS or name in _CHANGING or _TAGS & set(func.tags):
+        return None
+    return "like" if name in _LIKE else "pure"
 
 
-def _signature(values: Iterable[Any], mode: FakeTensorMode) -> Iterator[Hashable]:
-    """Yields everything about the arguments that determines the layout of the outputs; raises _Unknown if it cannot."""
+def _sign(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like: bool) -> None:
+    """Appends everything about the arguments that determines the layout of the outputs; raises _Unknown if it cannot.
+
+    Args:
+        like: accept a parameter on meta, which is not fake.
+    """
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -134,26 +176,32 @@ def _signature(values: Iterable[Any], mode: FakeTensorMode) -> Iterator[Hashable
                 value.fake_mode is not mode
                 or value.constant is not None
                 or value.layout is not torch.strided
-                or value.is_complex()
+                or value.dtype.is_complex
             ):
                 raise _Unknown
-            yield (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+            key.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
         elif kind in _PLAIN:
-            yield value
+            key.append(value)
         elif kind is float or kind is bool:
-            yield (kind, value)  # 1.0 and True equal 1 as keys, but give another dtype
+            key.append((kind, value))  # 1.0 and True equal 1 as keys, but give another dtype
         elif kind is torch.Generator:
-            yield None  # fake tensors have no values
+            key.append(None)  # fake tensors have no values
         elif isinstance(value, list | tuple):
-            yield (len(value), *_signature(value, mode))
+            # Brackets, so that nested arguments differ from the same ones side by side.
+            key.append(("list", len(value)))
+            _sign(value, mode, key, False)
+        elif like and isinstance(value, Tensor) and value.is_meta and kind in (Tensor, torch.nn.Parameter):
+            if value.layout is not torch.strided or value.dtype.is_complex:
+                raise _Unknown
+            key.append(("plain", value.shape, value.stride(), value.dtype))
         else:
             raise _Unknown
 
 
-def _describe(out: object, inputs: Sequence[Tensor]) -> _Output | None:
+def _describe(out: object, inputs: Sequence[Tensor]) -> Outputs | None:
     outputs, kind = (out, type(out)) if isinstance(out, list | tuple) else ([out], None)
     try:
-        return _Output(kind, tuple(_result(t, inputs) for t in outputs))
+        return Outputs(kind, tuple(_result(t, inputs) for t in outputs))
     except _Unknown:
         return None
 

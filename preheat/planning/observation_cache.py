@@ -24,6 +24,7 @@ from preheat.core import Axis
 from preheat.errors import RecipeError
 from preheat.hardware.link_rates import cache_folder, store_json
 from preheat.hardware.stored_values import Damaged, read_json
+from preheat.planning.answer_cache import source_digest
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
@@ -162,10 +163,7 @@ def _key(request: Request, how: str, rank: int) -> str:
 
 @functools.cache
 def _versions() -> list[str]:
-    house = Path(__file__).parents[1]
-    # Any change of the source may change what a step does, so it invalidates all observations.
-    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
-    return [source, *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
+    return [source_digest(), *(importlib.metadata.version(name) for name in ("torch", "transformers"))]
 
 
 def _values(observation: Observation) -> JsonObject:

@@ -10,7 +10,7 @@ from typing import Any
 
 from preheat.core import Recipe
 
-__all__ = ["anchored", "published"]
+__all__ = ["anchored", "possible_paths", "published"]
 
 _KEYS = {
     "model": ("path",),
@@ -54,6 +54,24 @@ def published(recipe: Recipe) -> Recipe:
         return Path(value).name if Path(value).is_absolute() else value
 
     return _changed(recipe, bare, bare)
+
+
+def possible_paths(recipe: Recipe) -> list[str]:
+    """Returns all settings of the recipe that are paths, or names of the hub, which nothing here tells from a path.
+
+    Example:
+        >>> from preheat.recipe import Model, Stop
+        >>> possible_paths(Recipe(model=Model(path="gpt2"), stop=Stop(max_steps=1)))
+        ['gpt2']
+    """
+    values: list[str] = []
+
+    def note(value: str) -> str:
+        values.append(value)
+        return value
+
+    _changed(recipe, note, lambda name: note(name) if Path(name).suffix else name)
+    return values
 
 
 def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:

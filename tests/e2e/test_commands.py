@@ -7,6 +7,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,42 @@ def test_a_dry_run_looks_at_all_and_writes_nothing(preheat: Command) -> None:
         assert words in preheat.here("train", "r.yaml", *more, code=code)[1]
     assert "preheat plan gpt2 --out r.yaml writes one" in preheat.here("train", "gpt2", "--dry-run", code=2)[1]
     assert sorted(preheat.folder.rglob("*")) == before
+
+
+_WITHOUT_TORCH = """
+import sys
+sys.modules.update(torch=None, transformers=None)  # importing them fails
+from preheat.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_plan_asked_again_is_printed_without_torch(preheat: Command) -> None:
+    plan = ("plan", "r.yaml", "--gpu", "T4", "--allow", "rounding")
+    said, progress = preheat.here(*plan, "--html", "first.html", "--out", "first.yaml")
+    assert progress.startswith("dry run: starting\n")
+    as_json, _ = preheat.here(*plan, "--json")
+
+    def again(*arguments: str, code: int = 0) -> str:
+        command = [sys.executable, "-c", _WITHOUT_TORCH, *arguments]
+        result = subprocess.run(command, cwd=preheat.folder, env=preheat.environment, capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (code, ""), result.stderr
+        return result.stdout
+
+    assert again(*plan, "--html", "second.html", "--out", "second.yaml") == said.replace("first.", "second.")
+    for kind in ("html", "yaml"):
+        first, second = ((preheat.folder / f"{name}.{kind}").read_text() for name in ("first", "second"))
+        assert second == first
+    assert again(*plan, "--json") == as_json
+    # A device that is too small: the exit code is that of the first answer.
+    small = ("plan", "r.yaml", "--gpu", "name=X,memory=1MiB,bandwidth=1,bf16=1,fp32=1", "--allow", "exact", "--json")
+    refusal, _ = preheat.here(*small, code=3)
+    assert again(*small, code=3) == refusal
+    # With another recipe torch is needed, and its absence noticed.
+    recipe = preheat.folder / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("size: 4", "size: 8"))
+    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
+        again(*plan, "--json")
 
 
 def test_a_planned_recipe_is_looked_at_where_its_checkpoint_is_not(preheat: Command) -> None:

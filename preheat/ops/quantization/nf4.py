@@ -267,7 +267,10 @@ class PackedMap(nn.Module):
         # While `written` is open, reads see the values that are being written.
         if self.nf4_draft is not None:
             return self.nf4_draft
-        # Sharded codes are gathered, because every reader expects the full weight.
+        if self.nf4_codes.is_meta:  # no values: peft reads it often while it adds adapters
+            weight = torch.empty(self.nf4_shape, dtype=torch.float32, device="meta")
+            weight._is_hf_initialized = True  # type: ignore[attr-defined]
+            return weight
         packed = Packed(*(None if t is None else full_tensor(t) for t in self._packed()))  # type: ignore[arg-type]
         weight = dequantize(packed, self.nf4_shape, torch.float32, self._tables())
         if not torch.compiler.is_compiling():

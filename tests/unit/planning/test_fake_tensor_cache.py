@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.core import Device
+from preheat.ops.quantization.nf4 import Packed, Tables, dequantize
 from preheat.planning import dispatch_recorder, fake_tensor_cache, observation_cache, worker_pool
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -24,6 +25,7 @@ from preheat.recipe import override
 
 from ...conftest import DEVICE, tiny
 
+PARAMETER = torch.nn.Parameter(torch.empty(5, 3, device="meta").t())
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "new": lambda t: t.t() @ t,
     "broadcast": lambda t: t + torch.ones(6),
@@ -42,6 +44,12 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "changes its shape": lambda t: t.clone().unsqueeze_(0),
     "at random": lambda t: t.random_(generator=torch.Generator()),
     "shape by value": lambda t: t.to(torch.complex64).abs(),
+    "a factory": lambda t: torch.zeros(3, 5, dtype=torch.bfloat16),
+    "a range": lambda t: torch.arange(6.0),
+    "like a parameter on meta": lambda t: torch.empty_like(PARAMETER, device="cpu"),
+    "a custom operator": lambda t: dequantize(
+        Packed(torch.empty(64, dtype=torch.uint8), t.view(-1)[:2], None), (8, 16), torch.bfloat16, Tables(t, t)
+    ),
     "written elsewhere": lambda t: torch.add(t, t, out=torch.empty(4, 6)),
 }
 
@@ -54,12 +62,12 @@ class _Through(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.remembered and "prim" not in str(func):
-            return fake_tensor_cache.call(func, args, kwargs, list(fake_tensor_cache.tensors((args, kwargs))))
+            return fake_tensor_cache.run(func, args, kwargs, list(fake_tensor_cache.tensors((args, kwargs))))[0]
         return func(*args, **kwargs)
 
 
 def _described(name: str, remembered: bool) -> Any:
-    with FakeTensorMode(), _Through(remembered):
+    with FakeTensorMode(allow_non_fake_inputs=True), _Through(remembered):
         made = torch.empty(4, 6)
         out = list(fake_tensor_cache.tensors(OPERATIONS[name](made)))
         mine = made.untyped_storage()
@@ -67,6 +75,17 @@ def _described(name: str, remembered: bool) -> Any:
             (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad) if t is not made else "itself"
             for t in out
         ], [(s._cdata == mine._cdata, s.nbytes()) for s in (t.untyped_storage() for t in out)]
+
+
+def test_a_cached_fake_tensor_has_all_attributes_of_one_that_torch_makes() -> None:
+    with FakeTensorMode() as mode:
+        expected = torch.empty(4, 6)
+    for _ in range(2):
+        fake = fake_tensor_cache._fake(mode, torch.empty(4, 6, device="meta"), expected.device)
+        assert vars(fake) == vars(expected)
+        assert type(fake) is type(expected)
+        with mode:
+            assert (fake + expected).device == expected.device
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -87,7 +106,7 @@ def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytes
     fake_tensor_cache._made.clear()
     seen = [observe(Request(tiny(techniques), DEVICE, vocabulary=96)) for _ in range(2)]
     assert len(fake_tensor_cache._made) > 50
-    monkeypatch.setattr(dispatch_recorder, "call", lambda func, args, kwargs, inputs: func(*args, **kwargs))
+    monkeypatch.setattr(dispatch_recorder, "run", lambda func, args, kwargs, inputs: (func(*args, **kwargs), None))
     slow = observe(Request(tiny(techniques), DEVICE, vocabulary=96))
     gc.collect()  # of the models that were observed, now or at any time before
     for quick in seen:

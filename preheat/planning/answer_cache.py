@@ -1,0 +1,146 @@
+"""Whole answers of `preheat plan` for a given device, stored by content: asked again, none imports torch.
+
+A stored answer is used only while everything that it was computed from is unchanged: the recipe, the options, the files
+that the recipe names, the measurements in the cache folder, preheat's source, Python and the installed packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preheat import recipe as recipes
+from preheat import remote_code
+from preheat.errors import RunError
+from preheat.hardware.link_rates import cache_folder, store_json
+from preheat.hardware.stored_values import Damaged, read_json
+from preheat.recipe.paths import possible_paths
+from preheat.run_dir import to_json
+
+if TYPE_CHECKING:
+    from preheat.core import Recipe
+    from preheat.core.json_types import JsonObject
+
+__all__ = ["key_of", "load", "source_digest", "store"]
+
+_FORMAT = 1
+_FILES = 2000  # files of a named folder at most; the state of more is not checked, so their answers are not stored
+
+
+def key_of(recipe: Recipe, question: Mapping[str, object]) -> str | None:
+    """Returns the key of a plan's answer; None if it depends on something that cannot be checked, such as a hub.
+
+    Args:
+        question: everything else that the answer depends on, as JSON values.
+    """
+    files: list[object] = []
+    for value in possible_paths(recipe):
+        state = _state(Path(value).expanduser())
+        if state is None:
+            return None
+        files.append([value, state])
+    parts = [
+        _FORMAT,
+        recipes.as_values(recipe),
+        question,
+        files,
+        # Rates of this machine and of its links, and the runs that refine them.
+        [[path.name, _digest(path)] for path in sorted(cache_folder().glob("*.json"))],
+        remote_code.allowed(),
+        {name: value for name, value in os.environ.items() if name.startswith("PREHEAT_") and name not in _APART},
+        source_digest(),
+        _packages(),
+        sys.version,
+        platform.machine(),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+_APART = ("PREHEAT_CACHE", "PREHEAT_PROCESSES", remote_code.VARIABLE)
+"""Variables that change no answer, or are part of the key already."""
+
+
+def load(key: str) -> JsonObject | None:
+    """Returns the stored answer; None if there is none, or if its file is damaged."""
+    try:
+        stored = read_json(_path(key)) or {}
+    except Damaged:
+        return None
+    answer = stored.get("answer")
+    return answer if isinstance(answer, dict) and stored.get("sha256") == _checksum(answer) else None
+
+
+def store(key: str, answer: JsonObject) -> None:
+    """Stores an answer, unless JSON cannot hold it or the folder cannot be written."""
+    try:
+        plain = json.loads(json.dumps(answer, allow_nan=False))
+    except (TypeError, ValueError):  # infinite, or not JSON: it would be read back as something else
+        return
+    try:
+        store_json(_path(key), {"sha256": _checksum(plain), "answer": plain})
+    except RunError:  # the plan is printed all the same, and computed again the next time
+        return
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "answers" / f"{key}.json"
+
+
+def _checksum(answer: JsonObject) -> str:
+    return hashlib.sha256(to_json(answer).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:  # removed meanwhile
+        return ""
+
+
+def _state(path: Path) -> object | None:
+    """Returns size and time of a file, or of all files of a folder; None if it is not here, or has too many files."""
+    try:
+        if not path.is_dir():
+            status = path.stat()
+            return [status.st_size, status.st_mtime_ns]
+        state: list[object] = []
+        for file in _files(path):
+            status = file.stat()
+            state.append([str(file), status.st_size, status.st_mtime_ns])
+            if len(state) > _FILES:
+                return None
+        return state
+    except (OSError, ValueError):
+        return None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            yield Path(root, name)
+
+
+@functools.cache
+def source_digest() -> str:
+    """Returns the digest of preheat's source: any change of it may change what a step does."""
+    house = Path(__file__).parents[1]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
+
+
+def _packages() -> list[str]:
+    """Returns the installed packages with their versions, by the names of their folders."""
+    names: set[str] = set()
+    for folder in sys.path:
+        try:
+            names.update(entry for entry in os.listdir(folder or ".") if entry.endswith((".dist-info", ".egg-info")))
+        except OSError:  # an archive, or missing
+            continue
+    return sorted(names)
