@@ -49,6 +49,7 @@ class Task:
     count: int = 1
     nodes: int = 1
     allow: Numerics = "rounding"
+    batch_tokens: int | None = None
 
     @property
     def devices(self) -> int:
@@ -61,7 +62,7 @@ class Task:
         return f"{self.model} {self.method} on {many}{self.gpu or 'this CPU'}{allowed}"
 
     def request(self) -> Request:
-        subject = subject_of(self.model, method=self.method, devices=self.devices)
+        subject = subject_of(self.model, method=self.method, devices=self.devices, batch_tokens=self.batch_tokens)
         per_host = self.count if self.nodes > 1 else min(self.devices, 8)
         return request_of(subject.recipe, self.gpu, world=self.devices, per_host=per_host, count_rows=False)
 
@@ -70,12 +71,12 @@ TASKS = (
     Task("Qwen/Qwen2.5-0.5B", "qlora", "RTX-4090"),
     Task("llama-3.2-1b", "full", "H100"),
     Task("Qwen/Qwen3-8B", "qlora", "RTX-4090"),
-    Task("Qwen/Qwen2.5-0.5B", "lora", None),
+    Task("Qwen/Qwen2.5-0.5B", "lora", None, batch_tokens=8192),
     Task("Qwen/Qwen2.5-1.5B", "lora", "L40S"),
     Task("Qwen/Qwen3-1.7B", "full", "A100-80GB"),
     Task("Qwen/Qwen3-4B", "lora", "RTX-4090"),
     Task("llama-3.1-8b", "lora", "H100", allow="different"),
-    Task("Qwen/Qwen2.5-0.5B", "full", None),
+    Task("Qwen/Qwen2.5-0.5B", "full", None, batch_tokens=8192),
     Task("Qwen/Qwen2.5-32B", "qlora", "L40S"),
     Task("llama-3.1-8b", "full", "A100-80GB", 8),
     Task("llama-3.1-70b", "full", "H100", 8, 8),
@@ -221,7 +222,7 @@ class Neighbourhood:
         """Counts a neighbour, with all its layers if it is faster by more than passes; returns its gain."""
         added = changed(self.added, *changes)
         gain = self.gain(plan, added)
-        if not plan["fits"] or gain <= outcome.gain and gain <= MOST:
+        if not plan["fits"] or (gain <= outcome.gain and gain <= MOST):
             return gain
         what = "; ".join(change.what for change in changes)
         if gain > MOST:
