@@ -26,7 +26,7 @@ from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchR
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.worker_pool import is_serial
 
-__all__ = ["AIMS", "Aim", "search"]
+__all__ = ["AIMS", "Aim", "least_estimate", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
@@ -116,6 +116,17 @@ def search(
     return _Search(space, aim, seconds, tell).run(confirm)
 
 
+def least_estimate(space: Space) -> float:
+    """Returns the estimated GiB of a device with the candidate that needs the least; infinite without candidates.
+
+    Raises:
+        RecipeError: the recipe as it is cannot be built.
+    """
+    smallest = _Search(space, "fastest", 0.0, lambda message: None)
+    combinations = TechniqueCombinations(space, smallest._refuse)
+    return min((c.guess.bytes for c in smallest._candidates(combinations.sampled())), default=math.inf) / GIB
+
+
 class _Search:
     def __init__(self, space: Space, aim: Aim, seconds: float, tell: Callable[[str], None]):
         assert space.request.rates is not None, "a search needs the rates of its device"
@@ -127,6 +138,7 @@ class _Search:
         self.rejected: list[tuple[str, str]] = []
         self.refused: list[tuple[Technique, Problem]] = []
         self.guessed = 0
+        self._tried: set[Settings] = set()  # techniques of the candidates that were dry-run, or refused by the build
         self._corrections: list[_Correction] = []
         # By (kind, layout names, micro-batch): the correction of the most similar dry run.
         self._similar: dict[tuple[Settings, tuple[str, ...], int], _Correction | None] = {}
@@ -168,12 +180,12 @@ class _Search:
             if not candidates:
                 raise RecipeError(self._no_candidate_message())
             self.began = time.process_time()
-            self._evaluate_best_first(candidates)
+            self._evaluate_promising()
             if any(s.plan["fits"] for s in self.seen):
-                self._evaluate_larger_micro_batches(candidates)
-                if self._is_limited_by_memory():
-                    self._evaluate_refined(combinations)
+                if self._is_limited_by_memory() and self._add_refined(combinations):
+                    self._evaluate_promising()
                 self._evaluate_alternatives(self.candidates)
+                self._evaluate_promising()  # an alternative may be better than its estimate
                 break
             self._evaluate_smallest(candidates)
             if any(s.plan["fits"] for s in self.seen):
@@ -361,8 +373,8 @@ class _Search:
         return next((by_micro for by_micro in (own, *reversed(ratios.values())) if len(by_micro) > 1), None)
 
     def _unknown_gain(self, c: Candidate) -> float:
-        """Returns the speedup by larger micro-batches that estimates may not see."""
-        return _TOLERANCE if self._speeds_by_micro(c) is None else 1.0
+        """Returns the speedup by larger micro-batches that the estimate may not see."""
+        return _TOLERANCE if self._speeds_by_micro(c) is None else _SLACK
 
     def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
         """Sort key as `_rank`, from the estimate."""
@@ -392,21 +404,29 @@ class _Search:
         """True if the search has taken its seconds so many times."""
         return time.process_time() > self.began + times * self.seconds
 
-    def _viable(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates that may fit and are not ruled out by an earlier dry run."""
+    def _viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
+        """Returns the candidates that may fit, and are not dry-run or ruled out by an earlier dry run."""
         return [
             c
             for c in candidates
-            if self._corrected(c)[0] <= self.room * _SLACK
-            and c.micro < self._too_large.get((c.kind, c.layout), math.inf)
+            if c.added not in self._tried and not self._was_too_large(c) and self._corrected(c)[0] <= self.room * slack
         ]
 
-    def _evaluate_best_first(self, candidates: list[Candidate]) -> None:
-        left = candidates
-        while left:
-            left = self._viable(left)
-            if not left:
-                return
+    def _was_too_large(self, c: Candidate) -> bool:
+        """True if the same techniques did not fit with micro-batches of this size or a smaller one."""
+        return c.micro >= self._too_large.get((c.kind, c.layout), math.inf)
+
+    def _evaluate_promising(self) -> None:
+        """Dry-runs candidates until no estimate promises a better one; each dry run recalibrates the estimates."""
+        before = -1
+        while len(self.seen) > before:
+            before = len(self.seen)
+            self._evaluate_best_first()
+            if any(s.plan["fits"] for s in self.seen):
+                self._evaluate_larger_micro_batches()
+
+    def _evaluate_best_first(self) -> None:
+        while left := self._viable(self.candidates):
             c = min(left, key=self._estimated_rank)
             fitting = [s for s in self.seen if s.plan["fits"]]
             # A slow machine takes longer and leaves out small gains, but does not give another answer.
@@ -415,55 +435,47 @@ class _Search:
                 return
             if self._is_late(_OVERTIME) and len(self.seen) >= _MIN_DRY_RUNS:
                 return
-            left = [other for other in left if other is not c]
             self._evaluate(c)
 
-    def _evaluate_larger_micro_batches(self, candidates: list[Candidate]) -> None:
+    def _evaluate_larger_micro_batches(self) -> None:
         """Dry-runs the same or larger micro-batches in the best candidate's layout.
 
         Estimates scale up a single sequence, but some costs do not grow with the micro-batch (gathering or dequantizing
         weights), so larger micro-batches may be faster and need less memory than estimated.
         """
-        looked: set[Settings] = {s.added for s in self.seen}
         while not self._is_late():
-            best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
+            best = self._best()
             nearby = [
                 c
-                for c in candidates
-                if c.added not in looked
-                and best.micro <= c.micro < self._too_large.get((c.kind, c.layout), math.inf)
+                for c in self._viable(self.candidates, _TOLERANCE)
+                if best.micro <= c.micro
                 and set(c.layout) <= set(best.added)
-                and self._corrected(c)[0] <= self.room * _TOLERANCE
                 and not self._cannot_improve(c, best, 1 / self._unknown_gain(c))
             ]
             if not nearby:
                 return
-            c = min(nearby, key=self._estimated_rank)
-            looked.add(c.added)
-            self._evaluate(c)
+            self._evaluate(min(nearby, key=self._estimated_rank))
 
     def _is_limited_by_memory(self) -> bool:
         """True if a candidate that does not fit may be faster than the best by more than `_FINE`."""
-        best, viable = self._best(), {id(c) for c in self._viable(self.candidates)}
-        unfit = (c for c in self.candidates if id(c) not in viable)
+        best, viable = self._best(), {c.added for c in self._viable(self.candidates)} | self._tried
+        unfit = (c for c in self.candidates if c.added not in viable or self._was_too_large(c))
         fastest = self._speed(best)
         return any(
             self._corrected(c)[1] * (self._unknown_gain(c) if c.micro > best.micro else 1.0) > _FINE * fastest
             for c in unfit
         )
 
-    def _evaluate_refined(self, combinations: TechniqueCombinations) -> None:
-        """Dry-runs settings between the sampled ones: they need less memory than one and less time than the next."""
+    def _add_refined(self, combinations: TechniqueCombinations) -> bool:
+        """Adds candidates with settings between the sampled ones, which need less memory than one and less time than
+        the next; returns False if there are none."""
         sampled = {c.kind for c in self.candidates}
         kinds = combinations.refined(_FINE)
-        if len(kinds) == len(sampled):
-            return
         layouts = dict.fromkeys(c.layout for c in self.candidates)
         refined = [c for layout in layouts for c in self._undominated(layout, kinds) if c.kind not in sampled]
         self.guessed += len(refined)
         self.candidates = [*self.candidates, *refined]
-        self._evaluate_best_first(refined)
-        self._evaluate_larger_micro_batches(refined)
+        return bool(refined)
 
     def _cannot_improve(self, c: Candidate, best: EvaluatedPlan, worth: float = _GAIN) -> bool:
         speed = self._corrected(c)[1]
@@ -501,6 +513,7 @@ class _Search:
         ]
 
     def _evaluate(self, c: Candidate) -> EvaluatedPlan | None:
+        self._tried.add(c.added)
         request = self.space.having(c.added)
         why = candidate_problems(self.space, request)
         if why:
