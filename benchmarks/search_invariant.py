@@ -71,15 +71,15 @@ TASKS = (
     Task("Qwen/Qwen2.5-0.5B", "qlora", "RTX-4090"),
     Task("llama-3.2-1b", "full", "H100"),
     Task("Qwen/Qwen3-8B", "qlora", "RTX-4090"),
-    Task("Qwen/Qwen2.5-0.5B", "lora", None, batch_tokens=8192),
     Task("Qwen/Qwen2.5-1.5B", "lora", "L40S"),
     Task("Qwen/Qwen3-1.7B", "full", "A100-80GB"),
     Task("Qwen/Qwen3-4B", "lora", "RTX-4090"),
     Task("llama-3.1-8b", "lora", "H100", allow="different"),
-    Task("Qwen/Qwen2.5-0.5B", "full", None, batch_tokens=8192),
-    Task("Qwen/Qwen2.5-32B", "qlora", "L40S"),
     Task("llama-3.1-8b", "full", "A100-80GB", 8),
+    Task("Qwen/Qwen2.5-0.5B", "lora", None, batch_tokens=8192),
+    Task("Qwen/Qwen2.5-32B", "qlora", "L40S"),
     Task("llama-3.1-70b", "full", "H100", 8, 8),
+    Task("Qwen/Qwen2.5-0.5B", "full", None, batch_tokens=8192),
 )
 
 
