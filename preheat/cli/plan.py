@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["finish", "plan", "recipe_text", "plan_as_written"]
 
-# More devices mean more layouts to try.
+_METHODS = ("full", "lora", "qlora")  # each needs less memory than the one before
 _SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
 _MANY = 60.0  # seconds for the search on more devices
 
@@ -166,14 +167,30 @@ def plan(
         result, page = plan_as_written(request, devices, price)
     else:
         request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
-        # Other methods to suggest if full training does not fit: only if the user left the method open.
-        others = (
-            {name: subject(name).recipe for name in ("lora", "qlora")} if method is None and not first.from_user else {}
-        )
-        # A recipe's numerics are the user's own choice; for a model given by name, bf16 is the usual one.
+        others: dict[str, Recipe] = {}
+        if not first.from_user:  # methods that need less memory
+            others = {name: subject(name).recipe for name in _METHODS[_METHODS.index(method or "full") + 1 :]}
+
+        def request_on(devices: int) -> Request | None:
+            if gpu is None:  # more processes share this machine's memory
+                return None
+            try:
+                many = subject_of(
+                    what, set or [], method=method or "full", length=length, batch_tokens=batch_tokens, devices=devices
+                )
+                hosted = per_host if nodes > 1 else min(devices, 8)
+                return request_of(many.recipe, gpu, world=devices, per_host=hosted, count_rows=False)
+            except RecipeError:  # the recipe is for a stated number of devices
+                return None
+
         limit = allow or ("exact" if first.from_user else "rounding")
-        result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=price, quiet=json)
+        fixes = Fixes(others, request_on, "batch.seq_len=" if first.from_user else "--length ")
+        result, page = _searched(request, fixes, aim=aim or "fastest", allow=limit, price=price, quiet=json)
     result["text_part"] = _of_text_part(first.recipe)
+    if result["searched"]["interrupted"]:
+        # The best so far is no answer to store, and the page takes another dry run.
+        finish(result, page, first, out=out, html=html, json=json)
+        return
     drawn = None if html is None else page()
     text = recipe_text(result, first)
     if key is not None:
@@ -193,6 +210,8 @@ def finish(
 ) -> None:
     """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit.
 
+    After an interrupted search the exit code is 130, as of any command that Ctrl-C ends.
+
     Args:
         page: computes the figures of the page.
         text: the chosen recipe as YAML; written from `result` by default.
@@ -200,11 +219,13 @@ def finish(
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import plan_overview
 
+    interrupted = result["searched"]["interrupted"]
     if out is not None:
         from preheat.run_dir import write_generated
 
-        write_generated(out, text or recipe_text(result, subject), "# written by preheat plan")
-    if html is not None:
+        so_far = "; the search was interrupted, this is the best so far" if interrupted else ""
+        write_generated(out, text or recipe_text(result, subject), f"# written by preheat plan{so_far}")
+    if html is not None and not interrupted:  # the page takes another dry run
         from preheat.report.plan_page import write_plan
 
         # The figures are computed only if a page is written.
@@ -236,10 +257,13 @@ def finish(
                 ),
                 style="dim",
             )
-        for path, label in ((out, "recipe"), (html, "page")):
+        for path, label in ((out, "recipe"), (None if interrupted else html, "page")):
             if path is not None:
                 screen.print(f"{label}: {path}", soft_wrap=True)
-    # Last, after all output: a script reads the plan and the code.
+        if html is not None and interrupted:
+            screen.print(f"page: {html} was not written, because the search was interrupted", soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(128 + SIGINT)
     if not result["fits"]:
         raise typer.Exit(3)
 
@@ -291,19 +315,36 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     return {**explain(result, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
 
 
+@dataclass(frozen=True)
+class Fixes:
+    """What to try if nothing fits.
+
+    Attributes:
+        methods: recipes of the same model by method.
+        request_on: returns the request for another number of devices; None if the recipe does not go with it.
+        length: option that sets the length of rows, up to the number.
+    """
+
+    methods: Mapping[str, Recipe]
+    request_on: Callable[[int], Request | None]
+    length: str
+
+
 def _searched(
-    request: Request, others: Mapping[str, Recipe], *, aim: str, allow: str, price: float | None, quiet: bool
+    request: Request, fixes: Fixes, *, aim: str, allow: str, price: float | None, quiet: bool
 ) -> tuple[JsonObject, Callable[[], JsonObject]]:
-    """Searches for the best recipe; if nothing fits, plans of other methods that do are added to the alternatives.
+    """Searches for the best recipe; if nothing fits, the alternatives are what does.
 
     Args:
-        others: recipes of the same model to try in that case, by method.
         quiet: do not print progress.
     """
+    from preheat.hardware.interrupts import Interrupted
     from preheat.planning.explain import explain, figures
     from preheat.planning.observation_cache import observe_for_others
     from preheat.planning.search.candidates import Space
     from preheat.planning.search.max_context import longest
+    from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
+    from preheat.planning.search.result import SearchResult
     from preheat.planning.search.search import search
     from preheat.planning.worker_pool import worker_pool
 
@@ -321,28 +362,42 @@ def _searched(
             return longest(space, seconds=seconds, tell=tell)
         return search(space, aim=aim, seconds=seconds, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
-    # Dry runs of candidates run in other processes while this one plans.
+    def fitting(result: SearchResult) -> Iterator[JsonObject]:
+        """Yields what fits instead, as alternatives."""
+        keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
+
+        def alternative(what: str, instead: SearchResult, tradeoff: str, devices: int = devices) -> JsonObject:
+            would = explain(instead, devices=devices, price=price)
+            metrics = {key: would[key] for key in keys}
+            recipe = would["recipe"]["techniques"]
+            return {"what": f"{what}: {would['chosen']}", "recipe": recipe, **metrics, "tradeoff": tradeoff}
+
+        for name, other in fixes.methods.items():
+            instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
+            if instead.best.plan["fits"]:
+                base = " on a base in 4 bits" if name == "qlora" else ""
+                yield alternative(f"--method {name}", instead, f"trains an adapter{base}")
+        space = Space(request, allow)  # type: ignore[arg-type]
+        if shorter := with_shorter_rows(result.best, space):
+            length = shorter.recipe.batch.seq_len
+            yield alternative(f"{fixes.length}{length}", SearchResult(shorter), f"rows of {length:,} tokens")
+        if more := on_more_devices(result.best, space, fixes.request_on, seconds=seconds / 2, tell=tell):
+            count, instead = more
+            hosts = "" if count <= 8 else f" --nodes {count // 8}"
+            yield alternative(f"--count {min(count, 8)}{hosts}", instead, f"{count} devices", count)
+
     with worker_pool(observe_for_others):
         result = search_for(request)
+        explained = explain(result, devices=devices, price=price)
+        if not explained["fits"] and not result.interrupted:
+            try:
+                explained["alternatives"].extend(fitting(result))
+            except Interrupted as signal:
+                if signal.number != SIGINT:
+                    raise
+                explained["searched"]["interrupted"] = True
         if not quiet:
             passing()
-        explained = explain(result, devices=devices, price=price)
-        if not explained["fits"]:
-            for name, other in others.items():
-                # Half the time each, unconfirmed: these are suggestions, not the plan.
-                instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
-                would = explain(instead, devices=devices, price=price)
-                if would["fits"]:
-                    keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
-                    metrics = {key: would[key] for key in keys}
-                    explained["alternatives"].append(
-                        {
-                            "what": f"--method {name}: {would['chosen']}",
-                            "recipe": would["recipe"]["techniques"],
-                            **metrics,
-                            "tradeoff": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
-                        }
-                    )
 
     def page() -> JsonObject:
         return figures(result, request)

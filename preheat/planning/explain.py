@@ -78,7 +78,12 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
         "recipe": recipes.as_values(best.recipe),
         "alternatives": [alternative(s) for s in result.alternatives],
         "rejected": [{"recipe": what, "reason": why} for what, why in result.rejected],
-        "searched": {"candidates": result.guessed, "dry_runs": len(result.evaluated), "confirmed": result.confirmed},
+        "searched": {
+            "candidates": result.guessed,
+            "dry_runs": len(result.evaluated),
+            "confirmed": result.confirmed,
+            "interrupted": result.interrupted,
+        },
     }
 
 

@@ -29,7 +29,11 @@ def plan_overview(result: JsonObject, name: str) -> Group:
     if result["searched"]["candidates"]:
         s = result["searched"]
         sure = ", dry-run with all its layers" if s["confirmed"] else ""
-        parts.append(Text(f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run; the best{sure}:", style="dim"))
+        searched = f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run"
+        if s["interrupted"]:
+            parts.append(Text(f"the search was interrupted: {searched}; the best so far:", style="bold yellow"))
+        else:
+            parts.append(Text(f"{searched}; the best{sure}:", style="dim"))
         numbers = {"exact": "numbers unchanged", "rounding": "numbers rounded", "different": "other numbers"}[
             result["numerics"]
         ]
@@ -49,7 +53,7 @@ def plan_overview(result: JsonObject, name: str) -> Group:
     if result["energy"]:
         parts.append(Text(f"  energy   {_energy(result['energy'])}"))
     if result["alternatives"]:
-        parts += [Text("alternatives"), _alternatives(result)]
+        parts += [Text("alternatives" if result["fits"] else "what would fit"), _alternatives(result)]
     if result["rejected"]:
         parts += [Text("why not"), *_reasons(result["rejected"])]
     return Group(*parts)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from signal import SIGINT
 from typing import TYPE_CHECKING
 
 from preheat.core import DATA
 from preheat.errors import RecipeError
+from preheat.hardware.interrupts import Interrupted
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
@@ -46,7 +48,14 @@ def longest(
         size = max(tokens // length, space.world)
         recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
         longer = replace(space.request, recipe=recipe)
-        result = search(replace(space, request=longer), seconds=seconds / 3, confirm=False, tell=tell)
+        try:
+            result = search(replace(space, request=longer), seconds=seconds / 3, confirm=False, tell=tell)
+        except Interrupted as signal:  # before the first dry run of this length
+            if best is None or signal.number != SIGINT:
+                raise
+            return replace(best, interrupted=True)
+        if result.interrupted:
+            return replace(best or result, interrupted=True)
         if not result.best.plan["fits"]:
             if best is not None:
                 best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))

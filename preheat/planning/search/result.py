@@ -57,12 +57,13 @@ class SearchResult:
 
     Attributes:
         best: the best candidate that fits; if none fits, the one that needs the least memory.
-        alternatives: alternatives that fit, the best of each other set of techniques.
+        alternatives: others that fit: the best of each other set of techniques, and those that need less memory.
         evaluated: all dry-run candidates, in order.
-        rejected: (settings, reason), a line each.
+        rejected: (settings, reason) of what does not fit or is refused beside the best, a line each.
         guessed: number of estimated candidates.
         confirmed: True if the best was dry-run with all its layers.
         guesses: estimates of the candidates, fastest first; a sample if there are many.
+        interrupted: True if Ctrl-C ended the search early: `best` is the best so far.
     """
 
     best: EvaluatedPlan
@@ -72,6 +73,7 @@ class SearchResult:
     guessed: int = 0
     confirmed: bool = False
     guesses: list[EstimatedPlan] = field(default_factory=list)
+    interrupted: bool = False
 
 
 def too_large(plan: JsonObject) -> str:

@@ -12,19 +12,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from signal import SIGINT
 from typing import Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
+from preheat.hardware.interrupts import Interrupted
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
 from preheat.planning.search.ranking import Guess, estimate
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
-from preheat.planning.search.technique_combinations import Combination, technique_combinations
+from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.worker_pool import is_serial
 
-__all__ = ["AIMS", "Aim", "search"]
+__all__ = ["AIMS", "Aim", "least_estimate", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
@@ -32,10 +34,13 @@ _SLACK = 1.03  # of the available memory: candidates estimated up to this are dr
 _LAYOUTS = 40  # layouts whose candidates are all estimated
 _ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
 _MIN_DRY_RUNS = 3  # dry runs at least, however long they take
+_OVERTIME = 3.0  # times the search's seconds: time allowed for candidates that promise more than `_FINE`
 _CONFIRM = 1.5  # of the search's seconds: time allowed to confirm the best with all its layers
 _ALTERNATIVES = 3  # alternatives to report
 _GAIN = 1.01  # speedup that another candidate must promise to be dry-run
+_FINE = 1.02  # speedup for which settings between the sampled ones are observed too
 _TOLERANCE = 1.1  # error of estimates within the same layout
+_LESS = 0.95  # of the memory of every better candidate: what another micro-batch must save to be an alternative
 _PLOTTED = 300  # candidates in the plot of the report
 
 
@@ -64,6 +69,17 @@ class Candidate:
         return math.ceil(self.rows / (self.cuts.micro_batch_count() if self.cuts else 1))
 
 
+@dataclass(frozen=True)
+class _Correction:
+    """Memory and tokens/s of a dry run over its estimate, with its techniques, layout names and micro-batch size."""
+
+    kind: Settings
+    names: tuple[str, ...]
+    micro: int
+    memory: float
+    speed: float
+
+
 def search(
     space: Space,
     *,
@@ -82,6 +98,8 @@ def search(
         confirm: dry-run the best with all its layers.
         tell: called with a progress message before each dry run.
 
+    Ctrl-C (`Interrupted` by SIGINT) ends the search early: the result is the best so far, marked `interrupted`.
+
     Raises:
         RecipeError: the recipe contradicts itself, or cannot be split across the devices.
 
@@ -98,17 +116,32 @@ def search(
     return _Search(space, aim, seconds, tell).run(confirm)
 
 
+def least_estimate(space: Space) -> float:
+    """Returns the estimated GiB of a device with the candidate that needs the least; infinite without candidates.
+
+    Raises:
+        RecipeError: the recipe as it is cannot be built.
+    """
+    smallest = _Search(space, "fastest", 0.0, lambda message: None)
+    combinations = TechniqueCombinations(space, smallest._refuse)
+    return min((c.guess.bytes for c in smallest._candidates(combinations.sampled())), default=math.inf) / GIB
+
+
 class _Search:
     def __init__(self, space: Space, aim: Aim, seconds: float, tell: Callable[[str], None]):
         assert space.request.rates is not None, "a search needs the rates of its device"
         self.space, self.rates, self.aim, self.tell = space, space.request.rates, aim, tell
         self.room = space.device.memory - space.request.in_use
-        self.seconds, self.until = seconds, math.inf
+        self.seconds, self.began = seconds, math.inf
         self.seen: list[EvaluatedPlan] = []
+        self.candidates: list[Candidate] = []
         self.rejected: list[tuple[str, str]] = []
+        self.refused: list[tuple[Technique, Problem]] = []
         self.guessed = 0
-        # Last dry run over its estimate (memory, tokens/s), by (kind, layout names), by layout names, and under None.
-        self._corrections: dict[tuple[Settings, tuple[str, ...]] | tuple[str, ...] | None, tuple[float, float]] = {}
+        self._tried: set[Settings] = set()  # techniques of the candidates that were dry-run, or refused by the build
+        self._corrections: list[_Correction] = []
+        # By (kind, layout names, micro-batch): the correction of the most similar dry run.
+        self._similar: dict[tuple[Settings, tuple[str, ...], int], _Correction | None] = {}
         # By (kind, layout): why the two are incompatible.
         self._conflicts: dict[tuple[Settings, Settings], Problem | None] = {}
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
@@ -117,19 +150,42 @@ class _Search:
         self._too_large: dict[tuple[Settings, Settings], int] = {}
 
     def run(self, confirm: bool) -> SearchResult:
-        # Techniques of last resort only if nothing else fits: plans do not include their full cost in time.
+        confirmed = interrupted = False
+        try:
+            self._explore()
+            best = self._best()
+            if confirm and best.plan["fits"]:
+                best, confirmed = self._confirm(best)
+        except Interrupted as signal:
+            # Ctrl-C asks for the best so far. Other signals, and a second one, end the command.
+            if signal.number != SIGINT or not self.seen:
+                raise
+            best, interrupted = self._best(), True
+        return SearchResult(
+            best,
+            self._alternatives(best),
+            self.seen,
+            [*self._refusals(best), *self.rejected],
+            self.guessed,
+            confirmed,
+            self._guesses(self.candidates),
+            interrupted,
+        )
+
+    def _explore(self) -> None:
+        """Dry-runs candidates until no estimate promises a better one; if nothing fits, the smallest."""
         for resort in (False, True):
-            kinds = technique_combinations(self.space, self._reject, resort=resort)
-            candidates = self._candidates(kinds)
+            combinations = TechniqueCombinations(self.space, self._refuse, resort=resort)
+            self.candidates = candidates = self._candidates(combinations.sampled())
             if not candidates:
                 raise RecipeError(self._no_candidate_message())
-            # CPU time, so that a busy machine does not change the result; estimates above do not count.
-            self.until = time.process_time() + self.seconds
-            self._evaluate_best_first(candidates)
-            # Something fits: spend the remaining time on improving it and on alternatives.
+            self.began = time.process_time()
+            self._evaluate_promising()
             if any(s.plan["fits"] for s in self.seen):
-                self._evaluate_larger_micro_batches(candidates)
-                self._evaluate_alternatives(candidates)
+                if self._is_limited_by_memory() and self._add_refined(combinations):
+                    self._evaluate_promising()
+                self._evaluate_alternatives(self.candidates)
+                self._evaluate_promising()  # an alternative may be better than its estimate
                 break
             # Nothing was found that fits: prove it with the candidate that needs the least.
             self._evaluate_smallest(candidates)
@@ -139,24 +195,14 @@ class _Search:
         if not self.seen:
             if self.space.recipe.batch.size % self.space.world:
                 raise RecipeError(self._no_candidate_message())
-            reasons = dict.fromkeys(why for _, why in self.rejected[:3])
-            raise RecipeError(f"techniques: nothing that may be added can be planned here: {'; '.join(reasons)}")
+            texts = [*(problem.text for _, problem in self.refused), *(why for _, why in self.rejected)]
+            reasons = dict.fromkeys(texts)
+            raise RecipeError(f"techniques: nothing that may be added can be planned here: {'; '.join([*reasons][:3])}")
+
+    def _best(self) -> EvaluatedPlan:
+        """Returns the best candidate that fits; if none fits, the one that needs the least memory."""
         fitting = [s for s in self.seen if s.plan["fits"]]
-        best = min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
-        confirmed = False
-        layers = self.space.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
-        if confirm and fitting:
-            # The dry run was of 4 and of 5 layers.
-            quick = self._seconds_per_dry_run * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
-            best, confirmed = self._confirm(best, "whole" if quick else "enough")
-            # With fewer layers the verdict is sound but extrapolated, so it is not reported as confirmed.
-            confirmed &= quick
-        guesses = self._guesses(candidates)
-        result = SearchResult(
-            best, self._alternatives(best), self.seen, self.rejected, self.guessed, confirmed, guesses
-        )
-        self._explain_slower(result)
-        return result
+        return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
 
     # Candidates
 
@@ -193,15 +239,16 @@ class _Search:
                 if counts[names] <= _ALIKE:
                     ranked.append(layouts[n])
             layouts = ranked[:_LAYOUTS]
-        candidates = []
-        for layout, sizes in layouts:
-            # A kind is dropped if a better one is also compatible with this layout.
-            possible = {n: k for n, k in enumerate(kinds) if self._is_compatible(k, layout)}
-            candidates += self._candidates_of(
-                layout, sizes, [k for k in possible.values() if not k.better & possible.keys()]
-            )
+        candidates = [c for layout, _ in layouts for c in self._undominated(layout, kinds)]
         self.guessed += len(candidates)
         return candidates
+
+    def _undominated(self, layout: Settings, kinds: list[Combination]) -> list[Candidate]:
+        """Returns the candidates of a layout with the kinds that no other compatible one dominates."""
+        sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
+        assert sizes is not None, "only meshes of all devices are candidates"
+        possible = {n: k for n, k in enumerate(kinds) if self._is_compatible(k, layout)}
+        return self._candidates_of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
 
     def _is_compatible(self, kind: Combination, layout: Settings) -> bool:
         """True if a kind is compatible with a layout, with the largest or the smallest micro-batches."""
@@ -287,16 +334,56 @@ class _Search:
     # Dry runs
 
     def _corrected(self, c: Candidate) -> tuple[float, float]:
-        """Returns bytes and tokens/s of an estimate, corrected by dry runs of the most similar candidates."""
-        # From the most to the least similar; the less similar, the weaker the correction (square root).
-        if own := self._corrections.get((c.kind, c.names)):
-            memory, speed = own
-        elif alike := self._corrections.get(c.names):
-            memory, speed = math.sqrt(alike[0]), alike[1]
-        else:
-            # Errors of memory are specific to techniques; those of speed are partly the device's.
-            memory, speed = 1.0, math.sqrt(self._corrections.get(None, (1.0, 1.0))[1])
-        return c.guess.bytes * memory, self.space.over_run(c.guess.tokens_per_second * speed, c.added)
+        """Returns bytes and tokens/s of an estimate, corrected by the dry run of the most similar candidate."""
+        memory = speed = gain = 1.0
+        if similar := self._most_similar(c):
+            memory, speed = similar.memory, similar.speed
+            if similar.names != c.names:
+                memory, speed = 1.0, math.sqrt(speed)
+            elif similar.kind != c.kind:
+                memory = math.sqrt(memory)
+            gain = self._micro_batch_gain(c, similar.micro)
+        return c.guess.bytes * memory, self.space.over_run(c.guess.tokens_per_second * speed * gain, c.added)
+
+    def _most_similar(self, c: Candidate) -> _Correction | None:
+        """Returns the dry run that differs least in layout, techniques and micro-batch; of several the last."""
+        key = (c.kind, c.names, c.micro)
+        if key not in self._similar:
+            kind = set(c.kind)
+            self._similar[key] = min(
+                reversed(self._corrections),
+                key=lambda r: (r.names != c.names, len(kind ^ set(r.kind)), abs(math.log(r.micro / c.micro))),
+                default=None,
+            )
+        return self._similar[key]
+
+    def _micro_batch_gain(self, c: Candidate, micro: int) -> float:
+        """Returns the speedup by micro-batches of `c.micro` instead of `micro` rows, which estimates do not see.
+
+        The time of a row is `fixed / rows + each`, through two dry runs of the same techniques; 1 without two.
+        """
+        if c.micro == micro or (by_micro := self._speeds_by_micro(c)) is None:
+            return 1.0
+        few, many = sorted(by_micro, key=lambda n: abs(math.log(n / c.micro)))[:2]
+        fixed = (1 / by_micro[few] - 1 / by_micro[many]) / (1 / few - 1 / many)
+        each = 1 / by_micro[few] - fixed / few
+        if fixed <= 0 or each <= 0:  # no gain: larger micro-batches are slower by another effect
+            return 1.0
+        return (fixed / micro + each) / (fixed / c.micro + each)
+
+    def _speeds_by_micro(self, c: Candidate) -> dict[int, float] | None:
+        """Returns tokens/s over their estimates by micro-batch size, of the same techniques or, in the same layout, of
+        others; None without two dry runs that differ in the micro-batch alone."""
+        ratios: dict[Settings, dict[int, float]] = {}
+        for r in self._corrections:
+            if r.names == c.names:
+                ratios.setdefault(r.kind, {})[r.micro] = r.speed
+        own = ratios.get(c.kind, {})
+        return next((by_micro for by_micro in (own, *reversed(ratios.values())) if len(by_micro) > 1), None)
+
+    def _unknown_gain(self, c: Candidate) -> float:
+        """Returns the speedup by larger micro-batches that the estimate may not see."""
+        return _TOLERANCE if self._speeds_by_micro(c) is None else _SLACK
 
     def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
         """Sort key as `_rank`, from the estimate."""
@@ -323,54 +410,82 @@ class _Search:
             return (NUMERICS.index(s.trades), speed)
         return (speed,)
 
-    def _viable(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates that may fit and are not ruled out by an earlier dry run."""
+    def _is_late(self, times: float = 1.0) -> bool:
+        """True if the search has taken its seconds so many times."""
+        return time.process_time() > self.began + times * self.seconds
+
+    def _viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
+        """Returns the candidates that may fit, and are not dry-run or ruled out by an earlier dry run."""
         return [
             c
             for c in candidates
-            if self._corrected(c)[0] <= self.room * _SLACK
-            and c.micro < self._too_large.get((c.kind, c.layout), math.inf)
+            if c.added not in self._tried and not self._was_too_large(c) and self._corrected(c)[0] <= self.room * slack
         ]
 
-    def _evaluate_best_first(self, candidates: list[Candidate]) -> None:
-        left = candidates
-        while left and (time.process_time() < self.until or len(self.seen) < _MIN_DRY_RUNS):
-            # Again in every turn, because each dry run corrects the estimates of the others.
-            left = self._viable(left)
-            if not left:
-                return
+    def _was_too_large(self, c: Candidate) -> bool:
+        """True if the same techniques did not fit with micro-batches of this size or a smaller one."""
+        return c.micro >= self._too_large.get((c.kind, c.layout), math.inf)
+
+    def _evaluate_promising(self) -> None:
+        """Dry-runs candidates until no estimate promises a better one; each dry run recalibrates the estimates."""
+        before = -1
+        while len(self.seen) > before:
+            before = len(self.seen)
+            self._evaluate_best_first()
+            if any(s.plan["fits"] for s in self.seen):
+                self._evaluate_larger_micro_batches()
+
+    def _evaluate_best_first(self) -> None:
+        while left := self._viable(self.candidates):
             c = min(left, key=self._estimated_rank)
             fitting = [s for s in self.seen if s.plan["fits"]]
-            # Candidates come best first, so none of the rest can improve on the best either.
-            if fitting and self._cannot_improve(c, min(fitting, key=self._rank)):
+            # A slow machine takes longer and leaves out small gains, but does not give another answer.
+            worth = _FINE if self._is_late() else _GAIN
+            if fitting and self._cannot_improve(c, min(fitting, key=self._rank), worth):
                 return
-            left = [other for other in left if other is not c]
+            if self._is_late(_OVERTIME) and len(self.seen) >= _MIN_DRY_RUNS:
+                return
             self._evaluate(c)
 
-    def _evaluate_larger_micro_batches(self, candidates: list[Candidate]) -> None:
+    def _evaluate_larger_micro_batches(self) -> None:
         """Dry-runs the same or larger micro-batches in the best candidate's layout.
 
         Estimates scale up a single sequence, but some costs do not grow with the micro-batch (gathering or dequantizing
         weights), so larger micro-batches may be faster and need less memory than estimated.
         """
-        looked: set[Settings] = {s.added for s in self.seen}
-        while time.process_time() < self.until:
-            best = min((s for s in self.seen if s.plan["fits"]), key=self._rank)
+        while not self._is_late():
+            best = self._best()
             nearby = [
                 c
-                for c in candidates
-                if c.added not in looked
-                and best.micro <= c.micro < self._too_large.get((c.kind, c.layout), math.inf)
-                # Only the best's own layout, in which estimates err by `_TOLERANCE` at most.
+                for c in self._viable(self.candidates, _TOLERANCE)
+                if best.micro <= c.micro
                 and set(c.layout) <= set(best.added)
-                and self._corrected(c)[0] <= self.room * _TOLERANCE
-                and not self._cannot_improve(c, best, 1 / _TOLERANCE)
+                and not self._cannot_improve(c, best, 1 / self._unknown_gain(c))
             ]
             if not nearby:
                 return
-            c = min(nearby, key=self._estimated_rank)
-            looked.add(c.added)
-            self._evaluate(c)
+            self._evaluate(min(nearby, key=self._estimated_rank))
+
+    def _is_limited_by_memory(self) -> bool:
+        """True if a candidate that does not fit may be faster than the best by more than `_FINE`."""
+        best, viable = self._best(), {c.added for c in self._viable(self.candidates)} | self._tried
+        unfit = (c for c in self.candidates if c.added not in viable or self._was_too_large(c))
+        fastest = self._speed(best)
+        return any(
+            self._corrected(c)[1] * (self._unknown_gain(c) if c.micro > best.micro else 1.0) > _FINE * fastest
+            for c in unfit
+        )
+
+    def _add_refined(self, combinations: TechniqueCombinations) -> bool:
+        """Adds candidates with settings between the sampled ones, which need less memory than one and less time than
+        the next; returns False if there are none."""
+        sampled = {c.kind for c in self.candidates}
+        kinds = combinations.refined(_FINE)
+        layouts = dict.fromkeys(c.layout for c in self.candidates)
+        refined = [c for layout in layouts for c in self._undominated(layout, kinds) if c.kind not in sampled]
+        self.guessed += len(refined)
+        self.candidates = [*self.candidates, *refined]
+        return bool(refined)
 
     def _cannot_improve(self, c: Candidate, best: EvaluatedPlan, worth: float = _GAIN) -> bool:
         speed = self._corrected(c)[1]
@@ -393,7 +508,7 @@ class _Search:
     def _evaluate_alternatives(self, candidates: list[Candidate]) -> None:
         """Dry-runs the best of other sets of techniques while time remains, as alternatives."""
         for c in sorted(self._viable(candidates), key=self._estimated_rank):
-            if time.process_time() > self.until or len({s.names for s in self.seen if s.plan["fits"]}) > _ALTERNATIVES:
+            if self._is_late() or len(self._alternatives(self._best())) >= _ALTERNATIVES:
                 return
             # One dry run for each set of techniques.
             if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
@@ -411,25 +526,26 @@ class _Search:
         ]
 
     def _evaluate(self, c: Candidate) -> EvaluatedPlan | None:
+        self._tried.add(c.added)
         request = self.space.having(c.added)
         why = candidate_problems(self.space, request)
         if why:
-            self._reject(describe_techniques(c.added), str(why[0]))
+            self._reject(describe_techniques(c.added, c.micro), str(why[0]))
             return None
         self.tell(describe_techniques(c.added, c.micro))
         began = time.perf_counter()
         try:
             observation = observe_cached(request, how="few")
         except RecipeError as error:  # found by the build only
-            self._reject(describe_techniques(c.added), str(error).splitlines()[0])
+            self._reject(describe_techniques(c.added, c.micro), str(error).splitlines()[0])
             return None
         plan = describe(request, observation)
         evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(evaluated)
         self._seconds_per_dry_run = time.perf_counter() - began
-        # Observed over estimated, for this candidate and, weaker, for similar ones.
-        scale = (plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second)
-        self._corrections[c.kind, c.names] = self._corrections[c.names] = self._corrections[None] = scale
+        memory, speed = plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second
+        self._corrections.append(_Correction(c.kind, c.names, c.micro, memory, speed))
+        self._similar.clear()
         if not plan["fits"]:
             key = (c.kind, c.layout)
             # Memory grows with the micro-batch: larger ones of the same candidate need no dry run.
@@ -437,18 +553,29 @@ class _Search:
             self._reject(describe_techniques(c.added, c.micro), too_large(plan))
         return evaluated
 
+    def _refuse(self, t: Technique, problem: Problem) -> None:
+        """Notes that a technique goes with no other that may be added."""
+        if problem.text not in {other.text for _, other in self.refused}:
+            self.refused.append((t, problem))
+
     def _reject(self, what: str, why: str) -> None:
         if why not in {reason for _, reason in self.rejected}:  # one example per reason is enough
             self.rejected.append((what, why))
 
     # Result
 
-    def _confirm(self, best: EvaluatedPlan, how: str) -> tuple[EvaluatedPlan, bool]:
-        """Dry-runs the best with all its layers (`whole`) or with enough for the allocator.
+    def _confirm(self, best: EvaluatedPlan) -> tuple[EvaluatedPlan, bool]:
+        """Dry-runs the best with all its layers if there is time, else with enough for the allocator.
 
         Continues with the next best if it does not fit.
+
+        Returns:
+            The best, and whether it was dry-run with all its layers.
         """
-        # Extrapolated from few layers, a plan just below the limit may turn out to be above it.
+        layers = self.space.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
+        # The dry run was of 4 and of 5 layers.
+        quick = self._seconds_per_dry_run * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
+        how = "whole" if quick else "enough"
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
@@ -456,7 +583,7 @@ class _Search:
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
             if plan["fits"]:
-                return confirmed, True
+                return confirmed, quick
             self._reject(
                 describe_techniques(s.added, s.micro),
                 f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
@@ -464,26 +591,33 @@ class _Search:
         return best, False
 
     def _alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
-        """Returns the best dry-run candidate of each other set of techniques that fits."""
-        # Sorted by rank, so the first of each group is its best.
-        groups: dict[frozenset[str], EvaluatedPlan] = {}
-        for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
-            if s.names != best.names:
-                groups.setdefault(s.names, s)
-        return list(groups.values())
+        """Returns the dry-run candidates that fit and are worth a choice, the best first.
 
-    def _explain_slower(self, result: SearchResult) -> None:
-        for s in result.evaluated:
-            if s.plan["fits"] and s is not result.best and result.best.plan["fits"]:
-                share = s.plan["tokens_per_second"] / result.best.plan["tokens_per_second"] - 1
-                late = s.plan["seconds_to_start"] - result.best.plan["seconds_to_start"]
-                waits = (
-                    f", but {late:.0f} s later to its first step, in a run this short" if share > 0 and late > 0 else ""
-                )
-                self._reject(
-                    describe_techniques(s.added, s.micro),
-                    f"fits in {s.plan['peak_gib']:.1f} GiB, {share:+.0%} tokens a second{waits}",
-                )
+        These are the best of each other set of techniques, and all that need less memory than every better one.
+        """
+        alternatives: list[EvaluatedPlan] = []
+        names, least = {best.names}, best.plan["peak_gib"]
+        for s in sorted((s for s in self.seen if s.plan["fits"] and s is not best), key=self._rank):
+            if s.names not in names or s.plan["peak_gib"] < least * _LESS:
+                alternatives.append(s)
+            names.add(s.names)
+            least = min(least, s.plan["peak_gib"])
+        return alternatives
+
+    def _refusals(self, best: EvaluatedPlan) -> list[tuple[str, str]]:
+        """Returns (settings, reason) of the refused techniques that the best recipe refuses too, with its reason."""
+        refusals: list[tuple[str, str]] = []
+        for t, problem in self.refused:
+            others = tuple(other for other in best.added if type(other) is not type(t))
+            problems = candidate_problems(self.space, self.space.having((*others, t)))
+            problems = problems or ([problem] if problem.code is ProblemCode.BUILD else [])
+            if problems:
+                # The reason of the recipe's own before one of what the search added.
+                own = [each for each in problems if each.technique == t.name()]
+                binding = problem if problem in problems else (own or problems)[0]
+                text = binding.text if binding.technique == t.name() else str(binding)
+                refusals.append((describe_techniques((t,)), text))
+        return refusals
 
 
 def _shape(layout: Settings) -> Hashable:

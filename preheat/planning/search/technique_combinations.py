@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from preheat.core import Problem, Searchable, Slot, Tag, Technique
+from preheat.core import Problem, ProblemCode, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.planning.layer_extrapolation import of_layers
 from preheat.planning.observation_cache import prefetch
-from preheat.planning.search.candidates import Settings, Space, candidate_problems, describe_techniques
+from preheat.planning.search.candidates import Settings, Space, candidate_problems
 from preheat.planning.search.ranking import LayerCost, observe_layer
 
-__all__ = ["Combination", "technique_combinations"]
+__all__ = ["Combination", "TechniqueCombinations"]
 
 
 class Option(NamedTuple):
@@ -37,43 +36,66 @@ class Combination(NamedTuple):
     better: frozenset[int]
 
 
-def technique_combinations(
-    space: Space, reject: Callable[[str, str], None], *, resort: bool = False
-) -> list[Combination]:
-    """Returns the combinations of techniques on one device.
+class TechniqueCombinations:
+    """The combinations of techniques on one device, from observations of each setting.
 
-    Dominated combinations are included, because the better ones may not be compatible with every parallel layout.
+    Of a technique with many settings, some are observed at first (`sampled`); `refined` observes the others.
 
     Args:
-        reject: called with (settings, reason) for every setting that is impossible.
+        refuse: called with (technique, reason) for every setting that goes with nothing else that may be added.
         resort: also try techniques that are a last resort.
-
-    Raises:
-        RecipeError: the recipe as it is cannot be built.
     """
-    return _Combiner(space, reject, resort).run()
 
+    def __init__(self, space: Space, refuse: Callable[[Technique, Problem], None], *, resort: bool = False) -> None:
+        self.space, self.refuse, self.resort = space, refuse, resort
+        self._left: dict[type[Searchable], list[Technique]] = {}  # settings that are not observed yet
+        self._base = Settings()
 
-@dataclass
-class _Combiner:
-    space: Space
-    reject: Callable[[str, str], None]
-    resort: bool
+    def sampled(self) -> list[Combination]:
+        """Returns the combinations of the sampled settings.
 
-    def run(self) -> list[Combination]:
-        # The recipe without any addition: the base of everything below.
+        Dominated combinations are included, because the better ones may not be compatible with every parallel layout.
+
+        Raises:
+            RecipeError: the recipe as it is cannot be built.
+        """
         self._prepare([()])
-        plain = self._observe(())
-        choices = self._choices(plain)
+        self._plain = self._observe(())
+        self._choices = self._sample(self._plain)
+        return self._combine()
+
+    def refined(self, least: float) -> list[Combination]:
+        """Observes the other settings of the techniques whose sampled settings differ in speed; returns all
+        combinations.
+
+        Args:
+            least: smallest ratio of seconds between two sampled settings of a technique that is refined.
+        """
+        for cls, left in self._left.items():
+            choices = self._choices.get(cls, [])
+            seconds = [
+                self._seconds(c.cost, (c.setting,) if c.setting else ()) / self._seconds(c.base) for c in choices
+            ]
+            if not left or not seconds or max(seconds) < least * min(seconds):
+                continue
+            base = tuple(t for t in self._base if type(t) is not cls)
+            self._prepare([base, *((*base, t) for t in left)])
+            try:
+                under = self._observe(base)
+            except RecipeError:  # nothing else goes without this technique
+                continue
+            tried = [choice for t in left if (choice := self._try(t, base, under))]
+            self._choices[cls] = self._pareto([*choices, *tried])
+        self._left.clear()
+        return self._combine()
+
+    def _combine(self) -> list[Combination]:
         kinds = []
-        # All combinations of the useful options. Their costs are composed from separate dry runs: one for each would
-        # take too long.
-        for chosen in itertools.product(*choices):
+        for chosen in itertools.product(*self._choices.values()):
             kind = tuple(c.setting for c in chosen if c.setting is not None)
             # Options that are fine alone may exclude each other.
             if not self._problems(kind):
-                # Each option changes the cost relative to the base that it was observed on.
-                cost = plain
+                cost = self._plain
                 for c in chosen:
                     cost = cost if c.setting is None else cost.with_change(c.cost, c.base)
                 kinds.append((kind, cost))
@@ -83,7 +105,7 @@ class _Combiner:
             for (kind, cost), mine in zip(kinds, sums, strict=True)
         ]
 
-    def _choices(self, plain: LayerCost) -> list[list[Option]]:
+    def _sample(self, plain: LayerCost) -> dict[type[Searchable], list[Option]]:
         """Returns the useful options of each technique; each setting is tried on top of the best ones before it."""
         base, under = Settings(), plain
         choices: dict[type[Searchable], list[Option]] = {}
@@ -120,7 +142,8 @@ class _Combiner:
         for cls, left in refused.items():
             if tried := [choice for t in left if (choice := self._try_elsewhere(t, base, list(choices.values())))]:
                 take(cls, tried)
-        return list(choices.values())
+        self._base = base
+        return choices
 
     def _priority(self, cls: type[Searchable]) -> tuple[bool, bool]:
         """Sort key: the order in which techniques are tried.
@@ -137,7 +160,11 @@ class _Combiner:
         settings = [
             t for t in self.space.settings_of(cls).options(context) if self.space.allowed(t) and t.period() == 1
         ]
-        return settings if len(settings) <= 4 else [settings[0], settings[len(settings) // 2], settings[-1]]
+        if len(settings) <= 4:
+            return settings
+        sample = [settings[0], settings[len(settings) // 2], settings[-1]]
+        self._left[cls] = [t for t in settings if t not in sample]
+        return sample
 
     def _problems(self, added: Settings) -> list[Problem]:
         return candidate_problems(self.space, self.space.single(added))
@@ -166,7 +193,6 @@ class _Combiner:
     def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Option | None:
         """Tries a setting that conflicts with the base on the compatible part of it; reports why if there is none."""
         problems = self._problems((*(other for other in base if type(other) is not type(t)), t))
-        why = [problem.text if problem.technique == t.name() else str(problem) for problem in problems]
         place = self._compatible_base(t, base, choices)
         try:
             if place is not None:
@@ -174,13 +200,20 @@ class _Combiner:
                 rest = self._servable(place)  # some techniques may need `t`
                 return Option(t, self._observe((*place, t)), self._observe(rest))
         except RecipeError as error:  # found by the build only
-            why = str(error).splitlines()
-        if why:
-            self.reject(describe_techniques((t,)), why[0])
+            problems = [Problem(t.name(), ProblemCode.BUILD, str(error).splitlines()[0])]
+        if problems:
+            self.refuse(t, problems[0])
         return None
 
     def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
-        """Returns the part of the base that is compatible with a setting, plus one other option if it needs one."""
+        """Returns the part of the base that is compatible with a setting, plus one other option if it needs one.
+
+        Beside the settings from before the one that excludes it, if possible: there it is compared with that one, and
+        what came later (recomputation) does not hide its effect.
+        """
+        before = next((n for n in range(len(base)) if self._problems((*base[: n + 1], t))), 0)
+        if before and not self._problems((*base[:before], t)):
+            return base[:before]
         others = [
             c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import pytest
 from preheat.core import Tag, registry
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
+from preheat.hardware.interrupts import Interrupted, raising
 from preheat.planning import observation_cache as recalling
 from preheat.planning.explain import explain, figures
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
-from preheat.planning.search.ranking import observe_layer
-from preheat.planning.search.search import search
-from preheat.planning.search.technique_combinations import technique_combinations
+from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
+from preheat.planning.search.ranking import Guess, observe_layer
+from preheat.planning.search.result import EvaluatedPlan
+from preheat.planning.search.search import Candidate, _Correction, _Search, search
+from preheat.planning.search.technique_combinations import TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
 from preheat.training.plan_request import subject_of
@@ -277,13 +281,12 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     rates = Roofline(parse_accelerator("name=odd,memory=8GiB,bandwidth=1000,bf16=5,fp32=100"))
     recipe = override(small(), "techniques={chunked_loss: {}, lora: {}}")
     refusals: list[Any] = []
-    kinds = technique_combinations(
-        Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding"), lambda *why: refusals.append(why)
-    )
+    space = Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding")
+    kinds = TechniqueCombinations(space, lambda *why: refusals.append(why)).sampled()
     together = [{t.name(): t for t in kind.settings} for kind in kinds if attention in map(type, kind.settings)]
     modes = {kind["mixed_precision"].mode for kind in together}  # type: ignore[attr-defined]
     assert modes, "efficient attention was dropped"
-    assert not any(what == "efficient_attention" for what, _ in refusals)
+    assert not any(isinstance(t, attention) for t, _ in refusals)
 
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": None}])
@@ -316,3 +319,113 @@ def test_a_model_whose_first_layers_have_no_experts_is_searched(tmp_path: Path, 
         "techniques: {efficient_attention: {}, chunked_loss: {}}"
     )
     assert found(recipe, 8192).best.plan["fits"]
+
+
+def space_of(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1) -> Space:
+    rates = gpu(mib)
+    return Space(Request(recipe, rates.as_device, world=world, rates=rates), allow)
+
+
+def test_settings_between_the_sampled_ones_are_observed_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TechniqueCombinations, "_pareto", lambda self, choices: choices)  # keep what is dominated here
+    rates = Roofline(parse_accelerator("name=slow,memory=8GiB,bandwidth=50,bf16=2,fp32=2"))  # not bound by the host
+    space = Space(Request(small(), rates.as_device, world=1, rates=rates), "exact")
+    combinations = TechniqueCombinations(space, lambda *why: None)
+
+    def by_budget(kinds: list[Any]) -> dict[float | None, Any]:
+        checkpointing = registry()["activation_checkpointing"]
+        pairs = ((t, kind.cost) for kind in kinds for t in kind.settings if isinstance(t, checkpointing))
+        return {t.budget: cost for t, cost in pairs if t.mode == "budget"}  # type: ignore[attr-defined]
+
+    assert by_budget(combinations.sampled()).keys() == {0.5}
+    assert by_budget(combinations.refined(1000.0)).keys() == {0.5}, "no two settings differ so much in speed"
+    combinations = TechniqueCombinations(space, lambda *why: None)
+    combinations.sampled()
+    costs = by_budget(combinations.refined(1.0))
+    assert costs.keys() == {0.25, 0.5, 0.75}
+    assert costs[0.75].saved[0] > costs[0.5].saved[0]
+    assert costs[0.75].seconds[0] < costs[0.5].seconds[0]
+
+
+def test_the_gain_by_larger_micro_batches_is_that_of_a_fixed_time_a_micro_batch() -> None:
+    lookup = _Search(space_of(small(), 8192), "fastest", 1.0, lambda message: None)
+    one, other = (registry()["chunked_loss"](),), (registry()["fused_operators"](),)
+
+    def candidate(kind: tuple[Any, ...], micro: int) -> Candidate:
+        return Candidate(kind, (), None, micro, Guess(1e9, 1.0, 100.0))
+
+    assert lookup._corrected(candidate(one, 4))[1] == 100.0
+    # A micro-batch takes 1 s and each of its rows 3 s: 4 s a row alone, 3.5 s of two, 3.25 s of four.
+    lookup._similar.clear()
+    lookup._corrections += [_Correction(one, (), micro, 1.0, 1 / (1 / micro + 3)) for micro in (1, 2)]
+    assert lookup._corrected(candidate(one, 4))[1] == pytest.approx(100 / 3.25)
+    assert lookup._corrected(candidate(other, 4))[1] == pytest.approx(100 / 3.25)
+    assert lookup._corrected(candidate(one, 1))[1] == pytest.approx(100 / 4)
+
+
+def test_refusals_are_those_of_the_best_recipe_and_what_fits_is_an_alternative() -> None:
+    made = found(small(", lora: {}"), 8192, "rounding")
+    space = space_of(small(", lora: {}"), 8192, "rounding")
+    names = {cls.name() for cls in space.searched()}
+    refused = [(what, why) for what, why in made.rejected if what in names]
+    assert any(what == "optimizer_in_backward" and "max_grad_norm" in why for what, why in refused)
+    for what, why in refused:
+        problems = candidate_problems(space, space.having((*made.best.added, registry()[what]())))
+        assert any(why in str(problem) for problem in problems), (what, why)
+    assert not any("fits" in why for _, why in made.rejected)
+    assert {id(s) for s in made.alternatives} <= {id(s) for s in made.evaluated if s.plan["fits"]}
+    assert made.best.names not in {
+        s.names for s in made.alternatives if s.plan["peak_gib"] >= made.best.plan["peak_gib"]
+    }
+
+
+def test_an_interrupted_search_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = _Search._evaluate
+    left = [1]
+
+    def interrupted(self: _Search, c: Candidate) -> Any:
+        if not left:
+            signal.raise_signal(signal.SIGINT)
+        left.pop()
+        return evaluate(self, c)
+
+    monkeypatch.setattr(_Search, "_evaluate", interrupted)
+    with raising():
+        made = found(small(), 8192)
+    assert made.interrupted
+    assert len(made.evaluated) == 1
+    assert made.best is made.evaluated[0]
+    assert explain(made, devices=1)["searched"]["interrupted"]
+    with raising(), pytest.raises(Interrupted):  # before the first dry run there is nothing to say
+        found(small(), 8192)
+
+
+def test_a_model_too_large_for_every_layout_is_told_what_would_make_it_fit() -> None:
+    wide = override(small(rows=4), "model.hidden_size=1024", "batch.seq_len=64")  # 29M parameters, 16 bytes each
+    space = space_of(wide, 960)
+    least = found(wide, 960).best
+    assert not least.plan["fits"]
+
+    def request_on(devices: int) -> Request:
+        return replace(space.request, world=devices)
+
+    more = on_more_devices(least, space, request_on, seconds=1)
+    assert more is not None
+    devices, result = more
+    assert devices in (2, 4)
+    assert result.best.plan["fits"]
+    assert on_more_devices(least, space, lambda devices: None, seconds=1) is None
+    assert with_shorter_rows(least, space) is None  # its weights and states alone are too large
+
+
+def test_rows_are_halved_until_they_fit() -> None:
+    long = override(small(", lora: {}", rows=1), "batch.seq_len=4096", "techniques.activation_checkpointing={}")
+    space = space_of(long, 8192)
+    whole = plan(space.request)
+    half = plan(replace(space.request, recipe=override(long, "batch.seq_len=2048")))
+    mib = (whole["peak_gib"] + half["peak_gib"]) * 512  # between the two
+    least = EvaluatedPlan(long, {**whole, "available_gib": mib / 1024}, "exact", 1, ())
+    shorter = with_shorter_rows(least, space_of(long, mib))
+    assert shorter is not None
+    assert shorter.recipe.batch.seq_len == 2048
+    assert shorter.plan["peak_gib"] == pytest.approx(half["peak_gib"], rel=0.01)
