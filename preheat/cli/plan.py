@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.training.plan_request import Subject
 
-__all__ = ["finish", "plan", "recipe_text", "plan_as_written"]
+__all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text"]
 
 # More devices mean more layouts to try.
 _SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
@@ -83,7 +85,14 @@ def plan(
             ),
         ),
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a device-hour in dollars.")] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price",
+            metavar="AMOUNT",
+            help="Price of a device with its currency and time, such as 2.5USD/h or 1800EUR/month; adds the cost.",
+        ),
+    ] = None,
     inference: Annotated[
         bool,
         typer.Option("--inference", help="Plan serving: weights, KV cache, how many sequences fit, and peak speed."),
@@ -100,6 +109,10 @@ def plan(
         Path | None, typer.Option("--out", help="Write the recipe to this file, for `preheat train`.")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page with plots to this file.")] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Also print memory by phase, all alternatives, and why others were rejected."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Predict memory and speed by a dry run, for this machine or any GPU; explain what does not fit.
@@ -109,6 +122,7 @@ def plan(
     """
     from preheat.cli.options.unused import name_unread
 
+    per_hour, currency = (None, None) if price is None else parse_price(price)
     if compute_budget is not None:
         _budget(compute_budget, json)
         return
@@ -149,7 +163,7 @@ def plan(
     # A recipe is planned as it is unless a search is asked for.
     if first.from_user and aim is None and allow is None:
         request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
-        result, page = plan_as_written(request, devices, price)
+        result, page = plan_as_written(request, devices, per_hour)
     else:
         request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
         # Other methods to suggest if full training does not fit: only if the user left the method open.
@@ -158,8 +172,146 @@ def plan(
         )
         # A recipe's numerics are the user's own choice; for a model given by name, bf16 is the usual one.
         limit = allow or ("exact" if first.from_user else "rounding")
-        result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=price, quiet=json)
-    finish(result, page, first, out=out, html=html, json=json)
+        result, page = _searched(request, others, aim=aim or "fastest", allow=limit, price=per_hour, quiet=json)
+    if currency is not None:
+        result["currency"] = currency
+    asked = {
+        "--gpu": gpu,
+        "--count": count,
+        "--nodes": nodes if nodes > 1 else None,
+        "--length": length,
+        "--batch-tokens": batch_tokens,
+        "--method": method,
+        "--aim": aim,
+        "--allow": allow,
+        "--price": price,
+    }
+    options = [part for name, value in asked.items() if value is not None for part in (name, str(value))]
+    sets = [part for item in set or [] for part in ("--set", item)]
+    again = ["preheat", "plan", *([what] if what is not None else []), *sets, *options]
+    assumed = _assumed(first, result, again, per_host=per_host) if not first.from_user else []
+    command = _next_command(result, first, what, sets, again, out=out, gpu=gpu, nodes=nodes, per_host=per_host)
+    finish(result, page, first, out=out, html=html, json=json, verbose=verbose, assumed=assumed, command=command)
+
+
+def parse_price(text: str) -> tuple[float, str]:
+    """Returns a price per device-hour and its currency.
+
+    Raises:
+        RecipeError: no amount, or an amount without a unit: a bare number may be per hour, per month or per million.
+
+    Example:
+        >>> parse_price("2.5USD/h"), parse_price("$1.2 / GPU-hour"), parse_price("730 eur/month")
+        ((2.5, 'USD'), (1.2, 'USD'), (1.0, 'EUR'))
+    """
+    from preheat.errors import RecipeError
+    from preheat.sanitize import quoted
+
+    match = re.fullmatch(
+        r"([$€£¥]?)\s*([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)\s*([$€£¥]|[a-zA-Z]{3})?\s*/\s*(?:(?:gpu|device)-?)?"
+        r"(h|hr|hour|d|day|mo|month)",
+        text.strip()[:60],
+        re.IGNORECASE,
+    )
+    signs = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
+    # One currency, before or after the amount.
+    if match is None or bool(match[1]) == bool(match[3]):
+        raise RecipeError(
+            f"--price: {quoted(text)}: must be an amount with its currency and time, such as --price 2.5USD/h (of one "
+            "device)"
+        )
+    currency = match[1] or match[3]
+    per = {"h": 1, "d": 24, "m": 730}[match[4][0].lower()]  # a month of a cloud has 730 hours
+    return float(match[2].replace(",", "").replace("_", "")) / per, signs.get(currency, currency.upper())
+
+
+def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_host: int) -> list[str]:
+    """Returns the settings of a model's plan that the command does not state, with the options that do."""
+    batch, count = subject.recipe.batch, result["devices"]
+    stated = {item.partition("=")[0].strip() for item in again}
+
+    def open_(option: str, *keys: str) -> bool:
+        return not stated & {option, *keys, *(key.partition(".")[0] for key in keys)}
+
+    rows = batch.size * batch.seq_len
+    return [
+        text
+        for missing, text in (
+            (open_("--method", "techniques.lora"), "all weights are trained (--method)"),
+            (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a row (--length)"),
+            (open_("--batch-tokens", "batch.size"), f"{rows:,} tokens a step (--batch-tokens)"),
+            (count > per_host and open_("--nodes"), f"{per_host} devices a host (--nodes)"),
+            (not result["steps"], "length of the run unknown (--set stop.tokens=1e9)"),
+        )
+        if missing
+    ]
+
+
+def _next_command(
+    result: JsonObject,
+    subject: Subject,
+    what: str | None,
+    sets: Sequence[str],
+    again: Sequence[str],
+    *,
+    out: Path | None,
+    gpu: str | None,
+    nodes: int,
+    per_host: int,
+) -> list[str]:
+    """Returns the command to type after this plan; empty if there is none.
+
+    Args:
+        again: the command that was typed, without its output options.
+        sets: its `--set` options.
+    """
+    from preheat.recipe import Data
+
+    devices, searched = result["devices"], bool(result["searched"]["candidates"])
+    if not result["fits"]:
+        return _what_would_fit(result, again, searched=searched, gpu=gpu)
+    if out is None and (searched or what is None):
+        return [*again, "--out", "recipe.yaml"]
+    recipe = str(out) if out is not None else str(what)
+    # The written recipe contains the settings already; a model's recipe lacks the data.
+    settings = [] if out is not None else list(sets)
+    if out is not None and not subject.from_user and subject.recipe.data.source == Data().source:
+        settings += ["--set", "data.source=DATA.jsonl"]
+    if devices > 1 and gpu is not None:
+        hosts = max(nodes, math.ceil(devices / per_host))
+        return [
+            *("preheat", "launch", recipe, *settings, "--scheduler", "slurm", "--nodes", str(hosts)),
+            *("--gpus-per-node", str(per_host), "-o", "job.sbatch"),
+        ]
+    # Trained elsewhere: the last check before it.
+    last = ["--dry-run", "--gpu", gpu] if gpu is not None else []
+    return ["preheat", "train", recipe, *settings, *last]
+
+
+def _what_would_fit(result: JsonObject, again: Sequence[str], *, searched: bool, gpu: str | None) -> list[str]:
+    """Returns the command that plans the nearest change that may fit."""
+
+    def having(option: str, value: str) -> list[str]:
+        arguments = list(again)
+        if option in arguments:
+            arguments[arguments.index(option) + 1] = value
+            return arguments
+        return [*arguments, option, value]
+
+    methods = [a["method"] for a in result["alternatives"] if "method" in a]
+    if methods:
+        return having("--method", methods[0])
+    if not searched:
+        return having("--aim", "fastest")
+    # The numerics first: they cost no hardware.
+    allowed = again[list(again).index("--allow") + 1] if "--allow" in again else None
+    if allowed != "different":
+        return having("--allow", "different")
+    if gpu is None:
+        return []
+    if "--nodes" in again:
+        return having("--nodes", str(2 * int(again[list(again).index("--nodes") + 1])))
+    return having("--count", str(2 * result["devices"]))
 
 
 def finish(
@@ -170,10 +322,20 @@ def finish(
     out: Path | None,
     html: Path | None,
     json: bool,
+    verbose: bool = False,
+    assumed: Sequence[str] = (),
+    command: Sequence[str] = (),
 ) -> None:
-    """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit."""
+    """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit.
+
+    Args:
+        verbose: also print what the answer leaves out.
+        assumed: settings that the command does not state.
+        command: what to type next.
+    """
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import plan_overview
+    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines
+    from preheat.cli.views.plan_view import plan_details
 
     if out is not None:
         from preheat.run_dir import write_generated
@@ -191,27 +353,27 @@ def finish(
     if json:
         emit(result)
     else:
-        screen = console()
-        screen.print(plan_overview(result, subject.recipe.name))
-        if note:
-            screen.print(note, style="dim", soft_wrap=True)
+        notes = [note] if note else []
         if packages := result.get("packages"):
-            screen.print(
-                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}",
-                style="dim",
-                soft_wrap=True,
+            notes.append(
+                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}"
             )
         if subject.absent:
-            screen.print(
-                (
-                    f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
-                    "weights and data were not checked"
-                ),
-                style="dim",
+            notes.append(
+                f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
+                "weights and data were not checked"
             )
-        for path, label in ((out, "recipe"), (html, "page")):
-            if path is not None:
-                screen.print(f"{label}: {path}", soft_wrap=True)
+        screen = console()
+        written = [(path, label) for path, label in ((out, "recipe"), (html, "page")) if path is not None]
+        last = command_lines(command, min(screen.width, WIDTH)) if command else []
+        below = len(last) + len(written)
+        screen.print(Answer(result, subject.recipe.name, assumed=assumed, notes=notes, below=below))
+        if verbose:
+            screen.print(plan_details(result))
+        for path, label in written:
+            screen.print(f"{label:<10}{path}", soft_wrap=True)
+        for line in last:
+            screen.print(line, style="bold", soft_wrap=True)
     # Last, after all output: a script reads the plan and the code.
     if not result["fits"]:
         raise typer.Exit(3)
@@ -311,6 +473,7 @@ def _searched(
                     explained["alternatives"].append(
                         {
                             "what": f"--method {name}: {would['chosen']}",
+                            "method": name,
                             "recipe": would["recipe"]["techniques"],
                             **metrics,
                             "tradeoff": "trains an adapter" + (" on a base in 4 bits" if name == "qlora" else ""),
