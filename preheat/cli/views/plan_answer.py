@@ -31,6 +31,7 @@ _LABEL = 10  # columns of a line's label
 _BAR = 34  # columns of the longest bar
 _SMALL = 0.02  # of the peak: smaller categories share a bar
 _BILLION = 1e9
+_FIRST = 9  # order of what is left out before anything else is shortened
 _NUMERICS = {
     "exact": "numerics unchanged",
     "rounding": "numerics differ by rounding",
@@ -46,7 +47,8 @@ class _Entry:
     text: str
     style: str = ""
     most: int = 2
-    order: int = 0  # of giving up lines if the answer is too long: 0 is never shortened, 1 is the last to be
+    least: int = 1  # lines that it keeps while it is not left out
+    order: int = 0  # if the answer is too long, the highest gives up lines first; 0 keeps all of them
 
     def lines(self, width: int) -> list[str]:
         room = max(width - _LABEL, 20)
@@ -83,48 +85,46 @@ class Answer:
 
     def lines(self, width: int = WIDTH) -> list[tuple[str, str]]:
         """Returns (line, style) of each line."""
-        entries = self._entries()
-        head = self._head(width)
+        recipe = recipe_of(self.plan) if self.plan.get("recipe") else None
+        entries, head = self._entries(recipe), self._head(recipe, width)
         bars = _bars(self.plan, width)
         room = LINES - self.below - len(head)
-        # The least important entries give up lines first: their last ones, then the whole entry.
         while len(bars) + sum(len(e.lines(width)) for e in entries) > room:
-            order = max((e.order for e in entries), default=0)
-            if not order:
+            loose = [n for n, e in enumerate(entries) if e.order]
+            if not loose:
                 break
-            n = max(n for n, e in enumerate(entries) if e.order == order)
-            used = len(entries[n].lines(width))
-            if used > 1:
-                entries[n] = replace(entries[n], most=used - 1)
+            # First the ends of long entries, then whole ones; the least important first.
+            long = [n for n in loose if len(entries[n].lines(width)) > entries[n].least]
+            whole = [n for n in loose if entries[n].order >= _FIRST]
+            n = max(whole or long or loose, key=lambda n: (entries[n].order, n))
+            if n in long and n not in whole:
+                entries[n] = replace(entries[n], most=len(entries[n].lines(width)) - 1)
             else:
                 del entries[n]
         body = [(line, e.style) for e in entries for line in e.lines(width)]
         return [*head, *bars, *body]
 
-    def _head(self, width: int) -> list[tuple[str, str]]:
+    def _head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
         plan, device = self.plan, self.plan["device"]
         count = plan.get("devices") or 1
         where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
         verdict = "fits" if plan["fits"] else "does not fit"
-        # The verdict is never cut off, however long the names are.
-        about = shorten(f"{self.name} on {where}", width - len(verdict) - 2)
-        low, high = plan["peak_gib_interval"]
-        has = plan["available_gib"]
-        each = " of each device" if count > 1 else ""
-        # Below a MiB the process itself takes everything that it may use.
-        if has * 1024 < 1:
-            needs = f"needs {memory(plan['peak_gib'])}, and the process itself takes all that is there"
+        model = _model(plan, recipe)
+        # Verdict and size are never cut off, however long the names are.
+        room = width - len(model) - len(verdict) - 9
+        place = shorten(where, max(room - 8, 8))
+        about = f"{shorten(self.name, max(room - len(place), 8))} ({model}) on {place}"
+        low, high = (memory(gib) for gib in plan["peak_gib_interval"])
+        has, needs = memory(plan["available_gib"]), memory(plan["peak_gib"])
+        if plan["available_gib"] * 1024 < 1:
+            needed = f"needs {needs}, and the process itself takes all that is there"
         elif plan["fits"]:
-            needs = f"{memory(plan['peak_gib'])} of {memory(has)}{each}"
+            needed = f"{_of(needs, has)}{' a device' if count > 1 else ''}"
         else:
-            needs = f"needs {memory(plan['peak_gib'])}, has {memory(has)}{each}"
-        colour = "bold green" if plan["fits"] else "bold red"
+            needed = f"needs {_of(needs, has)}{' a device' if count > 1 else ''}"
         lines = [
-            (f"{about}: {verdict}", colour),
-            (
-                f"{'memory':<{_LABEL}}{needs}; nine in ten runs: {_between(memory, low, high)}",
-                "bold",
-            ),
+            (f"{about}: {verdict}", "bold green" if plan["fits"] else "bold red"),
+            (f"{'memory':<{_LABEL}}{needed} ({_of(low, high, ' to ')} in nine of ten runs)", "bold"),
         ]
         return [
             (part, style)
@@ -132,18 +132,19 @@ class Answer:
             for part in textwrap.wrap(line, width, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
         ]
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self, recipe: Recipe | None) -> list[_Entry]:
         plan = self.plan
-        entries = [_Entry("speed", _speed(plan)), _Entry("time", _time(plan), most=3)]
-        if cost := plan.get("cost"):
-            entries.append(_Entry("cost", _cost(cost, plan)))
-        if plan.get("energy"):
-            entries.append(_Entry("energy", _energy(plan["energy"]), most=1, order=9))
-        recipe = recipe_of(plan) if plan.get("recipe") else None
+        if plan["fits"]:
+            entries = [_Entry("speed", _speed(plan)), _Entry("time", _time(plan), most=3)]
+            if cost := plan.get("cost"):
+                entries.append(_Entry("cost", _cost(cost, plan)))
+            if plan.get("energy"):
+                entries.append(_Entry("energy", _energy(plan["energy"]), most=1, order=_FIRST))
+        else:  # how fast it would be is of no use
+            entries = [_Entry("nearest", _nearest(plan))]
         if recipe is not None:
             entries.append(_Entry("rests on", _batch(recipe, plan), most=3))
-            entries.append(_Entry("method", _method(recipe, plan), most=4, order=4))
-        entries.append(_Entry("model", _model(plan, recipe), most=2, order=1))
+            entries.append(_Entry("method", _method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
         if longest := plan.get("longest_context"):
@@ -156,7 +157,7 @@ class Answer:
         alternatives = plan.get("alternatives") or []
         for n, alternative in enumerate(alternatives[:3]):
             text = _alternative(alternative, plan, recipe)
-            entries.append(_Entry("" if n else "instead", text, style="cyan", most=1, order=8 if n else 2))
+            entries.append(_Entry("" if n else "instead", text, style="cyan", order=6 + n))
         if later := _export(plan):
             entries.append(_Entry("export", later, style="dim", order=1))
         entries += [_Entry("note", text, style="yellow", most=2, order=1) for text in warnings_of(plan)]
@@ -167,16 +168,15 @@ class Answer:
 # --- parts of the answer
 
 
-def _between(show: Any, low: float, high: float) -> str:
-    """Returns an interval, with the unit once if both ends share it.
+def _of(first: str, last: str, between: str = " of ") -> str:
+    """Joins two amounts, with the unit once if they share it.
 
     Example:
-        >>> _between(memory, 14.6, 18.6), _between(memory, 0.5, 1.5)
-        ('14.60 to 18.60 GiB', '512 MiB to 1.50 GiB')
+        >>> _of("14.60 GiB", "24.00 GiB"), _of("512 MiB", "1.50 GiB", " to ")
+        ('14.60 of 24.00 GiB', '512 MiB to 1.50 GiB')
     """
-    first, last = show(low), show(high)
     amount, _, unit = first.partition(" ")
-    return f"{amount if unit and last.endswith(f' {unit}') else first} to {last}"
+    return f"{amount if last.endswith(f' {unit}') else first}{between}{last}"
 
 
 def _bars(plan: Mapping[str, Any], width: int) -> list[tuple[str, str]]:
@@ -184,12 +184,12 @@ def _bars(plan: Mapping[str, Any], width: int) -> list[tuple[str, str]]:
     peak, has = plan["peak_gib"], plan["available_gib"]
     large = {c: gib for c, gib in plan["memory"].items() if gib >= _SMALL * peak}
     rest = sum(plan["memory"].values()) - sum(large.values())
-    rows = [*large.items(), *([("other", rest)] if rest * 1024 >= 0.5 else [])]
+    rows = [*large.items(), *([("other", rest)] if rest >= _SMALL / 2 * peak else [])]
     # Scaled to the device's memory, unless it is far more than the peak.
     room = max(min(_BAR, width - 26), 5)
     scale = room / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)
     lines = [(f"  {c:<13}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
-    if plan["fits"]:
+    if plan["fits"] and has - peak >= _SMALL / 4 * has:
         left = "░" * max(room - round(peak * scale), 0) if has < 2.5 * peak else "░ …"
         lines.append((f"  {'free':<13}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
     return lines
@@ -225,11 +225,9 @@ def _speed(plan: Mapping[str, Any]) -> str:
     low, high = plan["tokens_per_second_interval"]
     peak = plan["matrix_rate"]
     flops = f"{peak / 1e12:,.3g} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
-    source = "measured here" if plan["device"]["kind"] == "cpu" else "by its data sheet"
-    return (
-        f"{rate(plan['tokens_per_second'])} tokens/s ({rate(low)} to {rate(high)}), {percent(plan['mfu'])} of "
-        f"the {flops} {source}"
-    )
+    # Of a catalogue's device the rate is that of its data sheet.
+    of = f"the {flops} measured here" if plan["device"]["kind"] == "cpu" else f"the device's {flops}"
+    return f"{rate(plan['tokens_per_second'])} tokens/s ({rate(low)} to {rate(high)}), {percent(plan['mfu'])} of {of}"
 
 
 def _time(plan: Mapping[str, Any]) -> str:
@@ -277,23 +275,36 @@ def _batch(recipe: Recipe, plan: Mapping[str, Any]) -> str:
         f"micro-batches of {rows:,} row{'s' if rows > 1 else ''} of {recipe.batch.seq_len:,} tokens, {micros:,} a step"
     )
     if count > 1:
-        names = {Axis.REPLICATE: "replicas", Axis.SHARD: "shards", Axis.TENSOR: "tensor", Axis.CONTEXT: "context"}
-        names[Axis.PIPELINE] = "pipeline stages"
-        layout = " x ".join(f"{n:,} {names[axis]}" for axis, n in sizes.items() if n > 1)
+        layout = " x ".join(f"{axis} {n:,}" for axis, n in sizes.items() if n > 1)
         text += f" on each rank; {count:,} devices = {layout or 'unused'}"
     return text
 
 
 def _model(plan: Mapping[str, Any], recipe: Recipe | None) -> str:
     p = plan["parameters"]
-    text = f"{quantity(p['total'])} parameters, {quantity(p['trained'])} trained"
+    trained = f", {quantity(p['trained'])} trained" if p["trained"] != p["total"] else ""
+    text = f"{quantity(p['total'])} parameters{trained}"
     stages = 1
     if recipe is not None:
         techniques = list(recipe.techniques.values())
         if any(Axis.PIPELINE in t.degrees() for t in techniques):
             stages = sizes_of(techniques, plan.get("devices") or recipe.parallel.devices or 1)[Axis.PIPELINE]
     # A pipeline's dry run builds one stage.
-    return f"{text}, of one of {stages} pipeline stages" if stages > 1 else text
+    return f"{text}, in one of {stages} stages" if stages > 1 else text
+
+
+def _nearest(plan: Mapping[str, Any]) -> str:
+    """Says how near a plan that does not fit is, and what would make it fit."""
+    searched, peak, has = plan.get("searched") or {}, plan["peak_gib"], plan["available_gib"]
+    least = f", the least of {searched['candidates']:,} candidates" if searched.get("candidates") else ""
+    if has * 1024 < 1:
+        return f"{memory(peak)} too much{least}; the limit must exceed what the process takes"
+    # At best, all memory divides by the devices.
+    devices = math.ceil((plan.get("devices") or 1) * peak / has)
+    return (
+        f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}, or split over {devices:,} or more of "
+        "these devices"
+    )
 
 
 def describe(technique: Technique) -> str:
@@ -335,13 +346,15 @@ def _alternative(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe
     other = recipe_of(plan, alternative["recipe"])
     ours, theirs = _shown(recipe.techniques.values()), _shown(other.techniques.values())
     names = {t.name() for t in recipe.techniques.values()} & {t.name() for t in other.techniques.values()}
-    added = [f"+ {text}" for text in theirs if text not in ours and text.split(" ")[0] not in names]
+    added = [text for text in theirs if text not in ours and text.split(" ")[0] not in names]
     changed = [text for text in theirs if text not in ours and text.split(" ")[0] in names]
-    without = [f"- {text.split(' ')[0]}" for text in ours if text.split(" ")[0] not in names]
-    rows = [math.prod(t.micro_batch_count() for t in r.techniques.values()) for r in (recipe, other)]
-    if rows[0] != rows[1]:
-        changed.append(f"{rows[1]:,} micro-batches")
-    return f"{alternative['tradeoff']}: {', '.join([*added, *without, *changed]) or 'the same'}"
+    without = [text.split(" ")[0] for text in ours if text.split(" ")[0] not in names]
+    micros = [math.prod(t.micro_batch_count() for t in r.techniques.values()) for r in (recipe, other)]
+    if micros[0] != micros[1]:
+        changed.append(f"{micros[1]:,} micro-batch{'es' if micros[1] > 1 else ''}")
+    parts = [f"with {', '.join([*added, *changed])}" if added or changed else ""]
+    parts.append(f"without {', '.join(without)}" if without else "")
+    return f"{alternative['tradeoff']}: {', '.join(filter(None, parts)) or 'the same techniques'}"
 
 
 def _export(plan: Mapping[str, Any]) -> str:
@@ -361,11 +374,8 @@ def warnings_of(plan: Mapping[str, Any]) -> list[str]:
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     has = plan["available_gib"]
     # The prediction fits, but not the upper end of its interval.
-    if plan["fits"] and (most := plan["peak_gib_interval"][1]) > has:
-        warnings.append(
-            f"little room: nine in ten runs need at most {memory(most)}, and {memory(has)} is left; smaller "
-            "micro-batches are safer"
-        )
+    if plan["fits"] and plan["peak_gib_interval"][1] > has:
+        warnings.append(f"little room: the interval passes {memory(has)}; use smaller micro-batches")
     if quicker := plan.get("fp32_rate"):
         warnings.append(
             f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} "
