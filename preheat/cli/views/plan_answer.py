@@ -402,7 +402,7 @@ def command_lines(arguments: Sequence[str], width: int = WIDTH, label: str = "ne
 
     Example:
         >>> command_lines(["preheat", "train", "my recipe.yaml"], 30)
-        ["next      preheat train \\", "            'my recipe.yaml'"]
+        ['next      preheat train \\', "            'my recipe.yaml'"]
     """
     lines = [f"{label:<{_LABEL}}"]
     for word in map(shlex.quote, arguments):

@@ -107,19 +107,10 @@ def serving_picture(result: JsonObject) -> Group:
 
     d = result["device"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    titles = (
-        "weights\nin",
-        "cache\nin",
-        "weights\ntake",
-        "a row's\ncache",
-        "rows\nthat fit",
-        "longest\nrow",
-        "first\ntoken",
-        "tokens/s\nof one",
-        "of all",
-    )
+    # A line each, explained below the table.
+    titles = ("weights", "cache", "size", "a row", "rows", "longest", "prompt", "one row", "all rows")
     for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number > 1 else "left", vertical="bottom", no_wrap=True)
+        table.add_column(title, justify="right" if number > 1 else "left", no_wrap=True)
     for f in result["formats"]:
         first = f["seconds_to_first_token"]
         table.add_row(
@@ -132,7 +123,7 @@ def serving_picture(result: JsonObject) -> Group:
             "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
             "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
             rate(f["tokens_per_second_alone"]) if f["rows"] else "-",
-            rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
+            rate(f["tokens_per_second_at_most"]) if f["rows"] else "no room",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
     idle = result["active_parameters"] < result["parameters"]
@@ -154,9 +145,9 @@ def serving_picture(result: JsonObject) -> Group:
         ),
         table,
         Text(
-            "at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that "
-            f"fit{measured}; the first token comes when the "
-            "prompt's FLOPs are done; embedding and head are in bf16",
+            "size: of the weights. a row: the cache of one row. rows: how many fit. longest: tokens of the longest row "
+            "that fits. prompt: time to the first token, by the FLOPs of the prompt. one row, all rows: tokens/s at "
+            f"best, the memory's bandwidth over weights and caches{measured}. Embedding and head are in bf16.",
             style="dim",
         ),
     )
