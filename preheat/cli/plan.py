@@ -334,7 +334,7 @@ def finish(
         command: what to type next.
     """
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines
+    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines, summary
     from preheat.cli.views.plan_view import plan_details
 
     if out is not None:
@@ -344,8 +344,9 @@ def finish(
     if html is not None:
         from preheat.report.plan_page import write_plan
 
+        shown = {**summary(result), "assumed": assumed, "command": command}
         # The figures are computed only if a page is written.
-        write_plan({**result, "figures": page(), "recipe_text": recipe_text(result, subject)}, html)
+        write_plan({**result, **shown, "figures": page(), "recipe_text": recipe_text(result, subject)}, html)
     if subject.absent:
         result = {**result, "absent": subject.absent}
     if note := _of_text_part(subject.recipe):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from preheat.core import Recipe, Technique
 
-__all__ = ["LINES", "WIDTH", "Answer", "command_lines", "describe", "quantity", "recipe_of"]
+__all__ = ["LINES", "WIDTH", "Answer", "command_lines", "describe", "quantity", "recipe_of", "summary"]
 
 LINES, WIDTH = 24, 80
 _LABEL = 10  # columns of a line's label
@@ -221,6 +221,22 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h{days}"
 
 
+def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns parts of the answer for the page: the whole method, what it rests on, and where an export runs."""
+    recipe = recipe_of(plan)
+    stages = _stages(plan, recipe)
+    others = [
+        {**a, "changes": _changes(a, plan, recipe) if "method" not in a else a["what"]} for a in plan["alternatives"]
+    ]
+    return {
+        "method": ", ".join(_shown(recipe.techniques.values())) or "no techniques",
+        "rests_on": _batch(recipe, plan),
+        "export_note": _export(plan),
+        "of_stage": f", in one of {stages} stages" if stages > 1 else "",
+        "alternatives": others,
+    }
+
+
 def _speed(plan: Mapping[str, Any]) -> str:
     low, high = plan["tokens_per_second_interval"]
     peak = plan["matrix_rate"]
@@ -284,13 +300,16 @@ def _model(plan: Mapping[str, Any], recipe: Recipe | None) -> str:
     p = plan["parameters"]
     trained = f", {quantity(p['trained'])} trained" if p["trained"] != p["total"] else ""
     text = f"{quantity(p['total'])} parameters{trained}"
-    stages = 1
-    if recipe is not None:
-        techniques = list(recipe.techniques.values())
-        if any(Axis.PIPELINE in t.degrees() for t in techniques):
-            stages = sizes_of(techniques, plan.get("devices") or recipe.parallel.devices or 1)[Axis.PIPELINE]
+    stages = 1 if recipe is None else _stages(plan, recipe)
     # A pipeline's dry run builds one stage.
     return f"{text}, in one of {stages} stages" if stages > 1 else text
+
+
+def _stages(plan: Mapping[str, Any], recipe: Recipe) -> int:
+    techniques = list(recipe.techniques.values())
+    if not any(Axis.PIPELINE in t.degrees() for t in techniques):
+        return 1
+    return sizes_of(techniques, plan.get("devices") or recipe.parallel.devices or 1)[Axis.PIPELINE]
 
 
 def _nearest(plan: Mapping[str, Any]) -> str:
@@ -343,6 +362,11 @@ def _alternative(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe
         )
     if recipe is None:
         return f"{alternative['tradeoff']}: {alternative['what']}"
+    return f"{alternative['tradeoff']}: {_changes(alternative, plan, recipe)}"
+
+
+def _changes(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Recipe) -> str:
+    """Describes what an alternative changes in the best recipe."""
     other = recipe_of(plan, alternative["recipe"])
     ours, theirs = _shown(recipe.techniques.values()), _shown(other.techniques.values())
     names = {t.name() for t in recipe.techniques.values()} & {t.name() for t in other.techniques.values()}
@@ -354,7 +378,7 @@ def _alternative(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe
         changed.append(f"{micros[1]:,} micro-batch{'es' if micros[1] > 1 else ''}")
     parts = [f"with {', '.join([*added, *changed])}" if added or changed else ""]
     parts.append(f"without {', '.join(without)}" if without else "")
-    return f"{alternative['tradeoff']}: {', '.join(filter(None, parts)) or 'the same techniques'}"
+    return ", ".join(filter(None, parts)) or "the same techniques"
 
 
 def _export(plan: Mapping[str, Any]) -> str:
