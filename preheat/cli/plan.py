@@ -186,9 +186,9 @@ def plan(
         "--allow": allow,
         "--price": price,
     }
-    options = [part for name, value in asked.items() if value is not None for part in (name, str(value))]
+    typed = [part for name, value in asked.items() if value is not None for part in (name, str(value))]
     sets = [part for item in set or [] for part in ("--set", item)]
-    again = ["preheat", "plan", *([what] if what is not None else []), *sets, *options]
+    again = ["preheat", "plan", *([what] if what is not None else []), *sets, *typed]
     assumed = _assumed(first, result, again, per_host=per_host) if not first.from_user else []
     command = _next_command(result, first, what, sets, again, out=out, gpu=gpu, nodes=nodes, per_host=per_host)
     finish(result, page, first, out=out, html=html, json=json, verbose=verbose, assumed=assumed, command=command)
@@ -489,13 +489,19 @@ def _searched(
 
 def recipe_text(result: JsonObject, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
+    from preheat.recipe import Data
     from preheat.recipe.commented_yaml import brief
 
     values = dict(result["recipe"])
     # A model that was given by name trains from its published weights.
     if subject.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": subject.checkpoint}
-    return brief(values)
+    text = brief(values)
+    if not subject.from_user and values["data"]["source"] == Data().source:
+        # As comments: the recipe is valid without them, but trains on the built-in text.
+        text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"
+        text += "# data: {source: DATA.jsonl}\n"
+    return text
 
 
 def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:

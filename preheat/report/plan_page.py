@@ -230,7 +230,7 @@ def _alternatives(plan: JsonObject) -> str:
     priced = plan["cost"] is not None
     unit, texts = sizes([a["peak_gib"] for a in plan["alternatives"]])
     titles = [
-        "techniques",
+        "compared with the best",
         f"memory, {unit}",
         "tokens/s",
         *([f"{plan.get('currency', 'USD')}, a billion tokens"] if priced else []),
