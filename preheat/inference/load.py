@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from preheat import recipe as recipes
 from preheat import remote_code
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from preheat.ops.adapters.peft_io import AdapterFolder
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
 
 __all__ = ["LoadedModel", "load_draft_model", "load_model", "require_model"]
 
@@ -67,7 +69,7 @@ def load_model(
     step: int | None = None,
     at_start: bool = False,
     trust_remote_code: bool = False,
-    device: str | None = None,
+    device: DeviceKind | None = None,
 ) -> LoadedModel:
     """Loads a run's checkpoint, a Hugging Face folder (also a compressed one), or a PEFT adapter on its base.
 
@@ -88,7 +90,7 @@ def load_model(
         return _open(Path(path), base, step, at_start, device)
 
 
-def _open(path: Path, base: str | None, step: int | None, at_start: bool, device: str | None) -> LoadedModel:
+def _open(path: Path, base: str | None, step: int | None, at_start: bool, device: DeviceKind | None) -> LoadedModel:
     # runs/x/checkpoints/step-N means the run x at step N: the recipe is in the run's folder.
     own = checkpoint.step_of(path.name)
     if own is not None and (path.parent.parent / "recipe.yaml").is_file():
@@ -110,7 +112,7 @@ def _open(path: Path, base: str | None, step: int | None, at_start: bool, device
     return _folder(str(path), str(path), device)
 
 
-def _having_device(recipe: Recipe, device: str | None) -> Recipe:
+def _having_device(recipe: Recipe, device: DeviceKind | None) -> Recipe:
     return recipe if device is None else replace(recipe, hardware=replace(recipe.hardware, device=device))
 
 
@@ -158,7 +160,7 @@ def require_model(path: str | Path) -> None:
         )
 
 
-def _at_start(path: Path, base: str | None, on: str | None) -> LoadedModel:
+def _at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
@@ -216,7 +218,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
     raise RunError(f"{path}: its base model {named}: no such folder; give its current folder with --base")
 
 
-def _run(path: Path, step: int | None, base: str | None, on: str | None) -> LoadedModel:
+def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
@@ -262,7 +264,7 @@ def _run(path: Path, step: int | None, base: str | None, on: str | None) -> Load
     )
 
 
-def _folder(model: str, tokenizer_folder: str, on: str | None) -> LoadedModel:
+def _folder(model: str, tokenizer_folder: str, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models.hf import configure, facts
 
@@ -277,7 +279,7 @@ def _folder(model: str, tokenizer_folder: str, on: str | None) -> LoadedModel:
     return LoadedModel(recipe, model_build, tokenizer, None, tokenizer_folder)
 
 
-def _adapter(path: Path, base: str | None, on: str | None) -> LoadedModel:
+def _adapter(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.ops.adapters.peft_io import put_in, read_folder
     from preheat.ops.quantization.nf4 import pack_
     from preheat.ops.quantization.serialization import is_compressed

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from preheat.cli.views.output import bar, console, say
+from preheat.cli.views.plan_answer import Answer
+from preheat.cli.views.units import duration, gflops, rate
 from preheat.run_dir import to_json
 from preheat.sanitize import memory
 from preheat.training.observer import Watch
-
-if TYPE_CHECKING:
-    from preheat.cli.views.plan_answer import Answer
 
 __all__ = [
     "Alarms",
@@ -55,43 +53,6 @@ def emit(value: object) -> None:
     say(to_json(value))
 
 
-def rate(value: float | None) -> str:
-    """Returns a rate as text: 12,345, or 12.3 below 100."""
-    if value is None:
-        return "-"
-    # Below 100, a digit after the point is still significant.
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def gflops(rate: float) -> str:
-    """Returns FLOP/s as a number of GFLOP/s.
-
-    >>> gflops(2.3e8), gflops(9.81e11)
-    ('0.23', '981')
-    """
-    giga = rate / 1e9
-    return f"{giga:.2g}" if giga < 10 else f"{giga:,.0f}"
-
-
-def duration(seconds: float | None) -> str:
-    """Returns seconds as text in its two largest units.
-
-    >>> duration(75), duration(7300), duration(3 * 86400)
-    ('1 min 15 s', '2 h 1 min', '3 d 0 h')
-    """
-    # A plan without a known end has no duration.
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    s = round(seconds)
-    if s < 60:
-        return f"{s} s"
-    if s < 3600:
-        return f"{s // 60} min {s % 60} s"
-    if s < 86400:
-        return f"{s // 3600} h {s % 3600 // 60} min"
-    return f"{s // 86400} d {s % 86400 // 3600} h"
-
-
 def experts(metrics: Mapping[str, Any]) -> str:
     """Returns the load balance of a step's experts as a short text.
 
@@ -105,8 +66,6 @@ def experts(metrics: Mapping[str, Any]) -> str:
 
 def picture(plan: Mapping[str, Any], name: str) -> Answer:
     """Returns a plan as a rich renderable of one screen: verdict, memory by category, speed and time."""
-    from preheat.cli.views.plan_answer import Answer
-
     return Answer(plan, name)
 
 

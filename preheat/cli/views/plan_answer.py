@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.console import duration, gflops, rate
+from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.mesh import DATA, Axis, sizes_of
 from preheat.sanitize import clean, memory, percent, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import ConsoleOptions, RenderResult
 
     from preheat.core import Recipe, Technique
 
@@ -77,7 +77,7 @@ class Answer:
     notes: Sequence[str] = ()
     below: int = 0
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
         for line, style in self.lines(min(options.max_width, WIDTH)):

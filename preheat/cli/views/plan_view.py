@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.console import rate
+from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
 from preheat.sanitize import memory
 
