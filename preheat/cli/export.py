@@ -105,7 +105,10 @@ def export(
 
 
 def _perplexity(result: JsonObject) -> str:
-    before, after = result["before"]["perplexity"], result["after"]["perplexity"]
+    from preheat.compress.model_card import before_and_after
+
     return (
-        "" if before is None else f"; perplexity {before:.5g} before, {after:.5g} after, on {result['perplexity_of']}"
+        f"; perplexity {before_and_after(result)}, on {result['perplexity_of']}"
+        if result["before"]["perplexity"] is not None
+        else ""
     )

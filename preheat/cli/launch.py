@@ -92,6 +92,11 @@ def launch(
     )
     # Checks the job first; nothing is written for one that cannot run.
     text = written(job, scheduler)
+    if not json and not recipes.states(recipe, "data.source", set or []):
+        console(error=True).note(
+            f"{recipe}: data.source is not stated, so the job trains on Python's standard library; name the data: "
+            "--set data.source=PATH"
+        )
     if output is not None:
         write_generated(output, text, "# written by preheat launch")
     summary = {"scheduler": scheduler, **job.described(), "path": str(output) if output else None}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGINT
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
     from preheat.training.plan_request import Subject
 
-__all__ = ["finish", "plan", "recipe_text", "plan_as_written"]
+__all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text"]
 
 _METHODS = ("full", "lora", "qlora")  # each needs less memory than the one before
 _SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
@@ -84,7 +86,14 @@ def plan(
             ),
         ),
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Price of a device-hour in dollars.")] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price",
+            metavar="AMOUNT",
+            help="Price of a device with its currency and time, such as 2.5USD/h or 1800EUR/month; adds the cost.",
+        ),
+    ] = None,
     inference: Annotated[
         bool,
         typer.Option("--inference", help="Plan serving: weights, KV cache, how many sequences fit, and peak speed."),
@@ -101,6 +110,10 @@ def plan(
         Path | None, typer.Option("--out", help="Write the recipe to this file, for `preheat train`.")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML page with plots to this file.")] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Also print memory by phase, all alternatives, and why others were rejected."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Predict memory and speed by a dry run, for this machine or any GPU; explain what does not fit.
@@ -110,6 +123,7 @@ def plan(
     """
     from preheat.cli.options.unused import name_unread
 
+    per_hour, currency = (None, None) if price is None else parse_price(price)
     if compute_budget is not None:
         _budget(compute_budget, json)
         return
@@ -147,6 +161,27 @@ def plan(
     if inference:
         _served(first.recipe, gpu, devices, json)
         return
+    asked = {
+        "--gpu": gpu,
+        "--count": count,
+        "--nodes": nodes if nodes > 1 else None,
+        "--length": length,
+        "--batch-tokens": batch_tokens,
+        "--method": method,
+        "--aim": aim,
+        "--allow": allow,
+        "--price": price,
+    }
+    typed = [part for name, value in asked.items() if value is not None for part in (name, str(value))]
+    sets = [part for item in set or [] for part in ("--set", item)]
+    again = ["preheat", "plan", *([what] if what is not None else []), *sets, *typed]
+
+    def answer(result: JsonObject, page: Callable[[], JsonObject], text: str | None) -> None:
+        assumed = _assumed(first, result, again, per_host=per_host) if not first.from_user else []
+        command = _next_command(result, first, what, sets, again, out=out, gpu=gpu, nodes=nodes, per_host=per_host)
+        shown = {"out": out, "html": html, "json": json, "verbose": verbose}
+        finish(result, page, first, text, **shown, assumed=assumed, command=command)  # type: ignore[arg-type]
+
     # A plan of this machine is always made anew: its memory and its speed change with what else runs.
     key = None
     if gpu is not None:
@@ -156,15 +191,14 @@ def plan(
         key = answers.key_of(first.recipe, {"plan": question, "absent": first.absent})
     stored = answers.load(key) if key is not None else None
     if stored is not None and (html is None or "figures" in stored):
-        text = stored["recipe_text"]
-        finish(stored["plan"], lambda: stored["figures"], first, text, out=out, html=html, json=json)
+        answer(stored["plan"], lambda: stored["figures"], stored["recipe_text"])
         return
     if not json:
         passing("dry run: starting")  # the imports take seconds
     # A recipe is planned as it is unless a search is asked for.
     if first.from_user and aim is None and allow is None:
         request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
-        result, page = plan_as_written(request, devices, price)
+        result, page = plan_as_written(request, devices, per_hour)
     else:
         request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
         others: dict[str, Recipe] = {}
@@ -184,18 +218,141 @@ def plan(
                 return None
 
         limit = allow or ("exact" if first.from_user else "rounding")
-        fixes = Fixes(others, request_on, "batch.seq_len=" if first.from_user else "--length ")
-        result, page = _searched(request, fixes, aim=aim or "fastest", allow=limit, price=price, quiet=json)
+        fixes = Fixes(others, request_on, ("--set", "batch.seq_len=") if first.from_user else ("--length", ""))
+        result, page = _searched(request, fixes, aim=aim or "fastest", allow=limit, price=per_hour, quiet=json)
     result["text_part"] = _of_text_part(first.recipe)
+    if currency is not None:
+        result["currency"] = currency
     if result["searched"]["interrupted"]:
         # The best so far is no answer to store, and the page takes another dry run.
-        finish(result, page, first, out=out, html=html, json=json)
+        answer(result, page, None)
         return
     drawn = None if html is None else page()
     text = recipe_text(result, first)
     if key is not None:
         answers.store(key, {"plan": result, "recipe_text": text} | ({} if drawn is None else {"figures": drawn}))
-    finish(result, lambda: drawn or page(), first, text, out=out, html=html, json=json)
+    answer(result, lambda: drawn or page(), text)
+
+
+def parse_price(text: str) -> tuple[float, str]:
+    """Returns a price per device-hour and its currency.
+
+    Raises:
+        RecipeError: no amount, or an amount without a unit: a bare number may be per hour, per month or per million.
+
+    Example:
+        >>> parse_price("2.5USD/h"), parse_price("$1.2 / GPU-hour"), parse_price("730 eur/month")
+        ((2.5, 'USD'), (1.2, 'USD'), (1.0, 'EUR'))
+    """
+    from preheat.errors import RecipeError
+    from preheat.sanitize import quoted
+
+    match = re.fullmatch(
+        r"([$€£¥]?)\s*([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)\s*([$€£¥]|[a-zA-Z]{3})?\s*/\s*(?:(?:gpu|device)-?)?"
+        r"(h|hr|hour|d|day|mo|month)",
+        text.strip()[:60],
+        re.IGNORECASE,
+    )
+    signs = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
+    # One currency, before or after the amount.
+    if match is None or bool(match[1]) == bool(match[3]):
+        raise RecipeError(
+            f"--price: {quoted(text)}: must be an amount with its currency and time, such as --price 2.5USD/h (of one "
+            "device)"
+        )
+    currency = match[1] or match[3]
+    per = {"h": 1, "d": 24, "m": 730}[match[4][0].lower()]  # a month of a cloud has 730 hours
+    return float(match[2].replace(",", "").replace("_", "")) / per, signs.get(currency, currency.upper())
+
+
+def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_host: int) -> list[str]:
+    """Returns the settings of a model's plan that the command does not state, with the options that do."""
+    batch, count = subject.recipe.batch, result["devices"]
+    stated = {item.partition("=")[0].strip() for item in again}
+
+    def open_(option: str, *keys: str) -> bool:
+        return not stated & {option, *keys, *(key.partition(".")[0] for key in keys)}
+
+    rows = batch.size * batch.seq_len
+    return [
+        text
+        for missing, text in (
+            (open_("--method", "techniques.lora"), "all weights are trained (--method)"),
+            (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a row (--length)"),
+            (open_("--batch-tokens", "batch.size"), f"{rows:,} tokens a step (--batch-tokens)"),
+            (count > per_host and open_("--nodes"), f"{per_host} devices a host (--nodes)"),
+            (not result["steps"], "length of the run unknown (--set stop.tokens=1e9)"),
+        )
+        if missing
+    ]
+
+
+def _next_command(
+    result: JsonObject,
+    subject: Subject,
+    what: str | None,
+    sets: Sequence[str],
+    again: Sequence[str],
+    *,
+    out: Path | None,
+    gpu: str | None,
+    nodes: int,
+    per_host: int,
+) -> list[str]:
+    """Returns the command to type after this plan; empty if there is none.
+
+    Args:
+        again: the command that was typed, without its output options.
+        sets: its `--set` options.
+    """
+    from preheat.recipe import Data
+
+    devices, searched = result["devices"], bool(result["searched"]["candidates"])
+    if not result["fits"]:
+        return _what_would_fit(result, again, searched=searched, gpu=gpu)
+    if out is None and (searched or what is None):
+        return [*again, "--out", "recipe.yaml"]
+    recipe = str(out) if out is not None else str(what)
+    # The written recipe contains the settings already; a model's recipe lacks the data.
+    settings = [] if out is not None else list(sets)
+    if out is not None and not subject.from_user and subject.recipe.data.source == Data().source:
+        settings += ["--set", "data.source=DATA.jsonl"]
+    if devices > 1 and gpu is not None:
+        hosts = max(nodes, math.ceil(devices / per_host))
+        return [
+            *("preheat", "launch", recipe, *settings, "--scheduler", "slurm", "--nodes", str(hosts)),
+            *("--gpus-per-node", str(per_host), "-o", "job.sbatch"),
+        ]
+    # Trained elsewhere: the last check before it.
+    last = ["--dry-run", "--gpu", gpu] if gpu is not None else []
+    return ["preheat", "train", recipe, *settings, *last]
+
+
+def _what_would_fit(result: JsonObject, again: Sequence[str], *, searched: bool, gpu: str | None) -> list[str]:
+    """Returns the command that plans the nearest change that may fit."""
+
+    def having(*options: str) -> list[str]:
+        arguments = list(again)
+        for option, value in zip(options[::2], options[1::2], strict=True):
+            if option in arguments and option != "--set":
+                arguments[arguments.index(option) + 1] = value
+            else:
+                arguments += [option, value]
+        return arguments
+
+    if instead := [a["options"] for a in result["alternatives"] if "options" in a]:
+        return having(*instead[0])
+    if not searched:
+        return having("--aim", "fastest")
+    # The numerics first: they cost no hardware.
+    allowed = again[list(again).index("--allow") + 1] if "--allow" in again else None
+    if allowed != "different":
+        return having("--allow", "different")
+    if gpu is None:
+        return []
+    if "--nodes" in again:
+        return having("--nodes", str(2 * int(again[list(again).index("--nodes") + 1])))
+    return having("--count", str(2 * result["devices"]))
 
 
 def finish(
@@ -207,6 +364,9 @@ def finish(
     out: Path | None,
     html: Path | None,
     json: bool,
+    verbose: bool = False,
+    assumed: Sequence[str] = (),
+    command: Sequence[str] = (),
 ) -> None:
     """Writes the recipe and the page if requested, prints the plan, and exits with code 3 if it does not fit.
 
@@ -215,9 +375,13 @@ def finish(
     Args:
         page: computes the figures of the page.
         text: the chosen recipe as YAML; written from `result` by default.
+        verbose: also print what the answer leaves out.
+        assumed: settings that the command does not state.
+        command: what to type next.
     """
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_view import plan_overview
+    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines, summary
+    from preheat.cli.views.plan_view import plan_details
 
     interrupted = result["searched"]["interrupted"]
     if out is not None:
@@ -228,8 +392,10 @@ def finish(
     if html is not None and not interrupted:  # the page takes another dry run
         from preheat.report.plan_page import write_plan
 
+        shown = {**summary(result), "assumed": assumed, "command": command}
+        recipe = text or recipe_text(result, subject)
         # The figures are computed only if a page is written.
-        write_plan({**result, "figures": page(), "recipe_text": text or recipe_text(result, subject)}, html)
+        write_plan({**result, **shown, "figures": page(), "recipe_text": recipe}, html)
     if subject.absent:
         result = {**result, "absent": subject.absent}
     note = result["text_part"] if "text_part" in result else _of_text_part(subject.recipe)
@@ -239,31 +405,38 @@ def finish(
     if json:
         emit(result)
     else:
-        screen = console()
-        screen.print(plan_overview(result, subject.recipe.name))
-        if note:
-            screen.print(note, style="dim", soft_wrap=True)
+        notes = [note] if note else []
         if packages := result.get("packages"):
-            screen.print(
-                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}",
-                style="dim",
-                soft_wrap=True,
+            notes.append(
+                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}"
             )
         if subject.absent:
-            screen.print(
-                (
-                    f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
-                    "weights and data were not checked"
-                ),
-                style="dim",
+            notes.append(
+                f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
+                "weights and data were not checked"
             )
-        for path, label in ((out, "recipe"), (None if interrupted else html, "page")):
-            if path is not None:
-                screen.print(f"{label}: {path}", soft_wrap=True)
-        if html is not None and interrupted:
-            screen.print(f"page: {html} was not written, because the search was interrupted", soft_wrap=True)
+        screen = console()
+        written = [(path, label) for path, label in ((out, "recipe"), (html, "page")) if path is not None]
+        if interrupted:
+            written = [(path, label) for path, label in written if label != "page"]
+            searched = result["searched"]
+            notes.insert(
+                0,
+                f"the search was interrupted: {searched['candidates']:,} candidates, {searched['dry_runs']} dry-run; "
+                "this is the best so far" + ("" if html is None else f"; the page {html} was not written"),
+            )
+        last = command_lines(command, min(screen.width, WIDTH)) if command else []
+        below = len(last) + len(written)
+        screen.print(Answer(result, subject.recipe.name, assumed=assumed, notes=notes, below=below))
+        if verbose:
+            screen.print(plan_details(result))
+        for path, label in written:
+            screen.print(f"{label:<10}{path}", soft_wrap=True)
+        for line in last:
+            screen.print(line, style="bold", soft_wrap=True)
     if interrupted:
         raise typer.Exit(128 + SIGINT)
+    # Last, after all output: a script reads the plan and the code.
     if not result["fits"]:
         raise typer.Exit(3)
 
@@ -322,12 +495,12 @@ class Fixes:
     Attributes:
         methods: recipes of the same model by method.
         request_on: returns the request for another number of devices; None if the recipe does not go with it.
-        length: option that sets the length of rows, up to the number.
+        length: arguments that set the length of rows, up to the number.
     """
 
     methods: Mapping[str, Recipe]
     request_on: Callable[[int], Request | None]
-    length: str
+    length: Sequence[str]
 
 
 def _searched(
@@ -366,25 +539,30 @@ def _searched(
         """Yields what fits instead, as alternatives."""
         keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
 
-        def alternative(what: str, instead: SearchResult, tradeoff: str, devices: int = devices) -> JsonObject:
+        def alternative(
+            options: Sequence[str], instead: SearchResult, tradeoff: str, devices: int = devices
+        ) -> JsonObject:
             would = explain(instead, devices=devices, price=price)
             metrics = {key: would[key] for key in keys}
             recipe = would["recipe"]["techniques"]
-            return {"what": f"{what}: {would['chosen']}", "recipe": recipe, **metrics, "tradeoff": tradeoff}
+            what = f"{' '.join(options)}: {would['chosen']}"
+            return {"what": what, "options": list(options), "recipe": recipe, **metrics, "tradeoff": tradeoff}
 
         for name, other in fixes.methods.items():
             instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
             if instead.best.plan["fits"]:
                 base = " on a base in 4 bits" if name == "qlora" else ""
-                yield alternative(f"--method {name}", instead, f"trains an adapter{base}")
+                yield alternative(["--method", name], instead, f"trains an adapter{base}")
         space = Space(request, allow)  # type: ignore[arg-type]
         if shorter := with_shorter_rows(result.best, space):
             length = shorter.recipe.batch.seq_len
-            yield alternative(f"{fixes.length}{length}", SearchResult(shorter), f"rows of {length:,} tokens")
+            yield alternative(
+                [*fixes.length[:-1], f"{fixes.length[-1]}{length}"], SearchResult(shorter), f"rows of {length:,} tokens"
+            )
         if more := on_more_devices(result.best, space, fixes.request_on, seconds=seconds / 2, tell=tell):
             count, instead = more
-            hosts = "" if count <= 8 else f" --nodes {count // 8}"
-            yield alternative(f"--count {min(count, 8)}{hosts}", instead, f"{count} devices", count)
+            hosts = [] if count <= 8 else ["--nodes", str(count // 8)]
+            yield alternative(["--count", str(min(count, 8)), *hosts], instead, f"{count} devices", count)
 
     with worker_pool(observe_for_others):
         result = search_for(request)
@@ -407,13 +585,19 @@ def _searched(
 
 def recipe_text(result: JsonObject, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
+    from preheat.recipe import Data
     from preheat.recipe.commented_yaml import brief
 
     values = dict(result["recipe"])
     # A model that was given by name trains from its published weights.
     if subject.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
         values["model"] = {**values["model"], "path": subject.checkpoint}
-    return brief(values)
+    text = brief(values)
+    if not subject.from_user and values["data"]["source"] == Data().source:
+        # As comments: the recipe is valid without them, but trains on the built-in text.
+        text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"
+        text += "# data: {source: DATA.jsonl}\n"
+    return text
 
 
 def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:

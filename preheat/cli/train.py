@@ -212,7 +212,10 @@ def _dry_run(
     world = None if gpu is None else devices
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
     result, page = plan_as_written(request, devices, None)
-    finish(result, page, subject, out=None, html=None, json=json)
+    again = [part for item in overrides for part in ("--set", item)]
+    # For another device, the run starts elsewhere.
+    command = ["preheat", "train", recipe, *again] if gpu is None and nproc < 2 and result["fits"] else []
+    finish(result, page, subject, out=None, html=None, json=json, command=command)
 
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts
     from preheat.core.json_types import JsonObject
 
-__all__ = ["of_compressed", "of_image_step", "version_of", "write_export"]
+__all__ = ["before_and_after", "of_compressed", "of_image_step", "version_of", "write_export"]
 
 _USES = {
     ".onnx": (
@@ -299,9 +299,23 @@ def _measured(reader: Reader) -> list[str]:
     return lines
 
 
+def before_and_after(summary: JsonObject) -> str:
+    """Returns an export's perplexities, with their precisions if these differ.
+
+    Example:
+        >>> before_and_after({"before": {"perplexity": 5.1, "computes_in": "bf16"}, "after": {"perplexity": 5.2},
+        ...                   "dtype": "f16"})
+        '5.1 before (computed in bf16), 5.2 after (f16 weights)'
+    """
+    before, after = summary["before"], summary["after"]
+    # The run's own evaluation may compute in another precision than the exported file.
+    computed = f" (computed in {before['computes_in']})" if "computes_in" in before else ""
+    weights = f" ({summary['dtype']} weights)" if computed else ""
+    return f"{before['perplexity']:.5g} before{computed}, {after['perplexity']:.5g} after{weights}"
+
+
 def _compared(summary: JsonObject) -> str:
     """Returns a table with `verify.figures`."""
-    before, after = summary["before"]["perplexity"], summary["after"]["perplexity"]
     rows = [
         ("positions compared", f"{summary['tokens']:,}, of prose, code, arithmetic and JSON"),
         (
@@ -311,6 +325,6 @@ def _compared(summary: JsonObject) -> str:
         ("mean difference of a logit", f"{summary['mean_logit_difference']:.3g}"),
         ("same most likely token", f"{summary['top1_agreement']:.1%} of positions"),
     ]
-    if before is not None:
-        rows.append((f"perplexity on {summary['perplexity_of']}", f"{before:.5g} before, {after:.5g} after"))
+    if summary["before"]["perplexity"] is not None:
+        rows.append((f"perplexity on {summary['perplexity_of']}", before_and_after(summary)))
     return f"Read back by {summary['read_by']}:\n\n" + _table([("", ""), *rows], " --- ")

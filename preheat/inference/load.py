@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from preheat import recipe as recipes
 from preheat import remote_code
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from preheat.ops.adapters.peft_io import AdapterFolder
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
 
 __all__ = ["LoadedModel", "load_draft_model", "load_model", "require_model"]
 
@@ -68,6 +70,7 @@ def load_model(
     step: int | None = None,
     at_start: bool = False,
     trust_remote_code: bool = False,
+    device: DeviceKind | None = None,
 ) -> LoadedModel:
     """Loads a run's checkpoint, a Hugging Face folder (also a compressed one), or a PEFT adapter on its base.
 
@@ -77,6 +80,7 @@ def load_model(
         base: the base model of an adapter or a run, if it is no longer at the path that these name.
         at_start: of a run, the initial model: its base with its techniques, before the first step.
         trust_remote_code: run Python code from the model's folder; its author can then do anything that you can.
+        device: cpu or cuda; None: the recipe's `hardware.device`.
 
     Raises:
         RunError: none of these, no complete checkpoint (of that step), or a base that changed since the run was
@@ -84,10 +88,10 @@ def load_model(
         RecipeError: the base is not available, or is not the one of the adapter or run.
     """
     with remote_code.trusting(trust_remote_code):
-        return _open(Path(path), base, step, at_start)
+        return _open(Path(path), base, step, at_start, device)
 
 
-def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> LoadedModel:
+def _open(path: Path, base: str | None, step: int | None, at_start: bool, device: DeviceKind | None) -> LoadedModel:
     # runs/x/checkpoints/step-N means the run x at step N: the recipe is in the run's folder.
     own = checkpoint.step_of(path.name)
     if own is not None and (path.parent.parent / "recipe.yaml").is_file():
@@ -96,17 +100,21 @@ def _open(path: Path, base: str | None, step: int | None, at_start: bool) -> Loa
         path, step = path.parent.parent, own
     # Runs first: `step` and `at_start` are for them alone.
     if (path / "recipe.yaml").is_file():
-        return _at_start(path, base) if at_start else _run(path, step, base)
+        return _at_start(path, base, device) if at_start else _run(path, step, base, device)
     if at_start:
         raise RunError(f"{path}: is not a run, so the model before it is unknown; name two models to compare them")
     if step is not None:
         raise RunError(f"{path}: is not a run, so it has no checkpoint of step {step}; leave --step out")
     if (path / "adapter_config.json").is_file():
-        return _adapter(path, base)
+        return _adapter(path, base, device)
     if base is not None:
         raise RecipeError(f"--base: {path} is neither an adapter (no adapter_config.json) nor a run; leave it out")
     require_model(path)
-    return _folder(str(path), str(path))
+    return _folder(str(path), str(path), device)
+
+
+def _having_device(recipe: Recipe, device: DeviceKind | None) -> Recipe:
+    return recipe if device is None else replace(recipe, hardware=replace(recipe.hardware, device=device))
 
 
 def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -153,13 +161,13 @@ def require_model(path: str | Path) -> None:
         )
 
 
-def _at_start(path: Path, base: str | None) -> LoadedModel:
+def _at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
     # The weights of the base are compared with those that a checkpoint recorded, if there is one.
     newest, _ = checkpoint.find(path / "checkpoints", run=run.id)
-    recipe = _on_base(run, base, checkpoint.read_progress(newest) if newest else None)
+    recipe = _having_device(_on_base(run, base, checkpoint.read_progress(newest) if newest else None), on)
     classes = tuple(run.data.get("classes") or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
@@ -211,7 +219,7 @@ def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None
     raise RunError(f"{path}: its base model {named}: no such folder; give its current folder with --base")
 
 
-def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
+def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
@@ -229,7 +237,7 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
         )
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     progress = checkpoint.read_progress(newest)
-    recipe = _on_base(run, base, progress)
+    recipe = _having_device(_on_base(run, base, progress), on)
     device, _ = resolve_device(recipe)
     # The checkpoint includes an adapter's start, whose folder may be gone. A curriculum's `start` is something else.
     techniques = {
@@ -257,11 +265,11 @@ def _run(path: Path, step: int | None, base: str | None) -> LoadedModel:
     )
 
 
-def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
+def _folder(model: str, tokenizer_folder: str, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
     from preheat.models.hf import configure, facts
 
-    recipe = Recipe(name="opened", model=Model(path=model), stop=Stop(max_steps=1))
+    recipe = _having_device(Recipe(name="opened", model=Model(path=model), stop=Stop(max_steps=1)), on)
     # A length of 2 passes the check of any model; the positions are what is asked for.
     positions = facts(configure(replace(recipe, batch=replace(recipe.batch, seq_len=2)))).positions
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -272,7 +280,7 @@ def _folder(model: str, tokenizer_folder: str) -> LoadedModel:
     return LoadedModel(recipe, model_build, tokenizer, None, tokenizer_folder)
 
 
-def _adapter(path: Path, base: str | None) -> LoadedModel:
+def _adapter(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.models import configs
     from preheat.models.adapter_targets import require_adaptable
     from preheat.models.text_part import name_in_text
@@ -287,7 +295,7 @@ def _adapter(path: Path, base: str | None) -> LoadedModel:
     # The adapter's tokenizer comes first: training may have added tokens to the base's.
     own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     try:
-        opened = _folder(named, str(path) if own else named)
+        opened = _folder(named, str(path) if own else named, on)
     except RecipeError as error:
         if base is not None:
             raise RecipeError(f"--base: {error}") from None

@@ -18,6 +18,7 @@ from preheat.planning.search.candidates import describe_techniques
 from preheat.planning.search.ranking import seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
+from preheat.sanitize import memory, percent
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -90,13 +91,17 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
 def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """Describes what an alternative gives up in comparison with the best."""
     speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
-    memory = s.plan["peak_gib"] - best.plan["peak_gib"]
-    parts = [f"{abs(speed):.0%} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
-    parts.append(f"{abs(memory):.1f} GiB {'more' if memory > 0 else 'less'}")
+    more = s.plan["peak_gib"] - best.plan["peak_gib"]
+    parts = [f"{percent(abs(speed))} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
+    # Differences that no device would notice are none.
+    alike = abs(more) < 0.01 * best.plan["peak_gib"]
+    parts.append("as much memory" if alike else f"{memory(abs(more))} {'more' if more > 0 else 'less'}")
     if (later := s.plan["seconds_to_start"] - best.plan["seconds_to_start"]) > 0:
-        parts.append(f"{later:.0f} s later to its first step")
+        parts.append(f"starts {later:.0f} s later")
     if s.trades != best.trades:
-        parts.append({"exact": "exact numbers", "rounding": "rounded numbers", "different": "other numbers"}[s.trades])
+        parts.append(
+            {"exact": "unchanged numerics", "rounding": "numerics rounded", "different": "other numerics"}[s.trades]
+        )
     return ", ".join(parts)
 
 

@@ -75,6 +75,7 @@ __all__ = [
     "load",
     "override",
     "parse",
+    "states",
 ]
 
 
@@ -177,6 +178,30 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         >>> load("demo", ["batch.size=8"]).batch.size
         8
     """
+    text, where = _read(path)
+    return parse(text, where=where, overrides=overrides, warn=warn)
+
+
+def states(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
+    """Returns True if a recipe or an override states a key, even with its default.
+
+    Example:
+        >>> states("demo", "data.source"), states("demo", "data.text"), states("demo", "data.text", ["data.text=a"])
+        (True, False, True)
+    """
+    text, where = _read(path)
+    values: object = current_names(compose(text, where)[0])
+    for item in overrides:
+        values = _assign(values, item)
+    for step in key.split("."):
+        if not isinstance(values, Mapping) or step not in values:
+            return False
+        values = values[step]
+    return True
+
+
+def _read(path: str | Path) -> tuple[str, str]:
+    """Returns the text of a recipe file or built-in recipe, and its name in errors."""
     # A file takes precedence over a built-in recipe of the same name.
     file = Path(path)
     where = shorten(str(path), 200)
@@ -193,7 +218,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
         raise RecipeError(
             f"{where}: is data, not a recipe; name it in one: preheat init fine-tune, then data.source: {where}"
         )
-    return parse(read_text(file, where), where=where, overrides=overrides, warn=warn)
+    return read_text(file, where), where
 
 
 _DATA = (".jsonl", ".parquet", ".csv", ".txt", ".md", ".py")

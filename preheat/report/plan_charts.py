@@ -52,6 +52,7 @@ def timeline(trace: JsonObject, available: float) -> str:
         axes.set_xlabel("allocations of a step, in order", loc="right", labelpad=4)
 
     legend = [LegendEntry(name, _SHADES.get(name, "series-6")) for name in dict.fromkeys(phase for _, phase in phases)]
+    legend += [LegendEntry(f"{gib(available)} of the device", "ink")] if available <= 2.5 * most else []
     return figure(f"Memory over a step, {unit}", caption, drawn("plan-timeline", NARROW, caption, draw), legend)
 
 
@@ -105,6 +106,10 @@ def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available
         f"of the line fits the {gib(available)} of a device."
     ) + (f" {beyond:,} candidates that need more than {gib(most)} are not drawn." if beyond else "")
 
+    # The device's line is drawn only if it does not squeeze the marks into a corner.
+    far = max(p["peak_gib"] for p in (*tried, *shown))
+    near = available <= far * 2.5
+
     def draw(axes: Axes) -> None:
         for p in shown:
             colour = SENTINEL["muted" if p["peak_gib"] <= available else "warn"]
@@ -121,12 +126,9 @@ def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available
                 color=colour,
                 markerfacecolor=colour if p["best"] else SENTINEL["page"],
             )
-        # The device's line is drawn only if it does not squeeze the marks into a corner.
-        far = max(p["peak_gib"] for p in (*tried, *shown)) * scale
-        near = available * scale <= far * 2.5
         if near:
             axes.axvline(available * scale, color=SENTINEL["ink"], linewidth=1.5)
-        axes.set_xlim(0, max([far, available * scale] if near else [far]) * 1.08)
+        axes.set_xlim(0, max([far, available] if near else [far]) * scale * 1.08)
         axes.set_ylim(0, max(p["tokens_per_second"] for p in (*tried, *shown)) * 1.12)
         ticks(axes.xaxis)
         ticks(axes.yaxis)
@@ -138,6 +140,7 @@ def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available
         LegendEntry("fits", "series-1"),
         *([LegendEntry("estimated", "muted")] if shown else []),
         *([LegendEntry("does not fit", "warn")] if unfit else []),
+        *([LegendEntry(f"{gib(available)} of the device", "ink")] if near else []),
     ]
     drawings = both_widths("plan-pareto", lambda name, size: drawn(name, size, caption, draw), wide=(WIDE[0], 3.2))
     return figure("Tokens a second against memory", caption, drawings, legend)

@@ -1,10 +1,13 @@
 """HTML page of a plan: verdict, memory, step timeline, roofline, candidates, alternatives, rejections, recipe.
 
-{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, recipe_text} ──write_plan──▶ page.html
+{plan, alternatives, rejected, figures: {timeline, roofline, guesses, pareto}, recipe_text, method, rests_on, assumed,
+command} ──write_plan──▶ page.html
 """
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from preheat.core.json_types import JsonObject
@@ -20,7 +23,9 @@ def write_plan(plan: JsonObject, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
-        plan: as `preheat plan --json` prints it, with `figures` and `recipe_text` (YAML).
+        plan: as `preheat plan --json` prints it, with `figures` and `recipe_text` (YAML); and as the terminal shows
+            them, `method` (all techniques), `rests_on` (micro-batch, length and layout), `assumed` and `command` (what
+            to type next).
 
     Raises:
         RunError: it cannot be written.
@@ -47,6 +52,7 @@ def _page(plan: JsonObject) -> str:
         f"{name} on {where} · preheat plan",
         f"""{page.header("preheat plan", f"{name} on {where}", _verdict(plan))}
 {_tiles(plan)}
+{_basis(plan)}
 {"".join(page.section(*parts) for parts in sections)}
 <footer>Predicted by a dry run of the step; nothing was trained. 1 GiB is 2³⁰ bytes. All figures as data: \
 preheat plan --json.</footer>""",
@@ -55,28 +61,46 @@ preheat plan --json.</footer>""",
 
 def _verdict(plan: JsonObject) -> str:
     fits = "Fits" if plan["fits"] else "Does not fit"
-    peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}"
-    numbers = {"exact": "no numbers change", "rounding": "numbers are rounded", "different": "numbers differ"}[
-        plan["numerics"]
-    ]
-    searched = plan["searched"]
-    search_note = (
-        (
-            f" The best of {searched['candidates']:,} candidates, of which {searched['dry_runs']} "
-            f"{'was' if searched['dry_runs'] == 1 else 'were'} dry-run"
-        )
-        if searched["candidates"]
-        else ""
+    peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}{_in_nine(plan, 'peak_gib_interval', gib)}"
+    speed = (
+        f"{grouped(plan['tokens_per_second'])} tokens a second{_in_nine(plan, 'tokens_per_second_interval', grouped)}"
     )
+    searched, chosen = plan["searched"], plan.get("method") or plan["chosen"]
+    if not searched["candidates"]:
+        return f"{fits}: {peak}; {speed}. {chosen}."
+    numerics = {
+        "exact": "numerics unchanged",
+        "rounding": "numerics differ by rounding",
+        "different": "numerics differ by more than rounding",
+    }[plan["numerics"]]
+    runs = f"{searched['dry_runs']} {'was' if searched['dry_runs'] == 1 else 'were'} dry-run"
     sure = ", this one with all its layers" if searched["confirmed"] else ""
-    return (
-        f"{fits}: {peak}, {grouped(plan['tokens_per_second'])} tokens a second. {plan['chosen']}; "
-        f"{numbers}.{search_note}{sure}{'.' if search_note else ''}"
-    )
+    best = f"The best of {searched['candidates']:,} candidates, of which {runs}{sure}"
+    return f"{fits}: {peak}; {speed}. {chosen}; {numerics}. {best}."
+
+
+def _in_nine(plan: JsonObject, key: str, show: Callable[[object], str]) -> str:
+    """Returns the interval of nine in ten runs in parentheses; "" if there is none."""
+    low, high = plan.get(key) or (None, None)
+    return f" ({show(low)} to {show(high)} in nine of ten runs)" if low is not None else ""
+
+
+def _basis(plan: JsonObject) -> str:
+    """Returns what the figures rest on, what was assumed, and the next command; "" without any of them."""
+    lines = [
+        ("Rests on", plan.get("rests_on")),
+        ("Assumed, as nothing states it", ", ".join(plan.get("assumed") or ())),
+        ("Export", plan.get("export_note")),
+    ]
+    shown = "".join(f"<div><dt>{escape(label)}</dt><dd>{nbsp_units(text)}</dd></div>" for label, text in lines if text)
+    basis = f'<dl class="setup">{shown}</dl>' if shown else ""
+    if command := plan.get("command"):
+        basis += f'<div class="again small">Next:<code>{escape(shlex.join(command))}</code></div>'
+    return basis
 
 
 def _tiles(plan: JsonObject) -> str:
-    p, cost = plan["parameters"], plan["cost"]
+    p, cost, money = plan["parameters"], plan["cost"], plan.get("currency", "USD")
     tiles = [
         ("Peak memory", gib(plan["peak_gib"]), f"of {gib(plan['available_gib'])}, in {plan['peak_phase']}"),
         (
@@ -86,18 +110,19 @@ def _tiles(plan: JsonObject) -> str:
         ),
         ("A step", duration(plan["seconds_per_step"]), f"{count(plan['tokens_per_step'])} tokens"),
         ("Model FLOPs utilisation", percent(plan["mfu"]), f"of {plan['matrix_rate'] / 1e12:,.4g} TFLOP/s"),
-        ("Parameters", count(p["total"]), f"{count(p['trained'])} trained"),
+        ("Parameters", count(p["total"]), f"{count(p['trained'])} trained{plan.get('of_stage', '')}"),
     ]
-    if plan["seconds_total"]:
+    if plan["seconds_total"] and plan["steps"]:
         tiles.append(("Time", duration(plan["seconds_total"]), f"{grouped(plan['steps'])} steps"))
+    else:
+        tiles.append(("Time", duration(1e9 / plan["tokens_per_second"]), "a billion tokens"))
     if cost:
-        run = f"${cost['run']:,.2f} for the run" if cost["run"] else f"${cost['hour']:,.2f} an hour"
-        tiles.append(("Cost", f"${cost['million_tokens']:.3g}", f"a million tokens; {run}"))
+        run = f"{cost['run']:,.2f} {money} for the run" if cost["run"] else f"{cost['hour']:,.2f} {money} an hour"
+        tiles.append(("Cost", f"{1000 * cost['million_tokens']:,.3g} {money}", f"a billion tokens; {run}"))
     if energy := plan["energy"]:
         run = f"{energy['run']:,.3g} kWh for the run" if energy["run"] else f"{energy['kilowatts']:,.3g} kW"
-        tiles.append(
-            ("Energy, at most", f"{energy['million_tokens']:.3g} kWh", f"a million tokens; {run}; boards at full power")
-        )
+        of_billion = f"{1000 * energy['million_tokens']:,.3g} kWh"
+        tiles.append(("Energy, at most", of_billion, f"a billion tokens; {run}; boards at full power"))
     return page.tiles(tiles)
 
 
@@ -205,18 +230,18 @@ def _alternatives(plan: JsonObject) -> str:
     priced = plan["cost"] is not None
     unit, texts = sizes([a["peak_gib"] for a in plan["alternatives"]])
     titles = [
-        "techniques",
+        "compared with the best",
         f"memory, {unit}",
         "tokens/s",
-        *(["$ a million tokens"] if priced else []),
-        "vs. the best",
+        *([f"{plan.get('currency', 'USD')}, a billion tokens"] if priced else []),
+        "gives up",
     ]
     rows = (
         page.row(
-            text_cell(a["what"]),
+            text_cell(a.get("changes") or a["what"]),
             number_cell(text),
             number_cell(grouped(a["tokens_per_second"])),
-            *([number_cell(f"{a['cost']['million_tokens']:.3g}")] if priced else []),
+            *([number_cell(f"{1000 * a['cost']['million_tokens']:,.3g}")] if priced else []),
             cell(nbsp_units(a["tradeoff"])),
         )
         for a, text in zip(plan["alternatives"], texts, strict=True)

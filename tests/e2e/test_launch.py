@@ -28,6 +28,17 @@ def test_a_job_is_written_and_what_does_not_multiply_is_refused(preheat: Command
     assert "cannot be written" in preheat(*wide, "-o", "no/such/folder", code=1)[1]
 
 
+def test_a_job_without_data_says_what_it_trains_on(preheat: Command) -> None:
+    job = ["launch", "bare.yaml", "--scheduler", "slurm", "--gpus-per-node", "1"]
+    (preheat.folder / "bare.yaml").write_text("model: {preset: gpt2, path: gpt2}\nstop: {max_steps: 1}\n")
+    out, error = preheat.here(*job)
+    assert error.count("\n") == 1
+    assert "bare.yaml: data.source is not stated, so the job trains on Python's standard library" in error
+    assert "note:" not in out
+    for stated in ("data.source=stdlib", "data={source: x.jsonl}"):
+        assert "not stated" not in preheat.here(*job, "--set", stated)[1]
+
+
 def test_help_has_an_example(preheat: Command) -> None:
     for command in ("launch", "nettest"):
         assert "Example" in preheat(command, "--help")[0]

@@ -1,11 +1,11 @@
-"""Plans as rich renderables: memory, alternatives and rejections of training plans; serving; FLOPs budgets."""
+"""Rich renderables of `preheat plan` beside its answer (`plan_answer`): details, serving, FLOPs budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from preheat.cli.views.console import picture, rate
+from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
 from preheat.sanitize import memory
 
@@ -14,64 +14,67 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["budget_picture", "serving_picture", "plan_overview"]
-
-_REASONS = 12  # rejections listed on a terminal; --json and --html list all
+__all__ = ["budget_picture", "plan_details", "serving_picture"]
 
 
-def plan_overview(result: JsonObject, name: str) -> Group:
-    """Returns a plan with the chosen recipe, the alternatives, and the reasons for rejecting the others."""
+def plan_details(result: JsonObject) -> Group:
+    """Returns what the answer leaves out: memory by phase, overhead, all alternatives and rejections."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
-    # Nothing was searched for a recipe that is planned as it is.
     if result["searched"]["candidates"]:
         s = result["searched"]
-        sure = ", dry-run with all its layers" if s["confirmed"] else ""
-        searched = f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run"
-        if s["interrupted"]:
-            parts.append(Text(f"the search was interrupted: {searched}; the best so far:", style="bold yellow"))
-        else:
-            parts.append(Text(f"{searched}; the best{sure}:", style="dim"))
-        numbers = {"exact": "numbers unchanged", "rounding": "numbers rounded", "different": "other numbers"}[
-            result["numerics"]
-        ]
-        parts.append(Text(f"{result['chosen']} ({numbers})", style="bold cyan"))
-    parts.append(picture(result, name))
+        sure = ", the best with all its layers" if s["confirmed"] else ""
+        parts.append(Text(f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run{sure}", style="dim"))
+    parts += [Text("memory by phase", style="bold"), _phases(result)]
+    parts += [Text("overhead at the peak", style="bold"), *_overhead(result)]
     if settled := result.get("settled"):
-        parts.append(Text(f"  chosen   {', '.join(f'{key}: {value}' for key, value in settled.items())}"))
-    if longest := result.get("longest_context"):
-        reached = (
-            f"{longest['length']:,} tokens a row fit ({memory(longest['peak_gib'])})"
-            if longest["length"]
-            else "no row fits"
-        )
-        parts.append(Text(f"  longest  {reached}; {longest['limit']}"))
-    if result["cost"]:
-        parts.append(Text(f"  cost     {_cost(result['cost'])}"))
-    if result["energy"]:
-        parts.append(Text(f"  energy   {_energy(result['energy'])}"))
+        parts += [
+            Text("settings that were auto", style="bold"),
+            *(Text(f"  {key}: {value}") for key, value in settled.items()),
+        ]
     if result["alternatives"]:
-        parts += [Text("alternatives" if result["fits"] else "what would fit"), _alternatives(result)]
+        parts += [Text("alternatives" if result["fits"] else "what would fit", style="bold"), _alternatives(result)]
     if result["rejected"]:
-        parts += [Text("why not"), *_reasons(result["rejected"])]
+        parts += [Text("why not", style="bold"), *_reasons(result["rejected"])]
     return Group(*parts)
 
 
-def _cost(cost: JsonObject | None) -> str:
-    if cost is None:
-        return "-"
-    run = f", ${cost['run']:,.2f} for the run" if cost["run"] else ""
-    return f"${cost['million_tokens']:.3g} a million tokens, ${cost['hour']:,.2f} an hour{run}"
+def _overhead(result: JsonObject) -> list[Text]:
+    from rich.text import Text
+
+    return [
+        Text(f"  {what}: {memory(gib)}: {result['overhead_sources'][what]}", style="dim")
+        for what, gib in result["overhead"].items()
+    ]
 
 
-def _energy(energy: JsonObject) -> str:
-    run = f", {energy['run']:,.3g} kWh for the run" if energy["run"] else ""
-    return (
-        f"at most {energy['million_tokens']:.3g} kWh a million tokens{run}: boards at full power, "
-        f"{energy['kilowatts']:,.3g} kW"
-    )
+def _phases(plan: Mapping[str, Any]) -> Table:
+    """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
+    from rich.table import Table
+
+    # One unit for the whole table, so that its columns can be compared.
+    unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
+
+    def size(gib: float) -> str:
+        text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
+        # What rounds to zero is shown as a dash.
+        return text if float(text.replace(",", "")) else "-"
+
+    heads = ("params", "grads", "optim", "activ", "temp", "overhead")
+    table = Table(f"  {unit} in", *heads, "all", box=None, pad_edge=False, header_style="")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase, categories in plan["phase_memory"].items():
+        style = "bold" if phase == plan["peak_phase"] else None
+        table.add_row(f"  {phase}", *map(size, categories.values()), size(plan["phases"][phase]), style=style)
+    # A command of its own after the run: not part of the peak.
+    if plan["export"]:
+        table.add_row(
+            "  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim"
+        )
+    return table
 
 
 def _alternatives(result: JsonObject) -> Table:
@@ -79,10 +82,10 @@ def _alternatives(result: JsonObject) -> Table:
 
     # Numbers come first and are never wrapped; the techniques get the rest of the line.
     table = Table(box=None, pad_edge=False)
-    for title in ("memory", "tokens/s", *(["$ / M tokens"] if result["cost"] else [])):
+    for title in ("memory", "tokens/s", *([f"{result.get('currency', 'USD')} / M tokens"] if result["cost"] else [])):
         table.add_column(title, justify="right", no_wrap=True)
     # Narrow columns wrap their words instead of hiding numbers.
-    table.add_column("vs. the best", min_width=15)
+    table.add_column("gives up", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in result["alternatives"]:
         cost = [f"{a['cost']['million_tokens']:.3g}"] if result["cost"] else []
@@ -93,9 +96,7 @@ def _alternatives(result: JsonObject) -> Table:
 def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Text]:
     from rich.text import Text
 
-    shown = [Text(f"  {r['recipe']}: {r['reason']}", style="dim") for r in rejected[:_REASONS]]
-    left = len(rejected) - len(shown)
-    return [*shown, *([Text(f"  and {left} more; --json has them", style="dim")] if left else [])]
+    return [Text(f"  {r['recipe']}: {r['reason']}", style="dim") for r in rejected]
 
 
 def serving_picture(result: JsonObject) -> Group:
@@ -106,19 +107,10 @@ def serving_picture(result: JsonObject) -> Group:
 
     d = result["device"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    titles = (
-        "weights\nin",
-        "cache\nin",
-        "weights\ntake",
-        "a row's\ncache",
-        "rows\nthat fit",
-        "longest\nrow",
-        "first\ntoken",
-        "tokens/s\nof one",
-        "of all",
-    )
+    # A line each, explained below the table.
+    titles = ("weights", "cache", "size", "a row", "rows", "longest", "prompt", "one row", "all rows")
     for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number > 1 else "left", vertical="bottom", no_wrap=True)
+        table.add_column(title, justify="right" if number > 1 else "left", no_wrap=True)
     for f in result["formats"]:
         first = f["seconds_to_first_token"]
         table.add_row(
@@ -131,7 +123,7 @@ def serving_picture(result: JsonObject) -> Group:
             "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
             "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
             rate(f["tokens_per_second_alone"]) if f["rows"] else "-",
-            rate(f["tokens_per_second_at_most"]) if f["rows"] else "does not fit",
+            rate(f["tokens_per_second_at_most"]) if f["rows"] else "no room",
         )
     many = f"{d['count']} x " if d["count"] > 1 else ""
     idle = result["active_parameters"] < result["parameters"]
@@ -153,9 +145,9 @@ def serving_picture(result: JsonObject) -> Group:
         ),
         table,
         Text(
-            "at best: tokens/s are the memory's bandwidth over weights and caches, of one row and of all that "
-            f"fit{measured}; the first token comes when the "
-            "prompt's FLOPs are done; embedding and head are in bf16",
+            "size: of the weights. a row: the cache of one row. rows: how many fit. longest: tokens of the longest row "
+            "that fits. prompt: time to the first token, by the FLOPs of the prompt. one row, all rows: tokens/s at "
+            f"best, the memory's bandwidth over weights and caches{measured}. Embedding and head are in bf16.",
             style="dim",
         ),
     )

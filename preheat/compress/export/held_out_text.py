@@ -13,6 +13,7 @@ from torch import Tensor
 
 from preheat.compress.export.verify import Difference
 from preheat.compress.unfinished_run import unfinished
+from preheat.core import Tag
 from preheat.errors import DataError, RecipeError
 from preheat.inference.load import LoadedModel
 from preheat.models.hf import plain_logits
@@ -42,16 +43,20 @@ class HeldOutText:
         words: a description of the text.
         before: the run's perplexity; None: report that of the compared texts.
         documents: tokens and labels, [1, n] each, unpacked.
+        computes_in: precision that the run computes in, in which `before` was measured.
         unfinished: a note if the model is not the end of its run; else ''.
     """
 
     words: str
     before: float | None = None
     documents: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    computes_in: str = ""
     unfinished: str = ""
 
     def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> JsonObject:
         """Returns {before, after, perplexity_of, unfinished} for a writer's result.
+
+        `before` has `computes_in` if the run's own evaluation measured it; otherwise both are of the same precision.
 
         Args:
             difference: its perplexities are used if there are no documents.
@@ -59,6 +64,7 @@ class HeldOutText:
             longest: maximum sequence length of `replay`; 0: unlimited.
         """
         before, after = difference.perplexity or (None, None)
+        computes_in = ""
         description = f"{SAMPLES if self.documents else self.words}: {difference.predicted:,} tokens"
         # One document longer than the file's limit would change the text, so the samples are used instead.
         if self.documents and not (longest and any(tokens.shape[1] > longest for tokens, _ in self.documents)):
@@ -67,7 +73,13 @@ class HeldOutText:
                 self.before if replay is None else self._perplexity(replay),
                 self.words,
             )
-        perplexities = {"before": {"perplexity": before}, "after": {"perplexity": after}, "perplexity_of": description}
+            computes_in = self.computes_in
+        own = {"computes_in": computes_in} if computes_in and replay is not None else {}
+        perplexities = {
+            "before": {"perplexity": before} | own,
+            "after": {"perplexity": after},
+            "perplexity_of": description,
+        }
         return {**perplexities, "unfinished": self.unfinished}
 
     def by(self, model: PreTrainedModel, difference: Difference) -> JsonObject:
@@ -158,5 +170,11 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
         else f"all of its {len(rows):,} validation rows"
     )
     return HeldOutText(
-        f"the run's own data, {rows_used}: {measured.tokens:,} tokens", measured.metrics["perplexity"].value, documents
+        f"the run's own data, {rows_used}: {measured.tokens:,} tokens",
+        measured.metrics["perplexity"].value,
+        documents,
+        next((name for tag, name in _PRECISIONS.items() if tag in build.tags), "fp32"),
     )
+
+
+_PRECISIONS = {Tag.FP8_COMPUTE: "fp8", Tag.BF16_COMPUTE: "bf16", Tag.FP16_COMPUTE: "fp16", Tag.TF32_PRODUCTS: "tf32"}

@@ -110,6 +110,13 @@ def write_held(
         )
     # Before `unfake_` and `merge`: the run's perplexity is that of the model as it was trained.
     held_text = held_out_text(opened, run)
+    # The comparison takes more memory than training a model on a 4-bit base: on the host, if the GPU lacks it.
+    if verify.needs_host(model):
+        opened.build.parts.clear()
+        del model
+        torch.cuda.empty_cache()
+        opened = load_model(run, base=base, device="cpu")
+        model = opened.build.trained[0]
     rounded = unfake_(model)
     saved_dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     accepted = verify.Bound(verify.TOLERANCE[saved_dtype] if tolerance is None else tolerance)

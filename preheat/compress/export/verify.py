@@ -32,6 +32,7 @@ __all__ = [
     "compare",
     "figures",
     "logits",
+    "needs_host",
     "refuse_beyond",
     "rows",
     "size",
@@ -160,10 +161,22 @@ def code_in(folder: Path) -> list[str]:
     )
 
 
+def needs_host(model: PreTrainedModel) -> bool:
+    """Returns True if a GPU cannot hold the model in the precision of `logits`."""
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        return False
+    count = parameter_counts(model)[1]
+    # It replaces the weights as they are now.
+    room = torch.cuda.mem_get_info(device)[0] + sum(p.numel() * p.element_size() for p in parameters)
+    return count * (8 if count <= EXACT else 4) > room
+
+
 def logits(
     model: PreTrainedModel, tokens: list[Tensor], image_rows: Sequence[Mapping[str, Tensor]] = ()
 ) -> list[Tensor]:
-    """Computes logits with transformers' own attention, on the CPU; the model is left in fp32, in place.
+    """Computes logits with transformers' own attention; the logits are on the CPU, the model is left in fp32, in place.
 
     Models of up to `EXACT` weights compute in fp64, larger ones in fp32 with its rounding errors: at a logit of 16
     these are about 2e-5, ten times the effect of merging.

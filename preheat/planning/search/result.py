@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.core import Numerics
-from preheat.recipe import Recipe
 from preheat.sanitize import memory
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the views import this module without torch
     from preheat.core.json_types import JsonObject
     from preheat.planning.search.candidates import Settings  # imports torch, which printing a stored plan does not need
+    from preheat.recipe import Recipe
 
 __all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
 

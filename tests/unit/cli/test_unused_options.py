@@ -25,7 +25,7 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
         ([*PLAN, "--inference", "--set", "techniques.lora={}"], "--set 'techniques.lora={}'"),
         ([*PLAN, "--inference", "--method", "lora"], "--method 'lora'"),
         ([*PLAN, "--inference", "--batch-tokens", "4096"], "--batch-tokens 4096"),
-        ([*PLAN, "--inference", "--price", "2"], "--price 2.0"),
+        ([*PLAN, "--inference", "--price", "2USD/h"], "--price '2USD/h'"),
         ([*PLAN, "--inference", "--out", "x.yaml"], "--out"),
         ([*PLAN, "--compute-budget", "1e21"], "MODEL|RECIPE 'llama-3.1-8b': would change nothing"),
         (["plan", "--compute-budget", "1e21", "--gpu", "H100"], "--gpu 'H100'"),

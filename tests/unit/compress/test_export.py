@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -13,7 +14,7 @@ import torch
 import transformers
 
 from preheat import recipe as recipes
-from preheat.compress.export import huggingface
+from preheat.compress.export import huggingface, verify
 from preheat.compress.export import peft as peft_export
 from preheat.compress.special_tokens import end_texts, require_same_tokens
 from preheat.core import Build
@@ -197,6 +198,36 @@ def test_a_really_pretrained_models_logits_move_by_less_than_a_hundred_thousandt
 
 
 # --- what a folder says ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_gpu_cannot_compare_is_compared_on_the_host(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, wanted = made(bases["tied"], QUANTIZED["qlora"], tmp_path / "run")
+    opened, load = [], huggingface.load_model
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        opened.append(load(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(huggingface, "load_model", recorded)
+    monkeypatch.setattr(verify, "needs_host", lambda model: True)
+    huggingface.write(run, tmp_path / "merged")
+    assert [o.recipe.hardware.device for o in opened] == ["auto", "cpu"]
+    assert not opened[0].build.parts, "the first copy is freed"
+    assert furthest(plain_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 1e-5 * max(1.0, float(wanted.max()))
+
+
+@pytest.mark.parametrize(("free", "needed"), [(3999, True), (4000, False)])
+def test_a_comparison_replaces_the_weights_that_a_gpu_holds(
+    monkeypatch: pytest.MonkeyPatch, free: int, needed: bool
+) -> None:
+    weight = SimpleNamespace(device=torch.device("cuda"), numel=lambda: 1000, element_size=lambda: 4)
+    monkeypatch.setattr(verify, "parameter_counts", lambda model: (0, 1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 0))
+    model: Any = SimpleNamespace(parameters=lambda: iter([weight]))
+    assert verify.needs_host(model) == needed  # 1,000 weights in fp64
+    assert not verify.needs_host(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_a_narrower_precision_is_measured_and_a_difference_beyond_the_tolerance_leaves_nothing(

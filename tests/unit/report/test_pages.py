@@ -305,6 +305,30 @@ def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
     )
 
 
+def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
+    draw, data = PAGES["plan"]
+    cost = {"hour": 0.4, "million_tokens": 0.00496, "run": None}
+    shown = {
+        **data, "peak_gib_interval": [0.018, 0.022], "tokens_per_second_interval": [2680.0, 4680.0], "cost": cost, "currency": "EUR",
+        "method": "lora, compile", "rests_on": "micro-batches of 8 rows", "assumed": ["2,048 tokens a row (--length)"],
+        "command": ["preheat", "plan", "a b", "--out", "r.yaml"], "alternatives": [{"what": "a", **SMALL, "tradeoff": "g", "cost": cost, "changes": "with lora"}],
+    }  # fmt: skip
+    source = draw(shown)
+    harmless(source)
+    text = re.sub("<[^>]*>", " ", source).replace("\u00a0", " ")
+    for part in (
+        "20.5 MiB of 30.7 MiB (18.4 MiB to 22.5 MiB in nine of ten runs); 4,000 tokens a second (2,680 to 4,680",
+        "lora, compile; numerics unchanged",
+        "micro-batches of 8 rows",
+        "2,048 tokens a row (--length)",
+        "preheat plan &#x27;a b&#x27; --out r.yaml",
+        "4.96 EUR",
+        "with lora",
+    ):
+        assert part in text, part
+    assert text.count("30.7 MiB of the device") == 2, "the line of the device is named in both charts"
+
+
 def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from types import SimpleNamespace
 
@@ -313,13 +337,14 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
 
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
-    question: Any = SimpleNamespace(checkpoint=None)
+    question: Any = SimpleNamespace(checkpoint=None, from_user=True)
     said = recipe_text({"recipe": recipes.as_values(recipe)}, question)
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
     recipe, question = (
         recipes.parse("model: {preset: gpt2}\nstop: {max_steps: 1}"),
-        SimpleNamespace(checkpoint="org/model"),
+        SimpleNamespace(checkpoint="org/model", from_user=False),
     )
+    assert recipe_text({"recipe": recipes.as_values(recipe)}, question).endswith("# data: {source: DATA.jsonl}\n")
     assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
 
 

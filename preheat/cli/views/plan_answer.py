@@ -1,0 +1,440 @@
+"""The answer of `preheat plan` on one screen: 24 lines of 80 columns, whatever is planned. No torch.
+
+Everything that does not fit on it (memory by phase, all alternatives, every rejection) is behind `--verbose` and on the
+page (`plan_view.details`, `report.plan_page`).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from preheat.cli.views.units import duration, gflops, rate
+from preheat.core.mesh import DATA, Axis, sizes_of
+from preheat.sanitize import clean, memory, percent, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import ConsoleOptions, RenderResult
+
+    from preheat.core import Recipe, Technique
+
+__all__ = ["LINES", "WIDTH", "Answer", "command_lines", "describe", "quantity", "recipe_of", "summary"]
+
+LINES, WIDTH = 24, 80
+_LABEL = 10  # columns of a line's label
+_BAR = 34  # columns of the longest bar
+_SMALL = 0.02  # of the peak: smaller categories share a bar
+_BILLION = 1e9
+_FIRST = 9  # order of what is left out before anything else is shortened
+_NUMERICS = {
+    "exact": "numerics unchanged",
+    "rounding": "numerics differ by rounding",
+    "different": "numerics differ by more than rounding",
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A labelled text of the answer, wrapped to at most `most` lines; what is beyond is cut with an ellipsis."""
+
+    label: str
+    text: str
+    style: str = ""
+    most: int = 2
+    least: int = 1  # lines that it keeps while it is not left out
+    order: int = 0  # if the answer is too long, the highest gives up lines first; 0 keeps all of them
+
+    def lines(self, width: int) -> list[str]:
+        room = max(width - _LABEL, 20)
+        rows = textwrap.wrap(self.text, room, break_long_words=True, break_on_hyphens=False) or [""]
+        if len(rows) > self.most:
+            last = rows[self.most - 1]
+            rows = [*rows[: self.most - 1], last[: room - 2].rstrip(" ,;") + " …"]
+        return [f"{self.label if n == 0 else '':<{_LABEL}}{row}" for n, row in enumerate(rows)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan as a rich renderable of at most `LINES` lines.
+
+    Attributes:
+        plan: the keys of `PLAN_KEYS`; those of `explain` if there are any.
+        name: of the recipe or model.
+        assumed: settings that nobody stated.
+        notes: sentences to print below the answer.
+        below: lines that the caller prints after it, such as the next command.
+    """
+
+    plan: Mapping[str, Any]
+    name: str
+    assumed: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    below: int = 0
+
+    def __rich_console__(self, console: Any, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for line, style in self.lines(min(options.max_width, WIDTH)):
+            yield Text(clean(line), style=style, no_wrap=True, overflow="ellipsis")
+
+    def lines(self, width: int = WIDTH) -> list[tuple[str, str]]:
+        """Returns (line, style) of each line."""
+        recipe = recipe_of(self.plan) if self.plan.get("recipe") else None
+        entries, head = self._entries(recipe), self._head(recipe, width)
+        bars = _bars(self.plan, width)
+        room = LINES - self.below - len(head)
+        while len(bars) + sum(len(e.lines(width)) for e in entries) > room:
+            loose = [n for n, e in enumerate(entries) if e.order]
+            if not loose:
+                break
+            # First the ends of long entries, then whole ones; the least important first.
+            long = [n for n in loose if len(entries[n].lines(width)) > entries[n].least]
+            whole = [n for n in loose if entries[n].order >= _FIRST]
+            n = max(whole or long or loose, key=lambda n: (entries[n].order, n))
+            if n in long and n not in whole:
+                entries[n] = replace(entries[n], most=len(entries[n].lines(width)) - 1)
+            else:
+                del entries[n]
+        body = [(line, e.style) for e in entries for line in e.lines(width)]
+        return [*head, *bars, *body]
+
+    def _head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
+        plan, device = self.plan, self.plan["device"]
+        count = plan.get("devices") or 1
+        where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
+        verdict = "fits" if plan["fits"] else "does not fit"
+        model = _model(plan, recipe)
+        # Verdict and size are never cut off, however long the names are.
+        room = width - len(model) - len(verdict) - 9
+        place = shorten(where, max(room - 8, 8))
+        about = f"{shorten(self.name, max(room - len(place), 8))} ({model}) on {place}"
+        low, high = (memory(gib) for gib in plan["peak_gib_interval"])
+        has, needs = memory(plan["available_gib"]), memory(plan["peak_gib"])
+        if plan["available_gib"] * 1024 < 1:
+            needed = f"needs {needs}, and the process itself takes all that is there"
+        elif plan["fits"]:
+            needed = f"{_of(needs, has)}{' a device' if count > 1 else ''}"
+        else:
+            needed = f"needs {_of(needs, has)}{' a device' if count > 1 else ''}"
+        lines = [
+            (f"{about}: {verdict}", "bold green" if plan["fits"] else "bold red"),
+            (f"{'memory':<{_LABEL}}{needed} ({_of(low, high, ' to ')} in nine of ten runs)", "bold"),
+        ]
+        return [
+            (part, style)
+            for line, style in lines
+            for part in textwrap.wrap(line, width, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
+        ]
+
+    def _entries(self, recipe: Recipe | None) -> list[_Entry]:
+        plan = self.plan
+        if plan["fits"]:
+            entries = [_Entry("speed", _speed(plan)), _Entry("time", _time(plan), most=3)]
+            if cost := plan.get("cost"):
+                entries.append(_Entry("cost", _cost(cost, plan)))
+            if plan.get("energy"):
+                entries.append(_Entry("energy", _energy(plan["energy"]), most=1, order=_FIRST))
+        else:  # how fast it would be is of no use
+            entries = [_Entry("nearest", _nearest(plan))]
+        if recipe is not None:
+            entries.append(_Entry("rests on", _batch(recipe, plan), most=3))
+            entries.append(_Entry("method", _method(recipe, plan), most=4, least=2, order=4))
+        if self.assumed:
+            entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
+        if longest := plan.get("longest_context"):
+            reached = (
+                f"{longest['length']:,} tokens a row fit ({memory(longest['peak_gib'])})"
+                if longest["length"]
+                else "no row fits"
+            )
+            entries.append(_Entry("longest", f"{reached}; {longest['limit']}", order=2))
+        alternatives = plan.get("alternatives") or []
+        for n, alternative in enumerate(alternatives[:3]):
+            text = _alternative(alternative, plan, recipe)
+            entries.append(_Entry("" if n else "instead", text, style="cyan", order=6 + n))
+        if later := _export(plan):
+            entries.append(_Entry("export", later, style="dim", order=1))
+        entries += [_Entry("note", text, style="yellow", most=2, order=1) for text in warnings_of(plan)]
+        entries += [_Entry("note", text, style="dim", most=2, order=5) for text in self.notes]
+        return entries
+
+
+# --- parts of the answer
+
+
+def _of(first: str, last: str, between: str = " of ") -> str:
+    """Joins two amounts, with the unit once if they share it.
+
+    Example:
+        >>> _of("14.60 GiB", "24.00 GiB"), _of("512 MiB", "1.50 GiB", " to ")
+        ('14.60 of 24.00 GiB', '512 MiB to 1.50 GiB')
+    """
+    amount, _, unit = first.partition(" ")
+    return f"{amount if last.endswith(f' {unit}') else first}{between}{last}"
+
+
+def _bars(plan: Mapping[str, Any], width: int) -> list[tuple[str, str]]:
+    """Returns a bar per category of memory at the peak, and one for what is left."""
+    peak, has = plan["peak_gib"], plan["available_gib"]
+    large = {c: gib for c, gib in plan["memory"].items() if gib >= _SMALL * peak}
+    rest = sum(plan["memory"].values()) - sum(large.values())
+    rows = [*large.items(), *([("other", rest)] if rest >= _SMALL / 2 * peak else [])]
+    # Scaled to the device's memory, unless it is far more than the peak.
+    room = max(min(_BAR, width - 26), 5)
+    scale = room / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)
+    lines = [(f"  {c:<13}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
+    if plan["fits"] and has - peak >= _SMALL / 4 * has:
+        left = "░" * max(room - round(peak * scale), 0) if has < 2.5 * peak else "░ …"
+        lines.append((f"  {'free':<13}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
+    return lines
+
+
+def quantity(value: float) -> str:
+    """Returns a count with its unit.
+
+    Example:
+        >>> quantity(8.234e9), quantity(43_646_976), quantity(512)
+        ('8.23B', '43.6M', '512')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def hours(seconds: float) -> str:
+    """Returns a long time in hours, and in days beyond two of them.
+
+    Example:
+        >>> hours(90), hours(7300), hours(420_000)
+        ('1.5 min', '2.0 h', '117 h (4.9 days)')
+    """
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    days = f" ({seconds / 86400:,.1f} days)" if seconds >= 2 * 86400 else ""
+    return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h{days}"
+
+
+def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns parts of the answer for the page: the whole method, what it rests on, and where an export runs."""
+    recipe = recipe_of(plan)
+    stages = _stages(plan, recipe)
+    others = [
+        {**a, "changes": _changes(a, plan, recipe) if "options" not in a else a["what"]} for a in plan["alternatives"]
+    ]
+    return {
+        "method": ", ".join(_shown(recipe.techniques.values())) or "no techniques",
+        "rests_on": _batch(recipe, plan),
+        "export_note": _export(plan),
+        "of_stage": f", in one of {stages} stages" if stages > 1 else "",
+        "alternatives": others,
+    }
+
+
+def _speed(plan: Mapping[str, Any]) -> str:
+    low, high = plan["tokens_per_second_interval"]
+    peak = plan["matrix_rate"]
+    flops = f"{peak / 1e12:,.3g} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
+    # Of a catalogue's device the rate is that of its data sheet.
+    of = f"the {flops} measured here" if plan["device"]["kind"] == "cpu" else f"the device's {flops}"
+    return f"{rate(plan['tokens_per_second'])} tokens/s ({rate(low)} to {rate(high)}), {percent(plan['mfu'])} of {of}"
+
+
+def _time(plan: Mapping[str, Any]) -> str:
+    parts = [f"{plan['seconds_per_step']:.3g} s a step of {plan['tokens_per_step']:,} tokens"]
+    if plan["steps"]:
+        parts.append(f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
+    else:
+        parts.append(f"{hours(_BILLION / plan['tokens_per_second'])} per billion tokens")
+        if plan["seconds_total"]:
+            parts.append(f"ends after {hours(plan['seconds_total'])}")
+    if plan.get("seconds_to_start"):
+        parts.append(f"the first step comes {plan['seconds_to_start']:.0f} s later, after compiling")
+    return "; ".join(parts)
+
+
+def _cost(cost: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    money = plan.get("currency") or "USD"
+    run = f"{_money(cost['run'])} {money} for the run" if cost["run"] else None
+    parts = [
+        run,
+        f"{_money(cost['million_tokens'] * 1000)} {money} per billion tokens",
+        f"{_money(cost['hour'])} an hour",
+    ]
+    return ", ".join(p for p in parts if p)
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"
+
+
+def _energy(energy: Mapping[str, Any]) -> str:
+    run = f"{energy['run']:,.3g} kWh for the run, " if energy["run"] else ""
+    return f"{run}at most {energy['million_tokens'] * 1000:,.3g} kWh per billion tokens, boards at full power"
+
+
+def _batch(recipe: Recipe, plan: Mapping[str, Any]) -> str:
+    """Describes the micro-batch, the length of a row and the layout."""
+    techniques = list(recipe.techniques.values())
+    count = plan.get("devices") or recipe.parallel.devices or 1
+    sizes = sizes_of(techniques, count) if any(t.is_parallel() for t in techniques) else {}
+    ranks = math.prod(sizes.get(axis, 1) for axis in DATA)
+    micros = math.prod(t.micro_batch_count() for t in techniques)
+    rows = math.ceil(recipe.batch.size / ranks / micros)
+    text = (
+        f"micro-batches of {rows:,} row{'s' if rows > 1 else ''} of {recipe.batch.seq_len:,} tokens, {micros:,} a step"
+    )
+    if count > 1:
+        layout = " x ".join(f"{axis} {n:,}" for axis, n in sizes.items() if n > 1)
+        text += f" on each rank; {count:,} devices = {layout or 'unused'}"
+    return text
+
+
+def _model(plan: Mapping[str, Any], recipe: Recipe | None) -> str:
+    p = plan["parameters"]
+    trained = f", {quantity(p['trained'])} trained" if p["trained"] != p["total"] else ""
+    text = f"{quantity(p['total'])} parameters{trained}"
+    stages = 1 if recipe is None else _stages(plan, recipe)
+    # A pipeline's dry run builds one stage.
+    return f"{text}, in one of {stages} stages" if stages > 1 else text
+
+
+def _stages(plan: Mapping[str, Any], recipe: Recipe) -> int:
+    techniques = list(recipe.techniques.values())
+    if not any(Axis.PIPELINE in t.degrees() for t in techniques):
+        return 1
+    return sizes_of(techniques, plan.get("devices") or recipe.parallel.devices or 1)[Axis.PIPELINE]
+
+
+def _nearest(plan: Mapping[str, Any]) -> str:
+    """Says how near a plan that does not fit is, and what would make it fit."""
+    searched, peak, has = plan.get("searched") or {}, plan["peak_gib"], plan["available_gib"]
+    least = f", the least of {searched['candidates']:,} candidates" if searched.get("candidates") else ""
+    if has * 1024 < 1:
+        return f"{memory(peak)} too much{least}; the limit must exceed what the process takes"
+    # At best, all memory divides by the devices.
+    devices = math.ceil((plan.get("devices") or 1) * peak / has)
+    return (
+        f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}, or split over {devices:,} or more of "
+        "these devices"
+    )
+
+
+def describe(technique: Technique) -> str:
+    """Returns a technique's name with the settings that differ from its defaults."""
+    plain = type(technique)()
+    changed = [f"{key} {value}" for key, value in vars(technique).items() if value != getattr(plain, key)]
+    return technique.name() + (f" ({', '.join(changed)})" if changed else "")
+
+
+def recipe_of(plan: Mapping[str, Any], techniques: Mapping[str, Any] | None = None) -> Recipe:
+    """Returns the recipe of a plan, or the same with the techniques of an alternative."""
+    from preheat import recipe as recipes
+    from preheat.recipe.yaml_io import write
+
+    values = dict(plan["recipe"])
+    return recipes.parse(write(values if techniques is None else {**values, "techniques": techniques}))
+
+
+def _shown(techniques: Iterable[Technique]) -> list[str]:
+    # Accumulation shows as the rows of a micro-batch.
+    return [describe(t) for t in techniques if t.micro_batch_count() == 1]
+
+
+def _method(recipe: Recipe, plan: Mapping[str, Any]) -> str:
+    text = ", ".join(_shown(recipe.techniques.values())) or "no techniques"
+    searched = (plan.get("searched") or {}).get("candidates")
+    return f"{text}; {_NUMERICS[plan['numerics']]}" if searched else text
+
+
+def _alternative(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Recipe | None) -> str:
+    """Describes what an alternative gives up and what it changes in the best recipe."""
+    if options := alternative.get("options"):
+        return (
+            f"{' '.join(options)}: fits in {memory(alternative['peak_gib'])}, "
+            f"{rate(alternative['tokens_per_second'])} tokens/s; {alternative['tradeoff']}"
+        )
+    if recipe is None:
+        return f"{alternative['tradeoff']}: {alternative['what']}"
+    return f"{alternative['tradeoff']}: {_changes(alternative, plan, recipe)}"
+
+
+def _changes(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Recipe) -> str:
+    """Describes what an alternative changes in the best recipe."""
+    other = recipe_of(plan, alternative["recipe"])
+    ours, theirs = _shown(recipe.techniques.values()), _shown(other.techniques.values())
+    names = {t.name() for t in recipe.techniques.values()} & {t.name() for t in other.techniques.values()}
+    added = [text for text in theirs if text not in ours and text.split(" ")[0] not in names]
+    changed = [text for text in theirs if text not in ours and text.split(" ")[0] in names]
+    without = [text.split(" ")[0] for text in ours if text.split(" ")[0] not in names]
+    micros = [math.prod(t.micro_batch_count() for t in r.techniques.values()) for r in (recipe, other)]
+    if micros[0] != micros[1]:
+        changed.append(f"{micros[1]:,} micro-batch{'es' if micros[1] > 1 else ''}")
+    parts = [f"with {', '.join([*added, *changed])}" if added or changed else ""]
+    parts.append(f"without {', '.join(without)}" if without else "")
+    return ", ".join(filter(None, parts)) or "the same techniques"
+
+
+def _export(plan: Mapping[str, Any]) -> str:
+    """Says where a later export runs, if it needs more than the device."""
+    needs = sum((plan.get("export") or {}).values())
+    if needs <= plan["available_gib"]:
+        return ""
+    if plan["device"]["kind"] == "cpu":
+        return f"does not fit here: a later preheat export needs {memory(needs)}"
+    return f"runs on the host: a later preheat export needs {memory(needs)} of its memory"
+
+
+def warnings_of(plan: Mapping[str, Any]) -> list[str]:
+    """Returns the doubts about a plan, none of which changes its verdict."""
+    from preheat.planning.search.result import fragmentation_hint
+
+    warnings = [hint] if (hint := fragmentation_hint(plan)) else []
+    has = plan["available_gib"]
+    # The prediction fits, but not the upper end of its interval.
+    if plan["fits"] and plan["peak_gib_interval"][1] > has:
+        warnings.append(f"little room: the interval passes {memory(has)}; use smaller micro-batches")
+    if quicker := plan.get("fp32_rate"):
+        warnings.append(
+            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} "
+            "in fp32; a step is faster without mixed_precision"
+        )
+    if abs(plan.get("pace", 1.0) - 1) > 0.02:
+        warnings.append(
+            f"speed: {plan['pace']:.2f} times as long as the measured rates predict, like the last runs here"
+        )
+    if plan.get("contended"):
+        warnings.append(
+            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again "
+            "when it is quiet"
+        )
+    if plan.get("heap"):
+        warnings.append(
+            f"{plan['heap']}; torch's own allocator will be used, which often takes a third more memory than planned"
+        )
+    return warnings
+
+
+def command_lines(arguments: Sequence[str], width: int = WIDTH, label: str = "next") -> list[str]:
+    r"""Returns a command to type, wrapped with backslashes so that a shell still reads it.
+
+    Example:
+        >>> command_lines(["preheat", "train", "my recipe.yaml"], 30)
+        ['next      preheat train \\', "            'my recipe.yaml'"]
+    """
+    lines = [f"{label:<{_LABEL}}"]
+    for word in map(shlex.quote, arguments):
+        blank = lines[-1].isspace() or lines[-1] == f"{label:<{_LABEL}}"
+        # Two columns stay free for the backslash.
+        if not blank and len(lines[-1]) + 1 + len(word) > width - 2:
+            lines[-1] += " \\"
+            lines.append(" " * (_LABEL + 2) + word)
+        else:
+            lines[-1] += word if blank else f" {word}"
+    return lines

@@ -1,0 +1,291 @@
+"""The answer of `preheat plan`: one screen, and on it what a reader decides by."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from preheat import recipe as recipes
+from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
+from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines
+from preheat.cli.views.plan_view import plan_details, serving_picture
+from preheat.errors import RecipeError
+from preheat.training.plan_request import Subject, subject_of
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
+
+
+def techniques(text: str) -> dict[str, Any]:
+    return recipes.as_values(recipes.parse(f"stop: {{max_steps: 1}}\ntechniques: {text}"))["techniques"]
+
+
+def result(subject: Subject, technique_text: str, peak: float, has: float, **more: Any) -> dict[str, Any]:
+    """What `preheat plan --json` prints, with the figures of real plans."""
+    memory = dict(zip(CATEGORIES, (0.35 * peak, 0.0, 0.02 * peak, 0.59 * peak, 0.0, 0.04 * peak), strict=True))
+    values = recipes.as_values(subject.recipe) | {"techniques": techniques(technique_text)}
+    speed, tokens = 2379.2, subject.recipe.batch.size * subject.recipe.batch.seq_len
+    return {
+        "fits": peak <= has, "peak_gib": peak, "peak_gib_interval": [0.88 * peak, 1.12 * peak], "available_gib": has,
+        "memory": memory, "overhead": {"context": 0.5}, "overhead_sources": {"context": "measured"},
+        "phases": {"forward": peak}, "phase_memory": {"forward": memory}, "peak_phase": "forward", "export": None,
+        "seconds_per_step": tokens / speed, "tokens_per_second": speed,
+        "tokens_per_second_interval": [0.67 * speed, 1.17 * speed], "mfu": 0.5, "matrix_rate": 165e12, "fp32_rate": None,
+        "flops_per_step": 1e15, "tokens_per_step": tokens, "parameters": {"total": 8234382336, "trained": 43646976},
+        "steps": None, "seconds_to_start": 60.0, "seconds_total": None, "packages": [],
+        "device": {"kind": "cuda", "name": "RTX-4090", "segments": "expandable"}, "watts": 450.0, "contended": False,
+        "pace": 1.0, "allocator_retries": False, "heap": None, "cost": None,
+        "energy": {"kilowatts": 0.45, "million_tokens": 0.0525, "run": None}, "devices": 1, "chosen": "c",
+        "numerics": "rounding", "recipe": values, "alternatives": [], "rejected": [],
+        "searched": {"candidates": 143, "dry_runs": 9, "confirmed": True}, **more,
+    }  # fmt: skip
+
+
+QLORA = "{lora: {}, nf4: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 512}, compile: {when: always}, gradient_accumulation: {steps: 16}}"  # fmt: skip
+LAYOUT = "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fused_operators: {}, tensor_parallel: {degree: 2}, fsdp: {}}"  # fmt: skip
+STAGES = "{mixed_precision: {mode: bf16_weights}, pipeline_parallel: {degree: 4}, fsdp: {}}"
+
+
+def alternative(text: str, gives_up: str) -> dict[str, Any]:
+    return {"what": "w", "recipe": techniques(text), "peak_gib": 17.4, "tokens_per_second": 2307.0, "tradeoff": gives_up, "cost": None, "energy": None}  # fmt: skip
+
+
+def qlora() -> tuple[Subject, dict[str, Any]]:
+    subject = subject_of("Qwen/Qwen3-8B", method="qlora")
+    others = [
+        alternative(QLORA.replace("compile", "activation_checkpointing: {mode: budget, budget: 0.5}, compile").replace("steps: 16", "steps: 8"), "3 % slower, 778 MiB more"),
+        alternative(QLORA.replace("compile: {when: always}", "fused_operators: {}"), "6 % slower, as much memory"),
+        alternative(QLORA.replace("compile: {when: always}", "fused_operators: {}, activation_checkpointing: {mode: budget}"), "9 % slower, 2.10 GiB less"),
+    ]  # fmt: skip
+    export = dict(zip(CATEGORIES, (5.8, 0.0, 0.3, 0.0, 24.9, 0.55), strict=True))
+    return subject, result(subject, QLORA, 16.634, 24.0, alternatives=others, export=export)
+
+
+def cluster(text: str = LAYOUT) -> tuple[Subject, dict[str, Any]]:
+    subject = subject_of("llama-3.1-70b", devices=64)
+    others = [
+        alternative(LAYOUT.replace("fused_operators: {}", "activation_checkpointing: {}"), "3 % slower, 25.30 GiB less"),
+        alternative(LAYOUT.replace("tensor_parallel: {degree: 2}", "compile: {when: always}, chunked_loss: {rows: 4096}"), "8 % slower, 6.60 GiB less, starts 60 s later"),
+        alternative(LAYOUT.replace("tensor_parallel: {degree: 2}", "compile: {when: always}, chunked_loss: {rows: 4096}, activation_checkpointing: {}"), "9 % slower, 20.40 GiB less, starts 60 s later"),
+    ]  # fmt: skip
+    device = {"kind": "cuda", "name": "H100", "segments": "expandable"}
+    size = {"total": 70553706496, "trained": 70553706496}
+    return subject, result(subject, text, 79.998, 80.0, alternatives=others, devices=64, device=device, parameters=size)
+
+
+def cpu() -> tuple[Subject, dict[str, Any]]:
+    subject = subject_of("demo")
+    device = {"kind": "cpu", "name": "AMD EPYC", "segments": None}
+    text = "{mixed_precision: {}, muon: {}, efficient_attention: {}, chunked_loss: {rows: 512}, gradient_accumulation: {steps: 2}}"  # fmt: skip
+    searched = {"candidates": 0, "dry_runs": 0, "confirmed": False}
+    return subject, result(
+        subject, text, 0.142, 23.17, device=device, steps=385, seconds_total=66.2, energy=None, searched=searched,
+        matrix_rate=4.25e11, pace=3.95, contended=True, heap="no C++ compiler", settled={"compile.when": "never"},
+    )  # fmt: skip
+
+
+def too_large() -> tuple[Subject, dict[str, Any]]:
+    subject = subject_of("Qwen/Qwen3-8B")
+    others = [
+        {**alternative(QLORA, "trains an adapter"), "options": ["--method", "lora"]},
+        {**alternative(QLORA, "trains an adapter on a base in 4 bits"), "options": ["--method", "qlora"]},
+    ]
+    text = "{efficient_attention: {}, fused_operators: {}, activation_checkpointing: {}, chunked_loss: {rows: 4096}, optimizer_offload: {weights: bf16}, gradient_accumulation: {steps: 16}}"  # fmt: skip
+    return subject, result(subject, text, 33.9, 24.0, alternatives=others)
+
+
+PLANS = {"qlora": qlora, "cluster": cluster, "cpu": cpu, "too large": too_large}
+ASKED = {
+    "qlora": ["preheat", "plan", "Qwen/Qwen3-8B", "--gpu", "RTX-4090", "--method", "qlora"],
+    "cluster": ["preheat", "plan", "llama-3.1-70b", "--gpu", "H100", "--count", "8", "--nodes", "8"],
+    "cpu": ["preheat", "plan", "demo"],
+    "too large": ["preheat", "plan", "Qwen/Qwen3-8B", "--gpu", "RTX-4090"],
+}
+
+
+def screen(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[str]:
+    """The lines that the command prints on a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    subject, plan = PLANS[name]()
+    asked, gpu = ASKED[name], None if name == "cpu" else "G"
+    assumed = [] if name == "cpu" else _assumed(subject, plan, asked, per_host=8)
+    places: dict[str, Any] = {"out": None, "gpu": gpu, "nodes": 1, "per_host": 8}
+    command = _next_command(plan, subject, asked[2], [], asked, **places)
+    with nullcontext() if plan["fits"] else pytest.raises(typer.Exit):
+        finish({**plan, **more}, dict, subject, out=None, html=None, json=False, assumed=assumed, command=command)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("priced", [False, True])
+def test_an_answer_is_one_screen(
+    name: str, priced: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = {"hour": 25.6, "million_tokens": 2.99, "run": None}
+    lines = screen(name, capsys, monkeypatch, **({"cost": cost, "currency": "EUR"} if priced else {}))
+    assert len(lines) <= LINES == 24, "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH == 80
+    labels = [line[:10].strip() for line in lines if line[:1].strip()]
+    assert labels[-1] == "next"
+    wanted = {"memory", "rests on", "method"} | ({"speed", "time"} if name != "too large" else {"nearest"})
+    wanted |= {"instead", "assumed"} if name != "cpu" else {"note"}
+    wanted |= {"cost"} if priced and name != "too large" else set()
+    assert wanted <= set(labels)
+    assert "nine of ten runs" in lines[1]
+
+
+def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(screen("qlora", capsys, monkeypatch))
+    flat = " ".join(text.split())
+    for part in (
+        "Qwen3-8B (8.23B parameters, 43.6M trained) on RTX-4090: fits",
+        "16.63 of 24.00 GiB (14.64 to 18.63 GiB in nine of ten runs)",
+        "2,379 tokens/s (1,594 to 2,784), 50 % of the device's 165 TFLOP/s",
+        "117 h (4.9 days) per billion tokens",
+        "micro-batches of 1 row of 2,048 tokens, 16 a step",
+        # The stated method is part of it, not only what the search added.
+        "lora, nf4, mixed_precision (mode bf16_weights), efficient_attention, chunked_loss (rows 512), compile",
+        "2,048 tokens a row (--length), 32,768 tokens a step (--batch-tokens)",
+        "6 % slower, as much memory: with fused_operators, without compile",
+        "export runs on the host: a later preheat export needs 31.55 GiB of its memory",
+    ):
+        assert part in flat, part
+    assert "--method" not in text.split("assumed")[1].split("instead")[0], "it was stated"
+    assert text.endswith("next      preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method qlora --out \\\n            recipe.yaml")  # fmt: skip
+
+
+def test_alternatives_give_up_lines_from_the_last_one() -> None:
+    _, plan = cluster()
+    roomy = [line for line, _ in Answer(plan, "m").lines()]
+    tight = [line for line, _ in Answer(plan, "m", below=6).lines()]
+    assert len(tight) <= LINES - 6
+    first = next(line for line in roomy if line.startswith("instead"))[:60]
+    assert any(line.startswith(first) for line in tight)
+    assert "9 % slower" in "\n".join(roomy)
+    # Never the verdict, nor what it rests on.
+    least = [line for line, _ in Answer(plan, "m" * 500, below=LINES).lines()]
+    assert least[0].endswith(": fits")
+    assert {"memory", "speed", "time", "rests on"} <= {line[:10].strip() for line in least}
+
+
+def test_layout_and_micro_batch_of_each_rank() -> None:
+    _, plan = cluster()
+    text = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
+    # 64 rows on 32 data-parallel ranks.
+    assert "micro-batches of 2 rows of 2,048 tokens, 1 a step on each rank; 64 devices = shard 32 x tensor 2" in text
+    _, plan = cluster(STAGES)
+    assert "70.6B parameters, in one of 4 stages" in Answer(plan, "m").lines()[0][0]
+
+
+def test_a_plan_that_does_not_fit_says_what_would() -> None:
+    _, plan = too_large()
+    asked = ASKED["too large"]
+    text = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
+    assert "9.90 GiB too much, the least of 143 candidates; would fit in 33.90 GiB, or split over 2 or more" in text
+    assert "--method lora: fits in 17.40 GiB, 2,307 tokens/s; trains an adapter" in text
+    assert "tokens/s (" not in text, "no speed of what cannot run"
+    assert _what_would_fit(plan, asked, searched=True, gpu="G") == [*asked, "--method", "lora"]
+    plan["alternatives"] = []
+    assert _what_would_fit(plan, asked, searched=True, gpu="G")[-2:] == ["--allow", "different"]
+    beyond = [*asked, "--allow", "different", "--count", "2"]
+    plan["devices"] = 2
+    assert _what_would_fit(plan, beyond, searched=True, gpu="G") == [*asked, "--allow", "different", "--count", "4"]
+    assert _what_would_fit(plan, ["preheat", "plan", "r.yaml"], searched=False, gpu=None)[-2:] == ["--aim", "fastest"]
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "gpu", "wanted"),
+    [
+        ("qlora", None, "G", "preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method qlora --out recipe.yaml"),
+        ("qlora", "r.yaml", "G", "preheat train r.yaml --set data.source=DATA.jsonl --dry-run --gpu G"),
+        ("cluster", "r.yaml", "G", "preheat launch r.yaml --set data.source=DATA.jsonl --scheduler slurm --nodes 8 --gpus-per-node 8 -o job.sbatch"),
+        ("cpu", None, None, "preheat train demo --set a.b=1"),
+        ("cpu", None, "G", "preheat train demo --set a.b=1 --dry-run --gpu G"),
+    ],
+)  # fmt: skip
+def test_the_next_command(name: str, out: str | None, gpu: str | None, wanted: str) -> None:
+    subject, plan = PLANS[name]()
+    asked = ASKED[name]
+    sets = ["--set", "a.b=1"] if name == "cpu" else []
+    file = Path(out) if out else None
+    assert _next_command(plan, subject, asked[2], sets, asked, out=file, gpu=gpu, nodes=1, per_host=8) == wanted.split()
+
+
+def test_a_wrapped_command_is_still_one_command() -> None:
+    arguments = ["preheat", "plan", "my model.yaml", *(f"--set=a{n}=it's {n}" for n in range(9))]
+    text = "\n".join(command_lines(arguments))
+    printed = subprocess.run(["bash", "-c", text.replace("next ", "printf '%s\\n'", 1)], capture_output=True, text=True)
+    assert printed.stdout.splitlines() == arguments
+    assert max(map(len, text.split("\n"))) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2.5USD/h", (2.5, "USD")), ("$2.5/hour", (2.5, "USD")), ("2.5 € / GPU-h", (2.5, "EUR")),
+        ("1,460eur/month", (2.0, "EUR")), ("48usd/day", (2.0, "USD")), ("0USD/h", (0.0, "USD")),
+    ],
+)  # fmt: skip
+def test_a_price_has_a_unit(text: str, wanted: tuple[float, str]) -> None:
+    assert parse_price(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["2.5", "", "USD/h", "2.5USD", "2.5/h", "-1USD/h", "nanUSD/h", "1e400USD/h", "$2EUR/h", "2.5USD/h of it", "2\x1b[31mUSD", "9" * 99])  # fmt: skip
+def test_a_price_without_a_unit_is_one_line(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"--price: .*must be an amount with its currency and time.*2\.5USD/h") as bad:
+        parse_price(text)
+    assert "\n" not in str(bad.value)
+    assert "\x1b" not in str(bad.value)
+
+
+def test_details_have_every_phase_and_rejection() -> None:
+    _, plan = qlora()
+    plan["rejected"] = [{"recipe": f"r{n}", "reason": "needs 30 GiB"} for n in range(20)]
+    page = Console(file=io.StringIO(), width=WIDTH)
+    page.print(plan_details(plan))
+    text = page.file.getvalue()  # type: ignore[attr-defined]
+    assert "143 candidates, 9 dry-run" in text
+    assert "r19: needs 30 GiB" in text
+    assert "export, later" in text
+    assert "24.90" in text
+
+
+def test_the_table_of_serving_has_one_line_a_row() -> None:
+    formats = [{"weights": "bf16", "cache": c, "weights_gib": 15.0, "cache_gib_per_row": 0.25, "rows": 34, "longest_context": 69979, "tokens_per_second_at_most": 1361.0, "tokens_per_second_alone": 61.7, "seconds_to_first_token": 0.258} for c in ("bf16", "int8")]  # fmt: skip
+    plan = {"model": "m", "device": {"kind": "cuda", "name": "G", "memory_gib": 24.0, "count": 1}, "parameters": 9, "active_parameters": 9, "length": 2048, "cache_bytes_per_token": 1024, "state_bytes_per_row": 0, "formats": formats}  # fmt: skip
+    page = Console(file=io.StringIO(), width=WIDTH)
+    page.print(serving_picture(plan))
+    lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[2].split() == ["weights", "cache", "size", "a", "row", "rows", "longest", "prompt", "one", "row", "all", "rows"]  # fmt: skip
+    assert lines[3].split()[:2] == ["bf16", "bf16"]
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_an_answer_needs_no_torch(tmp_path: Path) -> None:
+    _, plan = qlora()
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    code = (
+        "import json, sys; from preheat.cli.views.plan_answer import Answer\n"
+        f"Answer(json.load(open({str(tmp_path / 'plan.json')!r})), 'm').lines(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_hostile_names_stay_on_their_line() -> None:
+    _, plan = copy.deepcopy(qlora())
+    plan["device"]["name"] = "G\x1b[31m\n" * 50
+    page = Console(file=io.StringIO(), width=WIDTH)
+    page.print(Answer(plan, "n\n" * 500))
+    lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= LINES
+    assert "\x1b[31m" not in page.file.getvalue()  # type: ignore[attr-defined]
+    assert lines[0].rstrip().endswith(": fits")
