@@ -41,6 +41,7 @@ from preheat.training.throughput import ThroughputMeter
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.hardware.rates import Rates
 
 __all__ = ["train"]
 
@@ -53,6 +54,7 @@ def train(
     force: bool = False,
     progress: bool = True,
     watch: Watch | None = None,
+    rates: Rates | None = None,
     trust_remote_code: bool = False,
 ) -> JsonObject:
     """Trains a recipe into a run folder.
@@ -63,6 +65,7 @@ def train(
         force: train even if the plan says that it does not fit.
         progress: log stages, the plan and steps as `preheat.run` (to standard error if logging is not configured).
         watch: callbacks to use instead.
+        rates: measured rates to plan with; by default those of this machine, measured if none are stored.
         trust_remote_code: run Python code from the model's folder; `model.trust_remote_code` alone never does.
 
     Returns:
@@ -79,13 +82,17 @@ def train(
         >>> train(load_recipe("demo", ["stop.max_steps=20"]), out="runs/first")      # doctest: +SKIP
     """
     with remote_code.trusting(trust_remote_code):
-        return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
+        seen_by = watch or (Logged() if progress else Watch())
+        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates)
 
 
-def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> JsonObject:
+def _train(
+    recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch, rates: Rates | None
+) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
-    session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
+    folder = Path(out or Path("runs") / recipe.name)
+    session = open_session(recipe, folder, resume=resume, watch=watch, force=force, rates=rates)
     if isinstance(session, Finished):
         return session.summary
     # The watchdog reports before torch's own timeout, which aborts the process without saying where the others are.
