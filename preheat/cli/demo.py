@@ -37,7 +37,7 @@ def demo(
 
     recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
-    from preheat.cli.views.console import console
+    from preheat.cli.views.console import console, picture
     from preheat.run_dir import Reader, check_folder
 
     folder = out or _first_free(Path("runs") / "demo")
@@ -54,13 +54,17 @@ def demo(
     settings += set or []
     rates, plan = _plan(recipes.load("demo", settings, warn=False), quiet=json)
     # The user's own end of the run wins; a run without it takes about a minute.
-    if not any(item.startswith("stop.") for item in set or []):
-        seconds = _SLOW if slow else _FAST
+    chooses = not any(item.startswith("stop.") for item in set or [])
+    seconds = _SLOW if slow else _FAST
+    if chooses:
         steps = steps_within(seconds, plan["seconds_per_step"])
         settings = [*_lasting(steps), *settings]
+        plan |= {"steps": steps, "seconds_total": steps * plan["seconds_per_step"] + plan["seconds_to_start"]}
+    screen.print(picture(plan, "demo"))
+    if chooses:
         screen.print(
-            f"training {steps:,} steps of {plan['seconds_per_step']:.3g} s: by this plan "
-            f"{steps * plan['seconds_per_step']:.0f} s, of the {seconds:.0f} s that the demo is to train for"
+            f"training {plan['steps']:,} steps of {plan['seconds_per_step']:.3g} s: by this plan "
+            f"{plan['steps'] * plan['seconds_per_step']:.0f} s, of the {seconds:.0f} s that the demo is to train for"
         )
     result = run(
         recipes.load("demo", settings, warn=False),
@@ -105,13 +109,13 @@ def _lasting(steps: int) -> list[str]:
 
 
 def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
-    """Measures this machine at the sizes of the demo, unless its rates are stored, and plans and prints a step.
+    """Measures this machine at the sizes of the demo, unless its rates are stored, and plans a step.
 
     Before the data is read, because it needs none of it: only the size of the vocabulary.
     """
     from dataclasses import replace
 
-    from preheat.cli.views.console import console, picture
+    from preheat.cli.views.console import console
     from preheat.engine.device import resolve_device
     from preheat.hardware.benchmark_rates import Grid, grid_of, rates_for
     from preheat.models import configs, hf
@@ -143,9 +147,7 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
             f"measured this machine at the sizes of this step in {rates.seconds:.1f} s; all sizes: preheat calibrate",
             style="dim",
         )
-    planned = plan(resolve_auto(replace(request, rates=rates)))
-    screen.print(picture(planned, recipe.name))
-    return rates, planned
+    return rates, plan(resolve_auto(replace(request, rates=rates)))
 
 
 def _is_slow_in_bf16() -> bool:

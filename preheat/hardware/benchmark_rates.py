@@ -7,6 +7,7 @@ statistic repairs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import Device
 from preheat.errors import RunError
@@ -478,7 +479,7 @@ def rates(
         _log.warning("measuring this machine, once; some ten seconds to a minute")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
-        _measure_in_process(device, threads, progress, grid or grid_of(device))
+        _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
         stored = load(device.name, torch.__version__, threads)
         assert stored is not None, "the child stored rates for another machine"
     if stored is None:
@@ -510,22 +511,28 @@ def rates_for(
     stored = load(device.name, torch.__version__, threads)
     if stored is not None and not stored.contended:
         return stored, False
-    return _measure_in_process(device, threads, progress, choose(), store=False), True
+    return _measure_in_process(device, threads, progress, choose, store=False), True
 
 
 def _measure_in_process(
-    device: Device, threads: int, progress: Progress | None, grid: Grid, *, store: bool = True
+    device: Device, threads: int, progress: Progress | None, choose: Callable[[], Grid], *, store: bool = True
 ) -> Rates:
     """Measures in a child process, which also stores the rates if `store`."""
-    task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid), "store": store}
-    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()", json.dumps(task)]
+    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()"]
     measured: Rates | None = None
-    with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(tethered(command), **pipes, text=True) as child:
+        assert child.stdin is not None
         assert child.stdout is not None
         assert child.stderr is not None
         # Progress arrives as JSON lines until the child ends, the rates as the last one. Its stderr is read
         # afterwards, so it must fit in the pipe.
         try:
+            # The child imports torch while the sizes are chosen.
+            task = {"device": dataclasses.asdict(device), "threads": threads, "store": store}
+            text = json.dumps(task | {"grid": dataclasses.asdict(choose())})
+            with contextlib.suppress(BrokenPipeError), child.stdin:  # a child that has ended: its status says why
+                child.stdin.write(text)
             for line in child.stdout:
                 message = json.loads(line)
                 if isinstance(message, dict):
@@ -548,8 +555,10 @@ def _measure_in_process(
 
 
 def _child() -> None:
+    import torch  # noqa: F401  # while the parent still chooses what to measure
+
     install_heap()  # as a run does
-    task: JsonObject = json.loads(sys.argv[1])
+    task: JsonObject = json.loads(sys.stdin.read())
 
     def send(message: object) -> None:
         sys.stdout.write(json.dumps(message) + "\n")

@@ -203,6 +203,7 @@ def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Gr
     """
     attention, dtypes = set[tuple[int, int, int, int]](), {"fp32"}  # fp32: norms and the optimizer
     shapes = set[tuple[int, int, int]]()
+    moved = 12  # two operands and a result in fp32
     for kernel in observation.kernels:
         if kernel.flops and "attention" in kernel.operator:
             rows, heads, length, head_dim = kernel.shapes[0]
@@ -211,11 +212,13 @@ def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Gr
             _, n, k, m = _layer_of(kernel)
             shapes.add((n, k, m))
             dtypes.add(kernel.dtype)
+        elif kernel.operator in _MOVERS:
+            moved = max(moved, kernel.bytes_read + kernel.bytes_written)
     return Grid(
         shapes=tuple(sorted(shapes)),
         products=FULL.products[:1],
-        # In a core's cache, in the shared cache, and in memory.
-        elements=(2**16, 2**18, 2**20, 2**22),
+        # In a core's cache, in the shared cache, and as many as the largest operands have.
+        elements=(2**16, 2**18, max(2**20, 2 ** math.ceil(math.log2(moved / 12)))),
         width=width,
         vocabulary=vocabulary,
         attention=tuple(sorted(attention)) or FULL.attention[:1],

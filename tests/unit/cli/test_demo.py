@@ -55,7 +55,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         raise Trains(recipe, options)
 
     monkeypatch.setattr("preheat.cli.train.run", stop)
-    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", {"seconds_per_step": 0.3}))
+    monkeypatch.setattr(
+        demo, "_plan", lambda recipe, quiet: ("rates", {"seconds_per_step": 0.3, "seconds_to_start": 0.0})
+    )
+    monkeypatch.setattr("preheat.cli.views.console.picture", lambda plan, name: f"{plan.get('steps')} steps planned")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
