@@ -25,7 +25,7 @@ from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, read_step_stats, update
 from preheat.errors import PreheatError, RunError
-from preheat.hardware.cpu_allocator import release_unused
+from preheat.hardware.cpu_allocator import release_small, release_unused
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
@@ -432,6 +432,7 @@ class _Loop:
     def _save(self, *, last: bool = False) -> None:
         self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
         self._log_checkpoints(self.session.saving.save(self.progress, last=last))
+        release_small(self.build.device.kind)
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:
@@ -447,6 +448,7 @@ class _Loop:
             self.evaluated = (step, result)
             if result.weight:
                 self.watch.evaluated(step, result.loss, result.scores)
+            release_small(self.build.device.kind)
         return self.evaluated[1].loss
 
     def _finish(self) -> JsonObject:
