@@ -1,11 +1,15 @@
-# `make demo` and `make test` need Python 3.11 or newer, git, make and a C++ compiler. They install everything else into .venv, once.
+# `make demo` and `make test` need Python 3.11 or newer, git, make and a C++ compiler. They install the rest into .venv, once.
 
 PYTHON ?= python3
 # What runs the targets. On a machine that brings its own torch: make gpu-check RUN=python3
 RUN ?= .venv/bin/python
 # Processes that share the tests.
 JOBS ?= 2
-INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed)
+# What running needs, and what testing and developing needs beside it.
+RUNNING := $(if $(filter .venv/%,$(RUN)),.venv/installed)
+INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed-dev)
+# Python compiles what it imports: to compile all packages beforehand takes longer than the demo's start.
+PIP := .venv/bin/python -m pip install --quiet --no-compile
 
 .PHONY: help .venv demo test test-slow test-pairs test-presets test-scale architectures check bench gpu-check docs
 
@@ -22,14 +26,20 @@ help:
 	@echo "make gpu-check  run the tests and benchmarks that need a CUDA device"
 	@echo "make docs       build the site in site/: guides, techniques, recipe keys, evidence"
 
-.venv: .venv/installed
+.venv: .venv/installed-dev
 
 .venv/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "preheat needs Python 3.11 or newer, and '$(PYTHON)' is not: name one, as in: make demo PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --requirement requirements.lock
-	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "installing into .venv what preheat needs to run (1.2 GiB, more with CUDA)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --requirement requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.lock
+	@echo "installing into .venv what its tests and its development need (1.5 GiB)"
+	@$(PIP) --requirement requirements.lock --requirement requirements-dev.lock
 	@touch $@
 
 demo: .venv/installed
@@ -59,7 +69,7 @@ check: $(INSTALLED)
 	@$(RUN) -m codespell_lib
 	@$(RUN) -m mypy
 
-bench: $(INSTALLED)
+bench: $(RUNNING)
 	@$(RUN) benchmarks/cpu_vs_peers.py
 
 # First what is not installed, or that there is no CUDA device, in one line.

@@ -29,7 +29,7 @@ WORKERS = ROOT / "benchmarks" / "_peers"
 sys.path.insert(0, str(WORKERS))
 
 from contract import UNTIMED, Job  # noqa: E402
-from table import COLUMNS, DISTURBED, NARROW, cells, markdown, steady  # noqa: E402
+from table import COLUMNS, DISTURBED, NARROW, cells, giga, markdown, steady  # noqa: E402
 
 PEERS = ROOT / ".peers"
 PEERS_NEED = (
@@ -80,31 +80,62 @@ class Contender:
     settings: dict[str, Any] = field(default_factory=dict)
     peer: bool = False
     """Runs in `.peers/`."""
+    bf16: bool = False
+    """Multiplies in bf16."""
 
 
-PREHEAT = {"mixed_precision": {"mode": "bf16_weights"}, "chunked_loss": {"rows": 512}, "efficient_attention": {}}
+SLOW = 4
+"""Contenders in bf16 are left out where its products have less than one such part of the fp32 rate, unless they are named."""
+EXACT = {"chunked_loss": {"rows": 512}, "efficient_attention": {}}
+PREHEAT = {"mixed_precision": {"mode": "bf16_weights"}, **EXACT}
 CONTENDERS = (
     Contender("trainer", "transformers Trainer, its defaults", "trainer_worker.py"),
-    # Without a GPU the Trainer refuses bf16 unless use_cpu says that this is meant.
-    Contender("trainer-bf16", "transformers Trainer, bf16=True", "trainer_worker.py", {"bf16": True, "use_cpu": True}),
     Contender(
-        "litgpt", "litgpt pretrain, its defaults on a CPU (32-true)", "litgpt_worker.py", {"precision": "32-true"}, True
+        "trainer-compile", "transformers Trainer, torch_compile=True", "trainer_worker.py", {"torch_compile": True}
+    ),
+    # Without a GPU the Trainer refuses bf16 unless use_cpu says that this is meant.
+    Contender(
+        "trainer-bf16",
+        "transformers Trainer, bf16=True",
+        "trainer_worker.py",
+        {"bf16": True, "use_cpu": True},
+        bf16=True,
+    ),
+    Contender(
+        "trainer-bf16-compile",
+        "transformers Trainer, bf16=True, torch_compile=True",
+        "trainer_worker.py",
+        {"bf16": True, "use_cpu": True, "torch_compile": True},
+        bf16=True,
+    ),
+    # litgpt calls torch.compile by itself.
+    Contender(
+        "litgpt",
+        "litgpt pretrain, its defaults on a CPU (32-true)",
+        "litgpt_worker.py",
+        {"precision": "32-true"},
+        peer=True,
     ),
     Contender(
         "litgpt-mixed",
         "litgpt pretrain, bf16-mixed, fused AdamW",
         "litgpt_worker.py",
         {"precision": "bf16-mixed", "fused": True},
-        True,
+        peer=True,
+        bf16=True,
     ),
     Contender(
         "litgpt-bf16",
         "litgpt pretrain, bf16-true, fused AdamW",
         "litgpt_worker.py",
         {"precision": "bf16-true", "fused": True},
-        True,
+        peer=True,
+        bf16=True,
     ),
-    Contender("preheat", "preheat, bf16 weights, chunked loss", "preheat_worker.py", {"techniques": PREHEAT}),
+    Contender("preheat-fp32", "preheat, fp32, chunked loss", "preheat_worker.py", {"techniques": EXACT}),
+    Contender(
+        "preheat", "preheat, bf16 weights, chunked loss", "preheat_worker.py", {"techniques": PREHEAT}, bf16=True
+    ),
 )
 BASELINES = ("trainer", "trainer-bf16")
 
@@ -250,7 +281,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"optimizer steps of each training; the first {UNTIMED} are not timed (default 50)",
     )
     parser.add_argument(
-        "--contenders", nargs="+", choices=[c.name for c in CONTENDERS], default=[c.name for c in CONTENDERS]
+        "--contenders",
+        nargs="+",
+        choices=[c.name for c in CONTENDERS],
+        help="default: all, without those in bf16 on a CPU that is slow in it",
     )
     parser.add_argument(
         "--tokenizer",
@@ -286,9 +320,18 @@ def command_of(options: argparse.Namespace) -> str:
         "--seed",
         options.seed,
     ]
-    if options.contenders != [c.name for c in CONTENDERS]:
+    if options.contenders:
         words += ["--contenders", *options.contenders]
     return shlex.join(map(str, words))
+
+
+def chosen(named: list[str] | None, rates: dict[str, Any]) -> tuple[list[Contender], dict[str, str]]:
+    """The contenders that run, and why others are left out: those named, else all that make sense at these rates."""
+    if named:
+        return [c for c in CONTENDERS if c.name in named], {}
+    slow = rates["bf16"] * SLOW < rates["fp32"]
+    why = f"bf16 products run at {giga(rates['bf16'])} GFLOP/s on this CPU, fp32 at {giga(rates['fp32'])}"
+    return [c for c in CONTENDERS if not (slow and c.bf16)], {c.name: why for c in CONTENDERS if slow and c.bf16}
 
 
 def main() -> int:
@@ -298,15 +341,23 @@ def main() -> int:
 
     options = options_of()
     shape, console = SHAPES[options.size], Console()
-    contenders = [c for c in CONTENDERS if c.name in options.contenders]
+    console.print(f"{options.size}: measuring the matrix rate", highlight=False)
+    begin = must(sys.executable, WORKERS / "matrix_rate.py")
+    console.print(
+        f"{begin['cpu']}, {begin['threads']} threads: bf16 {giga(begin['bf16'])} GFLOP/s, fp32 {giga(begin['fp32'])}",
+        highlight=False,
+    )
+    contenders, skipped = chosen(options.contenders, begin)
+    for name, why in skipped.items():
+        console.print(f"{name:20} left out: {why}; --contenders {name} runs it", highlight=False, soft_wrap=True)
+    if any(c.peer for c in contenders) and not (PEERS / "made").is_file():
+        console.print("installing litgpt into .peers, once", highlight=False)
     runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory() as temporary, Progress(*columns, console=console) as progress:
         folder = Path(temporary)
         task = progress.add_task("preparing the model and the rows", total=len(contenders) * options.repeats)
         text = prepare(folder, shape, options, litgpt=any(c.peer for c in contenders))
-        progress.update(task, description="measuring the matrix rate")
-        begin = must(sys.executable, WORKERS / "matrix_rate.py")
         for contender in rounds(contenders, options.repeats):
             progress.update(task, description=contender.name)
             result = train(contender, folder, shape, options)
@@ -316,12 +367,12 @@ def main() -> int:
                 if "failed" in result
                 else f"{result['tokens_per_second']:,.0f} tokens/s, loss {result['loss_at_end']:.4f}"
             )
-            progress.console.print(f"{contender.name:14} {said}", highlight=False, markup=False)
+            progress.console.print(f"{contender.name:20} {said}", highlight=False, markup=False)
             progress.advance(task)
         progress.update(task, description="measuring the matrix rate")
         end = must(sys.executable, WORKERS / "matrix_rate.py")
 
-    rows = summary(runs, shape, max(begin["bf16"], end["bf16"]))
+    rows = summary(runs, shape, max(rates[kind] for rates in (begin, end) for kind in ("bf16", "fp32")))
     result = {
         "command": command_of(options),
         "date": time.strftime("%Y-%m-%d"),
@@ -332,6 +383,7 @@ def main() -> int:
         "seed": options.seed,
         "shape": {**vars(shape), "flops_per_token": shape.flops_per_token()},
         "text": text,
+        "skipped": skipped,
         "python": platform.python_version(),
         "machine": {"begin": begin, "end": end},
         "rows": rows,
@@ -350,7 +402,8 @@ def main() -> int:
         table.add_row(*(shown[i] for i in NARROW))
     console.print(table)
     console.print(
-        f"bf16 matrix rate: {begin['bf16'] / 1e9:,.0f} GFLOP/s before, {end['bf16'] / 1e9:,.0f} after; {options.out}"
+        f"matrix rate in GFLOP/s: bf16 {giga(begin['bf16'])} before, {giga(end['bf16'])} after; "
+        f"fp32 {giga(begin['fp32'])} before, {giga(end['fp32'])} after; {options.out}"
     )
     if not steady(result["machine"]):
         console.print(DISTURBED, style="bold yellow")

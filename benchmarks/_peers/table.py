@@ -21,7 +21,7 @@ COLUMNS = (
     "memory x Trainer",
     "loss",
     "against Trainer",
-    "of bf16 rate",
+    "of matrix rate",
 )
 NARROW = (0, 1, 2, 3, 5, 6, 8, 9)
 """The columns that fit a terminal."""
@@ -52,6 +52,10 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def giga(rate: float) -> str:
+    return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.2g}"
+
+
 def steady(machine: dict[str, dict[str, Any]]) -> bool:
     return all(abs(machine["end"][kind] / machine["begin"][kind] - 1) <= STEADY for kind in ("bf16", "fp32"))
 
@@ -60,7 +64,7 @@ def markdown(result: dict[str, Any]) -> str:
     """The table and what one must know to repeat it."""
     shape, begin, end = result["shape"], result["machine"]["begin"], result["machine"]["end"]
     versions = {k: v for row in result["rows"] for k, v in row.get("versions", {}).items()}
-    rates = [f"{kind} {begin[kind] / 1e9:,.0f} before and {end[kind] / 1e9:,.0f} after" for kind in ("bf16", "fp32")]
+    rates = [f"{kind} {giga(begin[kind])} before and {giga(end[kind])} after" for kind in ("bf16", "fp32")]
     notes = [
         f"Machine: {begin['cpu']}, {begin['threads']} threads; matrix rate in GFLOP/s: {'; '.join(rates)}.",
         *([] if steady(result["machine"]) else [f"**{DISTURBED}**"]),
@@ -73,8 +77,9 @@ def markdown(result: dict[str, Any]) -> str:
         "Ratios: within each round, then the median.",
         "less imports: the high-water mark of resident memory less what was resident after the imports; its ratio is of that.",
         f"loss: mean of the last 5 steps; equal within {result['equal_within']:.0%} of the Trainer's.",
-        f"of bf16 rate: tokens/s x {shape['flops_per_token'] / 1e6:.1f} MFLOP per token (6 x (matrices of the layers + head) + "
-        "12 x layers x width x (length + 1) / 2), of the higher of the two bf16 rates.",
+        f"of matrix rate: tokens/s x {shape['flops_per_token'] / 1e6:.1f} MFLOP per token (6 x (matrices of the layers + head) + "
+        "12 x layers x width x (length + 1) / 2), of the highest of these rates.",
+        *(f"Left out: {name}: {why}." for name, why in result.get("skipped", {}).items()),
     ]
     lines = [
         f"# Training a {result['size']} Llama on a CPU: preheat and its peers",

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.views.console import Json, Set
 
-__all__ = ["demo"]
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+    from preheat.hardware.rates import Rates
+    from preheat.recipe import Recipe
+
+__all__ = ["demo", "steps_within"]
+
+# Seconds of training: on CPUs with AVX512, which compute in bf16, and on others, which need longer for as good a text.
+_FAST, _SLOW = 45.0, 60.0
+# The model learns little in fewer steps, and has seen most of the standard library after more.
+_LEAST, _MOST = 60, 2000
 
 
 def demo(
@@ -18,7 +29,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Plan and train a small model on Python's standard library, evaluate it, generate text and write a report. Takes
-    two minutes, offline.
+    two minutes, offline: the plan chooses how many steps that allows, unless --set names a stop.
 
     Example: `preheat demo`
     """
@@ -26,28 +37,48 @@ def demo(
 
     recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
-    from preheat.cli.views.console import console
-    from preheat.run_dir import Reader
+    from preheat.cli.views.console import console, picture
+    from preheat.run_dir import Reader, check_folder
 
+    folder = out or _first_free(Path("runs") / "demo")
+    check_folder(folder, resume=False)
+    screen = console(quiet=json)
+    screen.print("planning a step of the demo …", style="dim")
     # Before the user's settings, which win.
-    first = _precision_settings()
-    if first and not json:
-        console().print(
+    slow = _is_slow_in_bf16()
+    settings = ["techniques.mixed_precision.mode=fp32"] if slow else []
+    if slow:
+        screen.print(
             "this CPU is slow in bf16: the demo computes in fp32 (techniques.mixed_precision.mode=fp32)", style="dim"
         )
-    settings = [*first, *(set or [])]
+    settings += set or []
+    rates, plan = _plan(recipes.load("demo", settings, warn=False), quiet=json)
+    # The user's own end of the run wins; a run without it takes about a minute.
+    chooses = not any(item.startswith("stop.") for item in set or [])
+    seconds = _SLOW if slow else _FAST
+    if chooses:
+        steps = steps_within(seconds, plan["seconds_per_step"])
+        settings = [*_lasting(steps), *settings]
+        plan |= {"steps": steps, "seconds_total": steps * plan["seconds_per_step"] + plan["seconds_to_start"]}
+    screen.print(picture(plan, "demo"))
+    if chooses:
+        screen.print(
+            f"training {plan['steps']:,} steps of {plan['seconds_per_step']:.3g} s: by this plan "
+            f"{plan['steps'] * plan['seconds_per_step']:.0f} s, of the {seconds:.0f} s that the demo is to train for"
+        )
     result = run(
-        recipes.load("demo", settings),
-        out=out or _first_free(Path("runs") / "demo"),
+        recipes.load("demo", settings, warn=False),
+        out=folder,
         resume=False,
         force=False,
         json=json,
-        # `preheat train`, which resumes the demo, does not choose the precision by itself.
+        # `preheat train`, which resumes the demo, chooses neither the precision nor the steps by itself.
         again=["train", "demo", *(part for item in settings for part in ("--set", item))],
+        rates=rates,
+        planned=True,
     )
     if json:
         return
-    screen = console()
     reader = Reader(result["run"])
     for base in reader.events("baseline"):
         screen.print(
@@ -62,14 +93,70 @@ def demo(
     screen.print(f"open {result['report']} in a browser; edit the recipe with: preheat init demo")
 
 
-def _precision_settings() -> list[str]:
-    """Returns settings applied before the user's: fp32 if bf16 on this CPU would turn two minutes into an hour."""
+def steps_within(seconds: float, step: float) -> int:
+    """Returns how many steps of `step` seconds fit into `seconds`, in fives and within the demo's limits.
+
+    >>> steps_within(60, 0.25), steps_within(60, 7), steps_within(45, 1e-4)
+    (240, 60, 2000)
+    """
+    return min(max(5 * math.floor(seconds / step / 5), _LEAST), _MOST)
+
+
+def _lasting(steps: int) -> list[str]:
+    """Returns the settings of a run of so many steps: three evaluations, and two checkpoints."""
+    thirds, halves = math.ceil(steps / 3), math.ceil(steps / 2)
+    return [f"stop.max_steps={steps}", f"evaluate.every={thirds}", f"checkpoint.every={halves}"]
+
+
+def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
+    """Measures this machine at the sizes of the demo, unless its rates are stored, and plans a step.
+
+    Before the data is read, because it needs none of it: only the size of the vocabulary.
+    """
+    from dataclasses import replace
+
+    from preheat.cli.views.console import console
+    from preheat.engine.device import resolve_device
+    from preheat.hardware.benchmark_rates import Grid, grid_of, rates_for
+    from preheat.models import configs, hf
+    from preheat.planning.layer_extrapolation import observe_few_layers
+    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.request import Request
+    from preheat.planning.speed.step_time import grid_of_step
+    from preheat.training.plan_request import in_use, vocabulary_of
+
+    screen = console(quiet=quiet)
+    device, threads = resolve_device(recipe)
+    source = configs.source(recipe)
+    vocabulary = vocabulary_of(recipe, source)
+    request = Request(recipe, device, vocabulary=vocabulary, in_use=in_use(device), source_config=source)
+
+    def sizes() -> Grid:
+        # A GPU is measured in seconds anyway.
+        if device.kind != "cpu":
+            return grid_of(device)
+        width = hf.facts(request.config).width
+        return grid_of_step(observe_few_layers(request), width=width, vocabulary=vocabulary)
+
+    with screen.status("measuring this machine at the sizes of this step") as status:
+        rates, measured = rates_for(
+            device, threads, sizes, lambda what, done: status.update(f"measuring {what} ({done:.0%})")
+        )
+    if measured:
+        screen.print(
+            f"measured this machine at the sizes of this step in {rates.seconds:.1f} s; all sizes: preheat calibrate",
+            style="dim",
+        )
+    return rates, plan(resolve_auto(replace(request, rates=rates)))
+
+
+def _is_slow_in_bf16() -> bool:
+    """Returns whether bf16 on this CPU would turn two minutes into an hour."""
     import torch
 
     from preheat.hardware.probe import quick_half
 
-    slow = not torch.cuda.is_available() and quick_half() == torch.float32
-    return ["techniques.mixed_precision.mode=fp32"] if slow else []
+    return not torch.cuda.is_available() and quick_half() == torch.float32
 
 
 def _first_free(path: Path) -> Path:

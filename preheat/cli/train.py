@@ -23,15 +23,28 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+    from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
 
 __all__ = ["resuming", "run", "train"]
 
 
-def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bool, again: Sequence[str]) -> JsonObject:
+def run(
+    recipe: Recipe,
+    *,
+    out: Path | None,
+    resume: bool,
+    force: bool,
+    json: bool,
+    again: Sequence[str],
+    rates: Rates | None = None,
+    planned: bool = False,
+) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
+        rates: measured rates to plan with; by default those of this machine.
+        planned: the plan was printed already.
         again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
@@ -45,10 +58,10 @@ def run(recipe: Recipe, *, out: Path | None, resume: bool, force: bool, json: bo
 
     screen = console()
     lead = int(os.environ.get("RANK", "0")) == 0  # only rank 0 prints and writes the report
-    live = Live(screen, recipe.name) if lead and not json else nullcontext(Alarms())
+    live = Live(screen, recipe.name, planned=planned) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
     with live as watch, _naming_resume_command(folder, again):
-        result = start(recipe, out=out, resume=resume, force=force, watch=watch)
+        result = start(recipe, out=out, resume=resume, force=force, watch=watch, rates=rates)
     if result.get("already_finished"):
         if json and lead:
             emit(result)

@@ -7,6 +7,7 @@ statistic repairs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,13 +21,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from preheat.core import Device
 from preheat.errors import RunError
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
-from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load
+from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_of
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates"]
+__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates", "rates_for"]
 
 Progress = Callable[[str, float], None]
 """Called with the name of the next measurement and the progress (0 to 1)."""
@@ -75,6 +76,17 @@ class Grid:
     """Bytes of the copy for the bandwidth."""
     most: int = 5 * 2**29
     """Limit in bytes of a matmul's operands and result; larger ones are extrapolated from the layer with fewer rows."""
+    dtypes: tuple[str, ...] = ("bf16", "fp32", "fp16")
+    """Dtypes to measure; fp16 on CUDA only."""
+    shapes: tuple[tuple[int, int, int], ...] = ()
+    """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
+
+    def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
+        """Returns the rows to measure for each (inputs, outputs)."""
+        layers: dict[tuple[int, int], list[int]] = {}
+        for n, k, m in self.shapes or [(n, k, m) for k, m in self.layers for n in self.rows]:
+            layers.setdefault((k, m), []).append(n)
+        return layers
 
 
 FULL = Grid()
@@ -156,6 +168,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     start, others = time.perf_counter(), OtherProcesses()
     cuda = device.kind == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
     seconds = Stopwatch(cuda)
     random = Random(device.kind)
     matrix: list[MatrixRate] = []
@@ -277,23 +290,33 @@ def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) ->
 
 
 def _matrix(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
-    return [rate for k, m in grid.layers for rate in _layer(seconds, random, name, dtype, (k, m), grid)]
+    return [
+        rate
+        for layer, rows in grid.rows_by_layer().items()
+        for rate in _layer(seconds, random, name, dtype, layer, rows, grid.most)
+    ]
 
 
 def _layer(
-    seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, sizes: tuple[int, int], grid: Grid
+    seconds: Stopwatch,
+    random: Random,
+    name: str,
+    dtype: torch.dtype,
+    layer: tuple[int, int],
+    rows: Sequence[int],
+    most: int,
 ) -> list[MatrixRate]:
     import torch
 
-    k, m = sizes
+    k, m = layer
     measured = []
     # Layout -> FLOP/s with the last measured number of rows.
     last: dict[Layout, float] = {}
     # In ascending order, so that the rate with fewer rows predicts the time with more.
-    for n in sorted(grid.rows):
+    for n in sorted(rows):
         flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
         # The smallest number of rows is always measured: every layer needs a rate in every layout.
-        if last and (bytes > grid.most or all(flops / rate >= _TOO_LONG for rate in last.values())):
+        if last and (bytes > most or all(flops / rate >= _TOO_LONG for rate in last.values())):
             continue
         # Input (n, k), gradient of the output (n, m) and weight (m, k), in as many copies as leave the cache.
         sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_turns(bytes))]
@@ -457,7 +480,7 @@ def rates(
         _log.warning("measuring this machine, once; some ten seconds to a minute")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
-        _measure_in_process(device, threads, progress, grid or grid_of(device))
+        _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
         stored = load(device.name, torch.__version__, threads)
         assert stored is not None, "the child stored rates for another machine"
     if stored is None:
@@ -468,38 +491,82 @@ def rates(
     return stored
 
 
-def _measure_in_process(device: Device, threads: int, progress: Progress | None, grid: Grid) -> None:
-    task = {"device": dataclasses.asdict(device), "threads": threads, "grid": dataclasses.asdict(grid)}
-    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()", json.dumps(task)]
+def rates_for(
+    device: Device, threads: int, choose: Callable[[], Grid], progress: Progress | None = None
+) -> tuple[Rates, bool]:
+    """Returns the stored rates of this machine, or else measures some sizes only, which takes seconds.
+
+    Other sizes are interpolated from these, so the rates are not stored: other plans measure all sizes.
+
+    Args:
+        choose: returns the sizes to measure; called only if there are no rates, or those of a busy machine.
+
+    Returns:
+        The rates, and whether they were measured now.
+
+    Raises:
+        RunError: measuring failed.
+    """
+    import torch
+
+    stored = load(device.name, torch.__version__, threads)
+    if stored is not None and not stored.contended:
+        return stored, False
+    return _measure_in_process(device, threads, progress, choose, store=False), True
+
+
+def _measure_in_process(
+    device: Device, threads: int, progress: Progress | None, choose: Callable[[], Grid], *, store: bool = True
+) -> Rates:
+    """Measures in a child process, which also stores the rates if `store`."""
+    command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()"]
+    measured: Rates | None = None
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     # A file for its stderr: a full pipe that is read only after the progress would block the child.
     with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
+        subprocess.Popen(tethered(command), **pipes, stderr=stderr, text=True) as child,
     ):
+        assert child.stdin is not None
         assert child.stdout is not None
         # Progress arrives as JSON lines until the child ends.
         try:
+            # The child imports torch while the sizes are chosen.
+            task = {"device": dataclasses.asdict(device), "threads": threads, "store": store}
+            text = json.dumps(task | {"grid": dataclasses.asdict(choose())})
+            with contextlib.suppress(BrokenPipeError), child.stdin:  # a child that has ended: its status says why
+                child.stdin.write(text)
             for line in child.stdout:
-                what, done = json.loads(line)
-                if progress is not None:
-                    progress(what, done)
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    measured = parse(message)
+                elif progress is not None:
+                    progress(*message)
         # Ctrl-C too must not leave a child behind that uses all cores.
         except BaseException:
             child.kill()  # Popen.__exit__ waits for it
             raise
         # A process ended by a signal leaves no message, so the signal is the reason.
-        last = last_error_line(errors) if child.wait() > 0 else ""
+        last = last_error_line(stderr) if child.wait() > 0 else ""
     if child.returncode != 0:
         last = last or f"its process {ended_by(child.returncode)}"
         raise RunError(f"measuring the rates of this machine failed: {last}")
+    assert measured is not None, "the child ended well and sent no rates"
+    return measured
 
 
 def _child() -> None:
-    install_heap()  # as a run does
-    task: JsonObject = json.loads(sys.argv[1])
+    import torch  # noqa: F401  # while the parent still chooses what to measure
 
-    def tell(what: str, done: float) -> None:
-        sys.stdout.write(json.dumps([what, done]) + "\n")
+    install_heap()  # as a run does
+    task: JsonObject = json.loads(sys.stdin.read())
+
+    def send(message: object) -> None:
+        sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
-    calibrate(Device(**task["device"]), task["threads"], tell, grid=Grid(**task["grid"])).store()
+    grid = Grid(**task["grid"])
+    measured = calibrate(Device(**task["device"]), task["threads"], lambda *done: send(done), grid=grid)
+    if task["store"]:
+        measured.store()
+    send(measured.values())

@@ -38,6 +38,7 @@ __all__ = [
     "Rates",
     "load",
     "note_run",
+    "parse",
     "stored_at",
 ]
 
@@ -247,6 +248,13 @@ class Rates:
             raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
         return points
 
+    def values(self) -> JsonObject:
+        """Returns the measured values as JSON, which `parse` reads."""
+        # Links and pace have their own files, because `nettest` and finished runs update them independently.
+        left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
+        return {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values}
+
     def store(self) -> Path:
         """Writes the rates atomically to the file that `load` reads.
 
@@ -254,10 +262,7 @@ class Rates:
             RunError: the folder cannot be written.
         """
         path = stored_at(self.hardware, self.torch, self.threads)
-        # Links and pace have their own files, because `nettest` and finished runs update them independently.
-        left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
-        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
-        store_json(path, {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values})
+        store_json(path, self.values())
         _runs_path(path).unlink(missing_ok=True)  # the ratios were relative to other rates
         return path
 
@@ -299,15 +304,15 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         current = _FORMAT_GPU if values.get("near", 0) is None else _FORMAT
         if {key: values.get(key) for key in expected} != expected or values.get("format") != current:
             return None
-        rates = _read(values)
+        rates = parse(values)
     except Damaged as error:
         _log.warning("%s: is damaged (%s); this machine is measured again", path, error)
         return None
     return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_ratios(_runs_path(path))))
 
 
-def _read(values: JsonObject) -> Rates:
-    """Validates stored rates: exactly the expected keys, finite positive numbers, every kind of rate for each dtype.
+def parse(values: JsonObject) -> Rates:
+    """Validates the values of `Rates.values`: the expected keys, finite positive numbers, all rates for each dtype.
 
     Raises:
         Damaged: the validation failed.

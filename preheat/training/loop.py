@@ -25,7 +25,7 @@ from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, read_step_stats, update
 from preheat.errors import PreheatError, RunError
-from preheat.hardware.cpu_allocator import release_unused
+from preheat.hardware.cpu_allocator import release_small, release_unused
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
@@ -42,6 +42,7 @@ from preheat.training.throughput import ThroughputMeter
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.hardware.rates import Rates
 
 __all__ = ["train"]
 
@@ -54,6 +55,7 @@ def train(
     force: bool = False,
     progress: bool = True,
     watch: Watch | None = None,
+    rates: Rates | None = None,
     trust_remote_code: bool = False,
 ) -> JsonObject:
     """Trains a recipe into a run folder.
@@ -64,6 +66,7 @@ def train(
         force: train even if the plan says that it does not fit.
         progress: log stages, the plan and steps as `preheat.run` (to standard error if logging is not configured).
         watch: callbacks to use instead.
+        rates: measured rates to plan with; by default those of this machine, measured if none are stored.
         trust_remote_code: run Python code from the model's folder; `model.trust_remote_code` alone never does.
 
     Returns:
@@ -80,13 +83,17 @@ def train(
         >>> train(load_recipe("demo", ["stop.max_steps=20"]), out="runs/first")      # doctest: +SKIP
     """
     with remote_code.trusting(trust_remote_code):
-        return _train(recipe, out, resume=resume, force=force, watch=watch or (Logged() if progress else Watch()))
+        seen_by = watch or (Logged() if progress else Watch())
+        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates)
 
 
-def _train(recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch) -> JsonObject:
+def _train(
+    recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch, rates: Rates | None
+) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
-    session = open_session(recipe, Path(out or Path("runs") / recipe.name), resume=resume, watch=watch, force=force)
+    folder = Path(out or Path("runs") / recipe.name)
+    session = open_session(recipe, folder, resume=resume, watch=watch, force=force, rates=rates)
     if isinstance(session, Finished):
         return session.summary
     # The watchdog reports before torch's own timeout, which aborts the process without saying where the others are.
@@ -426,6 +433,7 @@ class _Loop:
     def _save(self, *, last: bool = False) -> None:
         self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
         self._log_checkpoints(self.session.saving.save(self.progress, last=last))
+        release_small(self.build.device.kind)
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:
@@ -441,6 +449,7 @@ class _Loop:
             self.evaluated = (step, result)
             if result.weight:
                 self.watch.evaluated(step, result.loss, result.scores)
+            release_small(self.build.device.kind)
         return self.evaluated[1].loss
 
     def _finish(self) -> JsonObject:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from preheat.data import PreparedData
     from preheat.data.packing import Rows
     from preheat.data.streaming import StreamRows
+    from preheat.hardware.rates import Rates
 
 __all__ = [
     "Finished",
@@ -207,11 +208,14 @@ class Session:
         release_unused(self.device.kind)
 
 
-def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False) -> Session | Finished:
+def open_session(
+    recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False, rates: Rates | None = None
+) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
     Args:
         force: train even if the plan says that it does not fit.
+        rates: measured rates to plan with; by default those of this machine, measured if there are none.
 
     Returns:
         `Finished` if the run to resume has ended already.
@@ -226,7 +230,7 @@ def open_session(recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force
     ready: _Ready | None = None
     # 2. Rank 0 reads, benchmarks and plans; the others wait for its decisions and read the cached data afterwards.
     if ranks.lead:
-        prepared = _prepare(recipe, out, ranks, device, threads, resume=resume, watch=watch, force=force)
+        prepared = _prepare(recipe, out, ranks, device, threads, rates, resume=resume, watch=watch, force=force)
         if isinstance(prepared, Finished):
             ranks.publish("prepared", {"finished": prepared.summary})
             ranks.gather("read")  # this process may hold the store: wait until the others have read it
@@ -354,9 +358,18 @@ def read_data(
 
 
 def _prepare(
-    recipe: Recipe, out: Path, ranks: Ranks, device: Device, threads: int, *, resume: bool, watch: Watch, force: bool
+    recipe: Recipe,
+    out: Path,
+    ranks: Ranks,
+    device: Device,
+    threads: int,
+    rates: Rates | None,
+    *,
+    resume: bool,
+    watch: Watch,
+    force: bool,
 ) -> _Ready | Finished:
-    from preheat.hardware.benchmark_rates import rates
+    from preheat.hardware import benchmark_rates
 
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
@@ -384,7 +397,7 @@ def _prepare(
         return Finished(summary)
     # A library may swallow the exception of a signal: ask between the long stages.
     check()
-    measured = rates(device, threads, progress=_Measuring(watch))
+    measured = rates or benchmark_rates.rates(device, threads, progress=_Measuring(watch))
     check()
     watch.stage("planning")
     request = resolve_auto(

@@ -79,12 +79,16 @@ class Alarms(Watch):
 
 
 class Live(Alarms):
-    """Live view of a run: stages, notices, and a progress bar with loss, speed, MFU, memory and time left."""
+    """Live view of a run: stages, notices, and a progress bar with loss, speed, MFU, memory and time left.
 
-    def __init__(self, screen: Any, name: str):
+    Args:
+        planned: the plan was printed already.
+    """
+
+    def __init__(self, screen: Any, name: str, *, planned: bool = False):
         from rich.progress import BarColumn
 
-        self.screen, self.name = screen, name
+        self.screen, self.name, self._planned = screen, name, planned
         self._bar = bar(
             screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False
         )
@@ -118,7 +122,8 @@ class Live(Alarms):
             self._bar.refresh()
 
     def planned(self, plan: Mapping[str, Any]) -> None:
-        self.screen.print(picture(plan, self.name))
+        if not self._planned:
+            self.screen.print(picture(plan, self.name))
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
         self._seconds = [*self._seconds[-19:], metrics["seconds"]]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 
+from preheat.hardware.benchmark_rates import FULL, Grid
 from preheat.hardware.rates import Layout, Rates
 from preheat.ops.fused_norm_gate import BY_PIECES
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.roofline import fused_share, link_seconds
 
-__all__ = ["kernel_seconds", "step_seconds"]
+__all__ = ["grid_of_step", "kernel_seconds", "step_seconds"]
 
 # aten operator -> the operator of `hardware.rates.MOVERS` with a similar cost
 _MOVERS = {
@@ -95,7 +96,8 @@ def _dtype(kernel: Kernel, rates: Rates) -> str:
     return kernel.dtype if kernel.dtype in known else "fp32"
 
 
-def _product(kernel: Kernel, rates: Rates) -> float:
+def _layer_of(kernel: Kernel) -> tuple[Layout, int, int, int]:
+    """Returns which matmul of a linear layer a kernel is, and the layer's rows, inputs and outputs."""
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     (a, b), (first, second) = kernel.shapes[at : at + 2], kernel.transposed[at : at + 2]
     # a: (n, k), b: (k, m).
@@ -106,6 +108,11 @@ def _product(kernel: Kernel, rates: Rates) -> float:
         n, k, m = a[-1], b[-1], a[-2]
     elif layout == "grad_input":  # g [n, m] @ w [m, k]
         k, m = m, k
+    return layout, n, k, m
+
+
+def _product(kernel: Kernel, rates: Rates) -> float:
+    layout, n, k, m = _layer_of(kernel)
     # A dtype that was not measured takes the fp32 rate.
     known = {row.dtype for row in rates.matrix}
     return kernel.flops / rates.matrix_rate(kernel.dtype if kernel.dtype in known else "fp32", layout, n, k, m)
@@ -185,6 +192,39 @@ def _broadcast(kernel: Kernel) -> str:
         small = min(shapes[:2], key=math.prod)
         return "mul_column" if small and small[-1] == 1 else "mul_row"
     return "mul"
+
+
+def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Grid:
+    """Returns the sizes that decide the time of this step on a CPU, for a calibration that measures nothing else.
+
+    Args:
+        width: hidden size of the model.
+        vocabulary: number of its tokens.
+    """
+    attention, dtypes = set[tuple[int, int, int, int]](), {"fp32"}  # fp32: norms and the optimizer
+    shapes = set[tuple[int, int, int]]()
+    moved = 12  # two operands and a result in fp32
+    for kernel in observation.kernels:
+        if kernel.flops and "attention" in kernel.operator:
+            rows, heads, length, head_dim = kernel.shapes[0]
+            attention.add((rows, heads, length, head_dim))
+        elif kernel.flops:
+            _, n, k, m = _layer_of(kernel)
+            shapes.add((n, k, m))
+            dtypes.add(kernel.dtype)
+        elif kernel.operator in _MOVERS:
+            moved = max(moved, kernel.bytes_read + kernel.bytes_written)
+    return Grid(
+        shapes=tuple(sorted(shapes)),
+        products=FULL.products[:1],
+        # In a core's cache, in the shared cache, and as many as the largest operands have.
+        elements=(2**16, 2**18, max(2**20, 2 ** math.ceil(math.log2(moved / 12)))),
+        width=width,
+        vocabulary=vocabulary,
+        attention=tuple(sorted(attention)) or FULL.attention[:1],
+        parameters=2**20,
+        dtypes=tuple(sorted(dtypes)),
+    )
 
 
 # In a training step each kernel also costs Python, dispatcher, autograd and views: 11 microseconds in a profile of the

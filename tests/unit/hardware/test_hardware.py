@@ -602,17 +602,37 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
     assert ("a CPU is slow in bf16: 8 GFLOP/s, and 70 in fp32" in caught.get()) == warned
 
 
-@pytest.mark.parametrize(
-    ("capability", "set_first"), [("AVX2", ["techniques.mixed_precision.mode=fp32"]), ("AVX512", [])]
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory of Linux")
+def test_what_an_evaluation_has_freed_is_given_back() -> None:
+    # As `install_heap` does: malloc never gives memory back by itself.
+    code = """
+import ctypes
+from preheat.hardware.cpu_allocator import release_small
+from preheat.hardware.probe import resident_bytes
+ctypes.CDLL(None).mallopt(-1, -1)
+objects = [bytes(5000) for _ in range(6000)]
+objects.append(last := bytes(5000))
+full = resident_bytes()
+del objects
+freed = resident_bytes()
+release_small("cuda")
+on_gpu = resident_bytes()
+release_small("cpu")
+print(full - freed < 2**20, freed - on_gpu < 2**20, full - resident_bytes() > 20 * 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True"]
+
+
+@pytest.mark.parametrize(("capability", "slow"), [("DEFAULT", True), ("AVX2", True), ("AVX512", False)])
 def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
-    capability: str, set_first: list[str], monkeypatch: pytest.MonkeyPatch
+    capability: str, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from preheat.cli.demo import _precision_settings
+    from preheat.cli.demo import _is_slow_in_bf16
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    assert _precision_settings() == set_first
+    assert _is_slow_in_bf16() is slow
 
 
 @pytest.mark.parametrize(("rate", "sizes"), [(3e8, [256]), (3e10, [256, 2048]), (1e12, [256, 2048, 4096])])

@@ -1,0 +1,159 @@
+"""The demo: the plan chooses how many steps it trains, from rates that are measured at the sizes of its step only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from preheat import recipe as recipes
+from preheat.cli import demo
+from preheat.core import Device
+from preheat.hardware import benchmark_rates
+from preheat.hardware.benchmark_rates import Grid, calibrate, rates_for
+from preheat.hardware.probe import probe
+from preheat.hardware.rates import LAYOUTS, MOVERS, Rates, load, parse
+from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.request import Request
+from preheat.planning.speed.step_time import grid_of_step, step_seconds
+
+TINY = Grid(
+    shapes=((8, 16, 4), (32, 16, 4), (8, 4, 16)),
+    products=(32,),
+    elements=(256, 512),
+    width=16,
+    vocabulary=32,
+    attention=((1, 2, 16, 8),),
+    parameters=64,
+    large=2**16,
+    dtypes=("fp32",),
+)
+
+
+def test_the_steps_take_as_long_as_asked_by_the_plan() -> None:
+    assert demo.steps_within(60, 0.3) == 200
+    assert demo.steps_within(45, 0.112) == 400
+    assert 45 - 5 * 0.113 < demo.steps_within(45, 0.113) * 0.113 <= 45
+    # Neither a model that learned nothing, nor one that reads the standard library many times.
+    assert demo.steps_within(60, 30) == 60
+    assert demo.steps_within(45, 1e-9) == 2000
+
+
+class Trains(Exception):
+    """Instead of training, with what would be trained."""
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What the demo would train is raised instead; a step takes 0.3 s by the plan, and nothing is measured."""
+
+    def stop(recipe: recipes.Recipe, **options: object) -> None:
+        raise Trains(recipe, options)
+
+    monkeypatch.setattr("preheat.cli.train.run", stop)
+    monkeypatch.setattr(
+        demo, "_plan", lambda recipe, quiet: ("rates", {"seconds_per_step": 0.3, "seconds_to_start": 0.0})
+    )
+    monkeypatch.setattr("preheat.cli.views.console.picture", lambda plan, name: f"{plan.get('steps')} steps planned")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("slow", "steps"), [(True, 200), (False, 150)])
+def test_the_demo_trains_for_a_minute_by_its_plan_and_says_so(
+    slow: bool, steps: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_is_slow_in_bf16", lambda: slow)
+    with pytest.raises(Trains) as raised:
+        demo.demo()
+    recipe, options = raised.value.args
+    assert recipe.stop.max_steps == steps
+    assert (recipe.evaluate.every, recipe.checkpoint.every) == (-(-steps // 3), steps // 2)
+    # Without them `preheat train`, which resumes the demo, would train another number of steps.
+    assert f"stop.max_steps={steps}" in options["again"]
+    assert ("techniques.mixed_precision.mode=fp32" in options["again"]) is slow
+    assert options["rates"] == "rates"
+    assert f"training {steps} steps of 0.3 s: by this plan {steps * 0.3:.0f} s" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize("stop", ["stop.max_steps=7", "stop.tokens=10000"])
+def test_the_users_own_end_of_the_demo_wins(stop: str, trained: Path) -> None:
+    with pytest.raises(Trains) as raised:
+        demo.demo(set=[stop])
+    recipe, options = raised.value.args
+    assert recipe == recipes.load("demo", [part for part in options["again"][2:] if part != "--set"])
+    assert recipe.stop == recipes.load("demo", [stop]).stop
+    assert recipe.evaluate.every == recipes.load("demo").evaluate.every
+
+
+def test_the_demo_samples_its_text() -> None:
+    # A model of this size repeats one line when it takes the likeliest token each time.
+    sample = recipes.load("demo").sample
+    assert sample.temperature > 0
+    assert sample.repetition_penalty > 1
+
+
+@pytest.fixture(scope="module")
+def request_of_demo() -> Request:
+    # One layer: the sizes are those of two.
+    recipe = recipes.load("demo", ["techniques.mixed_precision.mode=fp32", "model.num_layers=1"])
+    return Request(recipe, Device("cpu", "made up", 2**34), vocabulary=4096)
+
+
+def test_only_the_sizes_of_the_step_are_measured(request_of_demo: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    observation = observe_few_layers(request_of_demo)
+    grid = grid_of_step(observation, width=256, vocabulary=4096)
+    # A micro-batch of 4 rows of 256 tokens; the head by 512 rows.
+    assert {(1024, 256, 256), (1024, 256, 128), (1024, 256, 768), (1024, 768, 256), (512, 256, 4096)} <= set(
+        grid.shapes
+    )
+    assert (4, 4, 256, 64) in grid.attention
+    # Each matmul of the step is at a measured size, in each layout: none of its rates is interpolated.
+    asked: list[tuple[int, int, int]] = []
+    made = dataclasses.replace(calibrate(probe("cpu"), 1, grid=TINY), threads=1)
+    monkeypatch.setattr(
+        Rates, "matrix_rate", lambda self, dtype, layout, n, k, m: asked.append((n, k, m)) or self.matrix[0].flops
+    )
+    assert step_seconds(observation, made) > 0
+    assert {*asked} <= {*grid.shapes}
+    # Fewer by far than a calibration of everything.
+    assert len(grid.shapes) < len(benchmark_rates.FULL.rows) * len(benchmark_rates.FULL.layers) / 2
+
+
+def test_a_calibration_of_some_sizes_measures_those_and_answers_every_plan() -> None:
+    made = calibrate(Device("cpu", "made up", 2**30), 1, grid=TINY)
+    assert {(r.n, r.k, r.m) for r in made.matrix} == {*TINY.shapes}
+    assert {r.layout for r in made.matrix} == set(LAYOUTS)
+    assert {r.dtype for r in (*made.matrix, *made.moved, *made.attention)} == made.peak_matrix_rate.keys() == {"fp32"}
+    # No operator is missing, whatever the user's techniques or a fallback of the run add to the step.
+    assert {r.operator for r in made.moved} >= MOVERS.keys() - {"to_fp32"}
+    assert parse(json.loads(json.dumps(made.values()))) == made
+
+
+def test_rates_of_some_sizes_are_not_taken_for_those_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    device = Device("cpu", "made up", 2**30)
+    told: list[float] = []
+    start = time.perf_counter()
+    made, measured = rates_for(device, 1, lambda: TINY, lambda what, done: told.append(done))
+    assert measured
+    assert told[-1] == 1.0
+    assert made.seconds < time.perf_counter() - start
+    assert load("made up", torch.__version__, 1) is None
+    assert list(tmp_path.glob("calibration*")) == []
+    # Stored rates of all sizes are used, except those of a busy machine.
+    made.store()
+    stored = dataclasses.replace(made, contended=False)
+    stored.store()
+    assert rates_for(device, 1, lambda: pytest.fail("measured again")) == (stored, False)
+    dataclasses.replace(made, contended=True).store()
+    monkeypatch.setattr(benchmark_rates, "_measure_in_process", lambda *_, store: stored)
+    assert rates_for(device, 1, lambda: TINY) == (stored, True)
