@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument(
         "--mixers", action="store_true", help="a recipe of each kind of token mixer, instead of the list"
     )
+    parser.add_argument("--only", default="", help="only recipes with this text in their names")
     options = parser.parse_args()
     configurations = tempfile.TemporaryDirectory()
     chosen = mixers(Path(configurations.name)) if options.mixers else listed()
@@ -175,6 +176,8 @@ def main() -> None:
         chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
     rows: list[dict[str, Any]] = []
     for name, settings in chosen:
+        if options.only not in name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "preheat", "train", "demo", "--json", "--force", "--out", f"{folder}/run"]
             done = subprocess.run(
