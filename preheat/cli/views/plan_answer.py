@@ -185,12 +185,13 @@ def _bars(plan: Mapping[str, Any], width: int) -> list[tuple[str, str]]:
     large = {c: gib for c, gib in plan["memory"].items() if gib >= _SMALL * peak}
     rest = sum(plan["memory"].values()) - sum(large.values())
     rows = [*large.items(), *([("other", rest)] if rest >= _SMALL / 2 * peak else [])]
-    # Scaled to the device's memory, unless it is far more than the peak.
-    room = max(min(_BAR, width - 26), 5)
-    scale = room / max(peak, has if has < 2.5 * peak else 0.0, 1e-9)
+    room = max(min(_BAR, width - 27), 6)
+    # Scaled to the device's memory; if that is far more than the peak, its bar is cut off.
+    far = has >= 2.5 * peak
+    scale = (room - 4) / max(peak, 1e-9) if far else room / max(peak, has, 1e-9)
     lines = [(f"  {c:<13}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
     if plan["fits"] and has - peak >= _SMALL / 4 * has:
-        left = "░" * max(room - round(peak * scale), 0) if has < 2.5 * peak else "░ …"
+        left = "░ …" if far else "░" * max(room - round(peak * scale), 0)
         lines.append((f"  {'free':<13}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
     return lines
 

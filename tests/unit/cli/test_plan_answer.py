@@ -177,6 +177,21 @@ def test_alternatives_give_up_lines_from_the_last_one() -> None:
     assert {"memory", "speed", "time", "rests on"} <= {line[:10].strip() for line in least}
 
 
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("width", [40, 60, 79])
+def test_a_narrow_terminal_gets_whole_lines(name: str, width: int) -> None:
+    lines = [line for line, _ in Answer(PLANS[name]()[1], "m").lines(width)]
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= LINES
+
+
+def test_a_limit_below_the_process_is_named() -> None:
+    _, plan = cpu()
+    text = " ".join(line for line, _ in Answer({**plan, "fits": False, "available_gib": 2**-30}, "m").lines())
+    assert "the process itself takes all that is there" in text
+    assert "the limit must exceed what the process takes" in text
+
+
 def test_layout_and_micro_batch_of_each_rank() -> None:
     _, plan = cluster()
     text = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
