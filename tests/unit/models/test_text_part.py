@@ -132,8 +132,8 @@ def test_a_vision_part_that_is_not_trained_is_refused(family: str, tmp_path: Pat
 
 
 def test_a_text_model_has_no_whole(tmp_path: Path) -> None:
-    transformers.LlamaConfig(**{k: v for k, v in TEXT.items()}).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match="model.part: whole: llama is a text model already and has no parts"):
+    transformers.LlamaConfig(**TEXT).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"part: whole: llama is a text model already and has no parts"):
         built(tmp_path, part="whole", weights="random")
     with pytest.raises(RecipeError, match="built-in configuration of gemma-3-4b is of its text part alone"):
         configs.source(parse("model: {preset: gemma-3-4b, part: whole}\nstop: {max_steps: 1}"))

@@ -33,7 +33,12 @@ from ...contract.waits import waits_of
 from ..seeing import QWEN, SQUARES, draw, questions, tiny_folder, written
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe"]
-ALL = [*FAMILIES, "qwen2_5_vl", "qwen3_5", *SQUARES]
+ALL = [
+    *FAMILIES,
+    "qwen2_5_vl",
+    "gemma3",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5", "mistral3", "smolvlm")),
+]
 MORE = [pytest.param(name, marks=pytest.mark.slow) if name.endswith(("moe", "n2_vl")) else name for name in QWEN]
 
 
@@ -317,7 +322,9 @@ TECHNIQUES = (
 )
 
 
-@pytest.mark.parametrize("family", [*MORE, *SQUARES])
+@pytest.mark.parametrize(
+    "family", [*MORE, "gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "smolvlm"))]
+)
 def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
     plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
