@@ -146,6 +146,10 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
         )
         settings |= {key: value for key in known if (value := values.get(key)) is not None}
         settings["size"] = {**settings["size"], **size}
+        if settings.get("do_pan_and_scan"):
+            raise RecipeError(
+                f"model.path: {file} has do_pan_and_scan true: crops of images are not supported; set it to false"
+            )
         for key, wanted in fixed.items():
             if settings[key] != wanted:
                 raise RecipeError(

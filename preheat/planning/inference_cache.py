@@ -171,10 +171,10 @@ def _no_values_checked() -> Iterator[None]:
 def _layers(cache: Cache) -> Iterator[LayerCache]:
     import torch
 
-    from preheat.models.generation.kv_cache import cache_tensors
+    from preheat.models.generation.kv_cache import cache_tensors, cache_windows
 
     cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder model: the decoder's own tokens
-    for layer, tensors in zip(cache.layers, cache_tensors(cache), strict=True):
+    for layer, tensors, window in zip(cache.layers, cache_tensors(cache), cache_windows(cache), strict=True):
         keys = getattr(layer, "keys", None)
         # A window shorter than the text keeps fewer tokens of it.
         tokens = keys.shape[-2] if keys is not None and keys.numel() else _TOKENS
@@ -183,7 +183,7 @@ def _layers(cache: Cache) -> Iterator[LayerCache]:
         yield LayerCache(
             elements=sum(t.numel() // tokens for t in per_token),
             vectors=sum(t.numel() // tokens // t.shape[-1] for t in per_token),
-            window=getattr(layer, "sliding_window", None),
+            window=window,
             state=sum(t.numel() for t in states if t.dtype != torch.float32),
             state_fp32=sum(t.numel() for t in states if t.dtype == torch.float32),
         )

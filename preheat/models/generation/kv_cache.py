@@ -35,6 +35,7 @@ __all__ = [
     "cache_attention",
     "cache_nbytes",
     "cache_tensors",
+    "cache_windows",
     "dequantize",
     "has_recurrent_state",
     "make_cache",
@@ -228,6 +229,11 @@ def cache_tensors(cache: Cache) -> list[list[Tensor]]:
         list(tensors([*vars(layer).values(), *linear[number : number + 1]]))
         for number, layer in enumerate(cache.layers)
     ]
+
+
+def cache_windows(cache: Cache) -> list[int | None]:
+    """Returns each layer's sliding window in tokens; None without one."""
+    return [getattr(layer, "sliding_window", None) for layer in cache.layers]
 
 
 def cache_nbytes(cache: Cache) -> int:

@@ -46,7 +46,7 @@ def result(subject: Subject, technique_text: str, peak: float, has: float, **mor
         "pace": 1.0, "allocator_retries": False, "heap": None, "cost": None,
         "energy": {"kilowatts": 0.45, "million_tokens": 0.0525, "run": None}, "devices": 1, "chosen": "c",
         "numerics": "rounding", "recipe": values, "alternatives": [], "rejected": [],
-        "searched": {"candidates": 143, "dry_runs": 9, "confirmed": True}, **more,
+        "searched": {"candidates": 143, "dry_runs": 9, "confirmed": True, "interrupted": False}, **more,
     }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def cpu() -> tuple[Subject, dict[str, Any]]:
     subject = subject_of("demo")
     device = {"kind": "cpu", "name": "AMD EPYC", "segments": None}
     text = "{mixed_precision: {}, muon: {}, efficient_attention: {}, chunked_loss: {rows: 512}, gradient_accumulation: {steps: 2}}"  # fmt: skip
-    searched = {"candidates": 0, "dry_runs": 0, "confirmed": False}
+    searched = {"candidates": 0, "dry_runs": 0, "confirmed": False, "interrupted": False}
     return subject, result(
         subject, text, 0.142, 23.17, device=device, steps=385, seconds_total=66.2, energy=None, searched=searched,
         matrix_rate=4.25e11, pace=3.95, contended=True, heap="no C++ compiler", settled={"compile.when": "never"},

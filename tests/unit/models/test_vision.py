@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from preheat.core import Batch, Build, Device, MaskSpec
 from preheat.data.loader import collate
@@ -20,6 +23,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
 from preheat.models.image_blocks import with_blocks
+from preheat.models.vision import processor_of, vision_of
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
@@ -33,7 +37,12 @@ from ...contract.waits import waits_of
 from ..seeing import QWEN, SQUARES, draw, questions, tiny_folder, written
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe"]
-ALL = [*FAMILIES, "qwen2_5_vl", "qwen3_5", *SQUARES]
+ALL = [
+    *FAMILIES,
+    "qwen2_5_vl",
+    "gemma3",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5", "mistral3", "smolvlm")),
+]
 MORE = [pytest.param(name, marks=pytest.mark.slow) if name.endswith(("moe", "n2_vl")) else name for name in QWEN]
 
 
@@ -317,7 +326,9 @@ TECHNIQUES = (
 )
 
 
-@pytest.mark.parametrize("family", [*MORE, *SQUARES])
+@pytest.mark.parametrize(
+    "family", [*MORE, "gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "smolvlm"))]
+)
 def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
     plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
@@ -499,6 +510,28 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path, dat
         made(recipe_of(data_folder / "stories260K-hf", source, "{vision_tower: {}}"))
     with pytest.raises(DataError, match="packing: stream cuts examples"):
         data_of(recipe_of(folders["qwen3_vl"], source, more="packing: stream"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"do_pan_and_scan": True}, "has do_pan_and_scan true: crops of images are not supported"),
+        ({"size": {"height": 32, "width": 32}}, "has size {'height': 32, 'width': 32}, but config.json {'height': 16"),
+    ],
+)
+def test_a_processor_that_does_not_fit_the_tower_is_refused(
+    settings: dict[str, Any], words: str, folders: dict[str, Path]
+) -> None:
+    file = folders["gemma3"] / "preprocessor_config.json"
+    before = file.read_text()
+    file.write_text(json.dumps(json.loads(before) | settings))
+    try:
+        vision = vision_of(AutoConfig.from_pretrained(folders["gemma3"]))
+        assert vision is not None
+        with pytest.raises(RecipeError, match=re.escape(words)):
+            processor_of(vision, str(folders["gemma3"]))
+    finally:
+        file.write_text(before)
 
 
 GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
