@@ -73,8 +73,8 @@ class ImageProcessor:
             DataError: the tokenizer has no tokens for images.
         """
         numbers = (vision.image, vision.start, vision.end)
-        size = vocabulary_size(tokenizer)
-        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < size else None for n in numbers)
+        vocabulary = vocabulary_size(tokenizer)
+        marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < vocabulary else None for n in numbers)
         # `text` writes an image as these marks, so each must encode to its own number again.
         encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
         if wrong := [n for n, ids in zip(numbers, encoded, strict=True) if ids != [n]]:
