@@ -79,6 +79,7 @@ class ExpertParallel(Searchable):
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REDUCED_GRADIENTS})
     # The host reads token counts back in the middle of a layer.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.COMPILED_LAYERS})
+    roles: ClassVar[frozenset[str]] = frozenset({"trained", "reference"})
 
     degree: NonNegativeInt = 0
     """Devices that split the experts of a layer, neighbours among the data-parallel devices. 0: all of them, or all

@@ -64,6 +64,16 @@ def test_the_reference_of_preference_tuning_is_sharded_too(one: Any) -> None:
     )
 
 
+def test_the_experts_of_a_reference_are_split_too() -> None:
+    sizes = []
+    for technique in ("", ", preference: {}"):
+        recipe = tiny(f"{{data_parallel: {{}}, expert_parallel: {{}}{technique}}}", family="qwen3_moe", rows=4)
+        recipe = recipes.override(recipe, "model.num_experts=4", "model.intermediate_size=512")
+        seen_here = observe(Request(recipe, DEVICE, vocabulary=96, world=4))
+        sizes.append(seen_here.categories["forward"]["parameters"])
+    assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.02)
+
+
 def test_gathered_weights_are_let_go(one: Any) -> None:
     whole = one.categories["forward"]["parameters"]
     kept, let_go = (

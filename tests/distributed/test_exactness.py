@@ -124,6 +124,7 @@ QUICK = [
     Case("llama", "fsdp: {}", "optimizer_in_backward: {}", "optimizer.max_grad_norm=0", together=True),
     Case("llama", "fsdp: {}", "dynamic_batch: {start: 2, every: 2}"),
     Case("llama", "fsdp: {}", "preference: {}"),
+    Case("qwen3_moe", "data_parallel: {}, expert_parallel: {}", "preference: {}"),
     Case("t5", "fsdp: {}", "gradient_accumulation: {steps: 2}, chunked_loss: {rows: 7}, activation_checkpointing: {}"),
     Case("t5", "data_parallel: {}", "lora: {rank: 4}, gradient_accumulation: {steps: 2}"),
 ]

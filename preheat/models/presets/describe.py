@@ -98,7 +98,7 @@ def _kind(c: JsonObject) -> str:
 
 
 def _mixers(c: JsonObject) -> list[str]:
-    """Counts of the layers by token mixer, as text; empty if all layers have full attention or one window."""
+    """Returns the token mixer of each layer, as text; empty if all layers have full attention."""
     kind, count = _kind(c), c["num_hidden_layers"]
     # Nemotron-H: a letter or a name per layer.
     if pattern := c.get("hybrid_override_pattern") or c.get("layers_block_type"):
