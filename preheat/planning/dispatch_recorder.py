@@ -339,9 +339,9 @@ class Recorder(TorchDispatchMode):
         if operator.free:
             return out
         outputs = list(tensors(out))
-        # Layouts alone decide what else follows, unless a storage is on the host or was resized to nothing.
+        # Layouts alone decide what else follows, unless a storage is on the host.
         notes = None
-        if entry is not None and operator.simple and not self._host and not self._gathered:
+        if entry is not None and operator.simple and not self._host:
             key = (self.tf32, self.casts, self.phase is Phase.UPDATE)
             call: _Call | None = entry.notes.get(key)
             if call is not None:
@@ -520,7 +520,8 @@ def _is_dense(t: Tensor) -> bool:
     extent = 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         extent += (size - 1) * stride
-    return t.numel() <= extent
+    # A smaller storage is that of gathered weights, resized to nothing while nobody reads them.
+    return t.numel() <= extent and t.numel() * t.element_size() <= _storage(t).nbytes()
 
 
 def _bytes_moved(t: Tensor) -> int:
