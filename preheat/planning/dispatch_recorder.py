@@ -152,6 +152,7 @@ class Recorder(TorchDispatchMode):
         # Id of a storage with gathered weights -> weakref, number, bytes.
         self._gathered: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._released: set[int] = set()  # ids of those that are resized to 0 now
+        self._resized = False  # since the last look at them
         self.phase = Phase.LOAD
         # (number of the storage, bytes: positive when allocated, negative when freed, phase).
         self.log: list[tuple[int, int, Phase]] = []
@@ -239,12 +240,17 @@ class Recorder(TorchDispatchMode):
         self.log.append((number, size, self._phase()))
         self.places.append(self.place)
 
+    def notice_resize(self) -> None:
+        """Makes the next operator log how gathered weights were resized before it."""
+        self._resized = True
+
     def look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
         """Logs the frees and reallocations of FSDP's gathered weights, which resize storages without an operator.
 
         Args:
             written: buffers of gathered weights to track from now on.
         """
+        self._resized = False
         for t in written:
             storage = _storage(t)
             # Each storage is registered once, with the size that it has while it is filled.
@@ -333,7 +339,7 @@ class Recorder(TorchDispatchMode):
         if self.spread and _in_shape_propagation():
             return out
         # Before this operator's own allocations: a resize happened ahead of it.
-        if self._gathered:
+        if self._resized:
             self.look_at_gathered()
         operator = _operator(func)
         if operator.free:

@@ -138,6 +138,29 @@ def test_a_dry_run_from_memory_sees_the_same(
         assert _ordered(quick.log) == _ordered(slow.log)
 
 
+@pytest.mark.parametrize(
+    ("techniques", "world"),
+    [
+        (
+            "{fsdp: {replicate: 2}, mixed_precision: {}, activation_checkpointing: {}, gradient_accumulation: {steps: 2}}",
+            4,
+        ),
+        ("{fsdp: {reshard_after_forward: false}, lora: {}, nf4: {}}", 2),
+        ("{fsdp: {}, tensor_parallel: {degree: 2}}", 4),
+    ],
+)
+def test_resized_weights_are_seen_as_by_looking_at_each_operator(
+    techniques: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(tiny(techniques, rows=8), GPU, vocabulary=96, world=world)
+    quick = observe(request)
+    always = property(lambda self: bool(self._gathered), lambda self, value: None)
+    monkeypatch.setattr(dispatch_recorder.Recorder, "_resized", always, raising=False)
+    slow = observe(request)
+    assert (quick.kernels, quick.at, quick.streams) == (slow.kernels, slow.at, slow.streams)
+    assert _ordered(quick.log) == _ordered(slow.log)
+
+
 def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
