@@ -152,6 +152,7 @@ class Recorder(TorchDispatchMode):
         # Id of a storage with gathered weights -> weakref, number, bytes.
         self._gathered: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._released: set[int] = set()  # ids of those that are resized to 0 now
+        self._resized = False  # since the last look at them
         self.phase = Phase.LOAD
         # (number of the storage, bytes: positive when allocated, negative when freed, phase).
         self.log: list[tuple[int, int, Phase]] = []
@@ -239,12 +240,17 @@ class Recorder(TorchDispatchMode):
         self.log.append((number, size, self._phase()))
         self.places.append(self.place)
 
+    def notice_resize(self) -> None:
+        """Makes the next operator log how gathered weights were resized before it."""
+        self._resized = True
+
     def look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
         """Logs the frees and reallocations of FSDP's gathered weights, which resize storages without an operator.
 
         Args:
             written: buffers of gathered weights to track from now on.
         """
+        self._resized = False
         for t in written:
             storage = _storage(t)
             # Each storage is registered once, with the size that it has while it is filled.
@@ -333,15 +339,15 @@ class Recorder(TorchDispatchMode):
         if self.spread and _in_shape_propagation():
             return out
         # Before this operator's own allocations: a resize happened ahead of it.
-        if self._gathered:
+        if self._resized:
             self.look_at_gathered()
         operator = _operator(func)
         if operator.free:
             return out
         outputs = list(tensors(out))
-        # Layouts alone decide what else follows, unless a storage is on the host or was resized to nothing.
+        # Layouts alone decide what else follows, unless a storage is on the host.
         notes = None
-        if entry is not None and operator.simple and not self._host and not self._gathered:
+        if entry is not None and operator.simple and not self._host:
             key = (self.tf32, self.casts, self.phase is Phase.UPDATE)
             call: _Call | None = entry.notes.get(key)
             if call is not None:
@@ -520,7 +526,8 @@ def _is_dense(t: Tensor) -> bool:
     extent = 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         extent += (size - 1) * stride
-    return t.numel() <= extent
+    # A smaller storage is that of gathered weights, resized to nothing while nobody reads them.
+    return t.numel() <= extent and t.numel() * t.element_size() <= _storage(t).nbytes()
 
 
 def _bytes_moved(t: Tensor) -> int:

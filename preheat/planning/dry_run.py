@@ -88,7 +88,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         mode,
         recorder,
         counting(recorder),
-        gathering(recorder.look_at_gathered),
+        gathering(recorder.look_at_gathered, recorder.notice_resize),
         reducing(recorder.sum_gradients),
         fused_recurrent_kernels(build.trained, request.device),
     ):

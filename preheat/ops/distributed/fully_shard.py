@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
@@ -158,10 +158,10 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
 
 
 @contextmanager
-def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
+def gathering(tell: Callable[[list[Tensor]], None], resized: Callable[[], None]) -> Iterator[None]:
     """Context manager that calls `tell` with the buffers that FSDP allocates for gathered weights.
 
-    FSDP frees and refills them by resizing their storages, which no operator shows to a dry run.
+    FSDP frees and refills them by resizing their storages, which no operator shows to a dry run: it calls `resized`.
 
     Buffers of weights that one rank holds alone, such as expert-parallel experts, are filled by a plain copy.
     """
@@ -173,11 +173,24 @@ def gathering(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
         # After the original, which creates the buffers.
         tell(self.all_gather_outputs)
 
+    def noticed(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def run(buffer: Tensor) -> None:
+            resize(buffer)
+            resized()
+
+        return run
+
     FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
+    alloc, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+    # Both modules hold references of their own.
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = noticed(alloc)
+    _fsdp_param.free_storage = noticed(free)
     try:
         yield
     finally:
         FSDPParam.init_all_gather_outputs = original  # type: ignore[method-assign]
+        _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = alloc
+        _fsdp_param.free_storage = free
 
 
 @contextmanager

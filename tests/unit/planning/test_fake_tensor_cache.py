@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from preheat.core import Device
+from preheat.core import Device, Phase
 from preheat.ops.quantization.nf4 import Packed, Tables, dequantize
 from preheat.planning import dispatch_recorder, fake_tensor_cache, observation_cache, worker_pool
 from preheat.planning.dry_run import observe
@@ -95,22 +95,70 @@ def test_what_is_remembered_is_what_torch_makes(name: str) -> None:
     assert expected
 
 
+def _ordered(log: list[tuple[int, int, Phase]]) -> list[tuple[int, int, Phase]]:
+    """The log with its last frees sorted: the build releases them at its end, in the order of a set."""
+    end = max(n for n, (_, size, _) in enumerate(log) if size >= 0) + 1
+    return log[:end] + sorted(log[end:])
+
+
+GPU = Device("cuda", "a GPU", 8 << 30, (9, 0), at_hand=False)
+
+
 @pytest.mark.parametrize(
-    "techniques",
+    ("techniques", "device", "world"),
     [
-        "{activation_checkpointing: {}, chunked_loss: {rows: 16}, mixed_precision: {mode: bf16_weights}, gradient_accumulation: {steps: 2}}",
-        "{lora: {rank: 4}, nf4: {}, efficient_attention: {}}",
+        (
+            "{activation_checkpointing: {}, chunked_loss: {rows: 16}, mixed_precision: {mode: bf16_weights}, gradient_accumulation: {steps: 2}}",
+            DEVICE,
+            1,
+        ),
+        ("{lora: {rank: 4}, nf4: {}, efficient_attention: {}}", DEVICE, 1),
+        (
+            "{mixed_precision: {}, efficient_attention: {}, compile: {}, activation_offload: {}, optimizer_offload: {}}",
+            GPU,
+            1,
+        ),
+        ("{fsdp: {}, mixed_precision: {}, efficient_attention: {}, activation_checkpointing: {}}", GPU, 2),
+        ("{lora: {}, nf4: {}, mixed_precision: {mode: bf16_weights}, fsdp: {offload: true}}", GPU, 2),
+        ("{tensor_parallel: {degree: 2}, fused_operators: {}, mixed_precision: {}}", GPU, 2),
     ],
 )
-def test_a_dry_run_from_memory_sees_the_same(techniques: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_from_memory_sees_the_same(
+    techniques: str, device: Device, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_tensor_cache._made.clear()
-    seen = [observe(Request(tiny(techniques), DEVICE, vocabulary=96)) for _ in range(2)]
+    request = Request(tiny(techniques), device, vocabulary=96, world=world)
+    seen = [observe(request) for _ in range(2)]
     assert len(fake_tensor_cache._made) > 50
     monkeypatch.setattr(dispatch_recorder, "run", lambda func, args, kwargs, inputs: (func(*args, **kwargs), None))
-    slow = observe(Request(tiny(techniques), DEVICE, vocabulary=96))
+    slow = observe(request)
     gc.collect()  # of the models that were observed, now or at any time before
     for quick in seen:
-        assert (quick.kernels, quick.at, quick.log) == (slow.kernels, slow.at, slow.log)
+        assert (quick.kernels, quick.at, quick.streams) == (slow.kernels, slow.at, slow.streams)
+        assert _ordered(quick.log) == _ordered(slow.log)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "world"),
+    [
+        (
+            "{fsdp: {replicate: 2}, mixed_precision: {}, activation_checkpointing: {}, gradient_accumulation: {steps: 2}}",
+            4,
+        ),
+        ("{fsdp: {reshard_after_forward: false}, lora: {}, nf4: {}}", 2),
+        ("{fsdp: {}, tensor_parallel: {degree: 2}}", 4),
+    ],
+)
+def test_resized_weights_are_seen_as_by_looking_at_each_operator(
+    techniques: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(tiny(techniques, rows=8), GPU, vocabulary=96, world=world)
+    quick = observe(request)
+    always = property(lambda self: bool(self._gathered), lambda self, value: None)
+    monkeypatch.setattr(dispatch_recorder.Recorder, "_resized", always, raising=False)
+    slow = observe(request)
+    assert (quick.kernels, quick.at, quick.streams) == (slow.kernels, slow.at, slow.streams)
+    assert _ordered(quick.log) == _ordered(slow.log)
 
 
 def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
