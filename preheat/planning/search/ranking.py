@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
+from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.layer_extrapolation import of_layers
@@ -109,13 +110,16 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
         states = at["parameters"] + at["gradients"] + at["optimizer"]
         return states, at["parameters"], observation.passing, max(seconds(observation, rates) - update, 0.0), update
 
-    one = numbers(1)
+    fewest = 1
+    try:
+        first = numbers(fewest)
+    except RecipeError:  # a setting that leaves the last layer as it is has no effect on one
+        first = numbers(fewest := 2)
     if layer is not None:
         of_layer = [layer.states[0], layer.weights[0], layer.saved[0], layer.seconds[0], layer.update[0]]
     else:
-        # cost(L) = layer L + ends, from L = 1 and 2: layer = cost(2) - cost(1), ends = cost(1) - layer.
-        of_layer = [max(b - a, 0.0) for a, b in zip(one, numbers(2), strict=True)]
-    ends = [max(a - b, 0.0) for a, b in zip(one, of_layer, strict=True)]
+        of_layer = [max(b - a, 0.0) for a, b in zip(first, numbers(fewest + 1), strict=True)]
+    ends = [max(a - fewest * b, 0.0) for a, b in zip(first, of_layer, strict=True)]
     return LayerCost(*zip(of_layer, ends, strict=True))
 
 

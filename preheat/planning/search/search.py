@@ -535,11 +535,10 @@ class _Search:
         self.tell(describe_techniques(c.added, c.micro))
         began = time.perf_counter()
         try:
-            observation = observe_cached(request, how="few")
-        except RecipeError as error:  # found by the build only
+            plan = describe(request, observe_cached(request, how="few"))
+        except RecipeError as error:  # found by the build only, or the device has no rate for this precision
             self._reject(describe_techniques(c.added, c.micro), str(error).splitlines()[0])
             return None
-        plan = describe(request, observation)
         evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(evaluated)
         self._seconds_per_dry_run = time.perf_counter() - began

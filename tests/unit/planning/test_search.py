@@ -289,6 +289,16 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     assert not any(isinstance(t, attention) for t, _ in refusals)
 
 
+def test_a_setting_without_effect_on_one_layer_is_observed_on_two_and_three() -> None:
+    rates = gpu(8192)
+    request = Request(override(small(), "batch.size=1"), rates.as_device, world=1, rates=rates)
+    plain = observe_layer(request)
+    offloaded = override(request.recipe, "techniques.activation_offload={}")
+    cost = observe_layer(replace(request, recipe=offloaded))
+    assert 0 < cost.saved[0] < plain.saved[0]
+    assert cost.states[0] == pytest.approx(plain.states[0])
+
+
 @pytest.mark.parametrize("more", [{}, {"head_dim": None}])
 def test_a_model_whose_first_layers_have_no_experts_is_searched(tmp_path: Path, more: dict[str, None]) -> None:
     values = {
