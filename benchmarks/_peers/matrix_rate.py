@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,15 +20,18 @@ def best_rate(dtype: torch.dtype, largest: int, seconds: float = 4.0) -> tuple[f
     Without AVX512 a bf16 product of 4096 would take minutes, so it goes by one of 256, whose rate there is the same.
     """
     size = 256
-    measured = rate(dtype, size, seconds / 8)
+    # Small products by their quickest: one that waits for a busy core must not decide that larger ones take too long.
+    measured = rate(dtype, size, seconds / 8, pick=min)
     while size < largest and 2 * min(4 * size, largest) ** 3 / measured <= seconds:
         size = min(4 * size, largest)
-        measured = rate(dtype, size, seconds if size == largest else seconds / 8)
+        measured = rate(dtype, size, seconds) if size == largest else rate(dtype, size, seconds / 8, pick=min)
     return measured, size
 
 
-def rate(dtype: torch.dtype, size: int, seconds: float) -> float:
-    """Median FLOP/s of [size, size] x [size, size] on random data, after a first product that is not counted."""
+def rate(
+    dtype: torch.dtype, size: int, seconds: float, *, pick: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """FLOP/s, by the median time, of [size, size] x [size, size] on random data, after a first product that is not counted."""
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     out = torch.empty(size, size, dtype=dtype)
     torch.mm(a, b, out=out)
@@ -36,7 +40,7 @@ def rate(dtype: torch.dtype, size: int, seconds: float) -> float:
         start = time.perf_counter()
         torch.mm(a, b, out=out)
         times.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(times)
+    return 2 * size**3 / pick(times)
 
 
 def cpu() -> str:
