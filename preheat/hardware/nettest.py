@@ -139,7 +139,10 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
         command += [json.dumps(dataclasses.asdict(task)), str(result)]
         started: list[subprocess.Popen[str]] = []
         # Files instead of pipes: nobody reads them until the end, and a full pipe would block a rank.
-        error_files = [tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") for _ in range(processes)]  # noqa: SIM115
+        error_files = [
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            for _ in range(processes)
+        ]
         try:
             for rank in range(processes):
                 place = {
