@@ -183,8 +183,8 @@ def gathering(tell: Callable[[list[Tensor]], None], resized: Callable[[], None])
     FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
     alloc, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
     # Both modules hold references of their own.
-    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = noticed(alloc)
-    _fsdp_param.free_storage = noticed(free)
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = noticed(alloc)  # type: ignore[assignment]
+    _fsdp_param.free_storage = noticed(free)  # type: ignore[assignment]
     try:
         yield
     finally:
