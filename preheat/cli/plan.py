@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text"]
 
 _METHODS = ("full", "lora", "qlora")  # each needs less memory than the one before
-_SECONDS = {1: 8.0, 64: 50.0}  # {largest number of devices: seconds for the search}
-_MANY = 60.0  # seconds for the search on more devices
+# More devices mean more layouts to try.
+_SECONDS = {1: 4.0, 64: 25.0}  # {largest number of devices: seconds for the search}
+_MANY = 30.0  # seconds for the search on more devices
 
 
 def plan(
