@@ -310,7 +310,8 @@ def before_and_after(summary: JsonObject) -> str:
     before, after = summary["before"], summary["after"]
     # The run's own evaluation may compute in another precision than the exported file.
     computed = f" (computed in {before['computes_in']})" if "computes_in" in before else ""
-    weights = f" ({summary['dtype']} weights)" if computed else ""
+    # An adapter has no file of weights in a precision of its own.
+    weights = f" ({summary['dtype']} weights)" if computed and "dtype" in summary else ""
     return f"{before['perplexity']:.5g} before{computed}, {after['perplexity']:.5g} after{weights}"
 
 
