@@ -139,6 +139,8 @@ def _packages() -> list[str]:
     """Returns the installed packages with their versions, by the names of their folders."""
     names: set[str] = set()
     for folder in sys.path:
+        if Path(folder).name == "_vendor":  # setuptools adds its own copies once something imports it
+            continue
         try:
             names.update(entry for entry in os.listdir(folder or ".") if entry.endswith((".dist-info", ".egg-info")))
         except OSError:  # an archive, or missing

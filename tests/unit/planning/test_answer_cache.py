@@ -99,6 +99,13 @@ def test_observations_and_processes_do_not_matter(cache: Path, monkeypatch: pyte
     assert answer_cache.key_of(tiny(), {}) == before
 
 
+def test_an_import_of_setuptools_does_not_matter(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = answer_cache.key_of(tiny(), {})
+    (tmp_path / "_vendor" / "wheel-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "_vendor"))
+    assert answer_cache.key_of(tiny(), {}) == key
+
+
 @pytest.mark.parametrize("change", ["model={path: someone/some-model}", "data.source=someone/rows"])
 def test_what_may_be_on_the_hub_is_planned_anew(change: str, cache: Path) -> None:
     assert answer_cache.key_of(override(tiny(), change), {}) is None
