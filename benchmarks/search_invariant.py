@@ -1,4 +1,4 @@
-"""Whether one or two changes improve what `preheat plan` chooses: its answer beside all its neighbours, for 12 tasks.
+"""Compares the recipe that `preheat plan` chooses with all recipes one or two changes away, for 12 tasks.
 
     python benchmarks/search_invariant.py [--tasks 0.5b ...] [--out benchmarks/results/search_invariant.json]
 
@@ -96,7 +96,7 @@ class Change:
 
 @dataclass
 class Outcome:
-    """What came out of a task's neighbours.
+    """Results of the neighbours of a task's answer.
 
     Attributes:
         singles, pairs: neighbours that were dry-run.
@@ -275,7 +275,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     largest = max(row["gain"] for row in rows)
     tried = sum(row["singles"] + row["pairs"] for row in rows)
     lines = [
-        "# Whether one or two changes improve what the planner chooses",
+        "# Plans one or two changes away from the planner's choice",
         "",
         f"**By {tried:,} neighbours (one or two changes of techniques, settings, micro-batch or layout) {verdict}; the largest "
         f"improvement is {max(largest, 0.0):.1%}.**",

@@ -491,7 +491,7 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
 
 @dataclass(frozen=True)
 class Fixes:
-    """What to try if nothing fits.
+    """Alternatives to try if nothing fits.
 
     Attributes:
         methods: recipes of the same model by method.

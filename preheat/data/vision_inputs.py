@@ -214,8 +214,8 @@ class ImageProcessor:
             "pixtral": ("pixtral", "Pixtral"),
             "smolvlm": ("smolvlm", "SmolVLM"),
         }[self.vision.layout]
-        found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-        return getattr(found, f"{name}ImageProcessorPil")(**self.processor)
+        processors = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+        return getattr(processors, f"{name}ImageProcessorPil")(**self.processor)
 
 
 _MARKS = {"pixtral": ("[IMG_BREAK]", "[IMG_END]"), "smolvlm": ("<fake_token_around_image>", "<global-img>")}

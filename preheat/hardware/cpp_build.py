@@ -107,7 +107,7 @@ def _reject_reason(built: Path, key: str) -> str | None:
         facts = built.lstat()
         if not stat.S_ISREG(facts.st_mode):
             return "is not a regular file"
-        # Checked before reading: whoever can write the library could write a matching seal.
+        # Check the permissions before reading: a user who can write the library can also write a matching hash.
         if not _is_private(facts):
             return "others can write to it"
         # The seal also detects a file that a full disk or a crash truncated.

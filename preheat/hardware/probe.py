@@ -132,7 +132,7 @@ def system_memory() -> int:
     available = re.search(
         r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
     )
-    # What this process already uses is not in MemAvailable.
+    # MemAvailable excludes the memory of this process.
     return min(limit, resident_bytes() + int(available[1]) * 1024) if available else limit
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,9 +274,17 @@ _OF_GPU = ("to_host", "to_device")
 """Fields measured on GPUs only."""
 
 
+_INSTRUCTION_SETS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+"""Variables that limit the instructions of torch's kernels, and of oneDNN's."""
+
+
 def stored_at(hardware: str, torch: str, threads: int) -> Path:
-    """Returns the path of the calibration, in $PREHEAT_CACHE or ~/.cache/preheat."""
-    key = hashlib.sha256(json.dumps([hardware, torch, threads]).encode()).hexdigest()[:12]
+    """Returns the path of the calibration, in $PREHEAT_CACHE or ~/.cache/preheat.
+
+    Limits on the instruction set have files of their own: bf16 without AVX512 can be a thousand times as slow.
+    """
+    limits = [f"{name}={os.environ[name]}" for name in _INSTRUCTION_SETS if os.environ.get(name)]
+    key = hashlib.sha256(json.dumps([hardware, torch, threads, *limits]).encode()).hexdigest()[:12]
     return cache_folder() / f"calibration-{key}.json"
 
 
@@ -364,6 +373,8 @@ _MAX_RUNS = 9
 """Number of most recent runs that count, because the load of a shared machine changes."""
 _MIN_RUNS = 3
 """Fewer runs than this are not representative."""
+_MAX_RATIO = 10.0
+"""A run that is further from its plan shows wrong rates, not a slow machine, and corrects no later plan."""
 
 
 def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
@@ -375,6 +386,12 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
     Raises:
         RunError: the folder cannot be written.
     """
+    if not 1 / _MAX_RATIO <= ratio <= _MAX_RATIO:
+        _log.warning(
+            "this run took %.3g times as long as planned, which later plans ignore; measure anew with preheat calibrate",
+            ratio,
+        )
+        return
     path = _runs_path(stored_at(hardware, torch, threads))
     # A damaged file reads as empty, so the new ratio replaces it.
     store_json(path, {"ratios": [*_read_ratios(path), ratio][-_MAX_RUNS:]})
@@ -388,9 +405,10 @@ def _read_ratios(path: Path) -> list[float]:
     """Returns the ratios in a file; empty if it is missing or damaged, because it is a cache."""
     try:
         ratios = (read_json(path) or {}).get("ratios")
-        return [read_number(ratio, "ratio") for ratio in ratios] if isinstance(ratios, list) else []
+        numbers = [read_number(ratio, "ratio") for ratio in ratios] if isinstance(ratios, list) else []
     except Damaged:
         return []
+    return [ratio for ratio in numbers if 1 / _MAX_RATIO <= ratio <= _MAX_RATIO]
 
 
 def _pace(ratios: Sequence[float]) -> float:

@@ -29,7 +29,7 @@ ALL = "all-linear"
 EXPERTS = "experts"
 _ATTENTION, _RECURRENT, _FEED_FORWARD = "attention", "recurrent", "feed-forward"
 KINDS = (_ATTENTION, _RECURRENT, _FEED_FORWARD, EXPERTS)
-"""Names in `target_modules` that stand for the projections of a kind of layer."""
+"""Names in `target_modules` that select all projections of a kind of layer."""
 _TOWER, _OTHER = "vision tower", "other"
 _BLOCK = re.compile(r"mlp|feedforward|ffn|moe|expert|dense", re.IGNORECASE)
 """Part of the class names of feed-forward blocks in transformers."""
@@ -174,11 +174,11 @@ def _read_by_mixers(model: nn.Module) -> set[str]:
 
 def _weights_read(kind: type) -> set[str]:
     """Names of the attributes whose `.weight` the methods of a class read, for more than its device or dtype."""
-    found = set()
+    owners = set()
     for method in (f for f in vars(kind).values() if inspect.isfunction(f) and f.__name__ != "__init__"):
         steps = [step for step in dis.get_instructions(inspect.unwrap(method)) if step.opname != "CACHE"]
         for owner, weight, then in zip(steps, steps[1:], [*steps[2:], None], strict=False):
             loads = owner.opname == weight.opname == "LOAD_ATTR" and weight.argval == "weight"
             if loads and (then is None or then.argval not in ("device", "dtype")):
-                found.add(owner.argval)
-    return found
+                owners.add(owner.argval)
+    return owners

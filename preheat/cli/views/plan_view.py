@@ -59,7 +59,7 @@ def _phases(plan: Mapping[str, Any]) -> Table:
 
     def size(gib: float) -> str:
         text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
-        # What rounds to zero is shown as a dash.
+        # A dash for sizes that round to zero.
         return text if float(text.replace(",", "")) else "-"
 
     heads = ("params", "grads", "optim", "activ", "temp", "overhead")

@@ -296,6 +296,9 @@ def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tm
     file.write_text("{")
     assert pace() == 1.0
     assert pace(2, 2, 2) == 2
+    assert pace(1700, 1700, 1700, 0.01, 0.01) == 2  # wrong rates, not a slow machine
+    file.write_text(json.dumps({"ratios": [1700.0] * 6}))  # recorded by an earlier version
+    assert pace() == 1.0
     made.store()  # measured anew: they were beside other rates
     assert pace() == 1.0
 
@@ -501,7 +504,7 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
-def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() -> None:
+def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, threads = torch.random.get_rng_state(), torch.get_num_threads()
     told: list[float] = []
     found = calibrate(Device("cpu", "here", 2**30), 1, lambda what, done: told.append(done), grid=SMALL)
@@ -517,6 +520,9 @@ def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was() 
     scalars = [found.bandwidth, found.launch, *found.adamw.values(), *found.peak_matrix_rate.values()]
     assert min(rows + scalars) > 0
     assert stored_at("here", found.torch, 1) != stored_at("here", found.torch, 2)
+    unlimited = stored_at("here", found.torch, 1)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert stored_at("here", found.torch, 1) != unlimited
 
 
 def test_matrix_rate_is_that_of_a_direct_timing() -> None:

@@ -206,14 +206,19 @@ def by_transformers(folder: Path, rows: list[dict[str, Any]], images: Path) -> A
     return float(total.detach() / count), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def questions_of_two_images(folder: Path) -> tuple[list[dict[str, Any]], Path]:
+    """The questions, the first of which has two images, and the file that they are written to."""
+    rows = questions(folder)
+    rows[0]["messages"][0]["content"] = "One <image>and two <image>: what colours?"
+    rows[0]["images"] = ["red.png", "blue.png"]
+    return rows, written(folder, rows)
+
+
 @pytest.mark.parametrize("family", MORE)
 def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    rows = questions(tmp_path)
-    rows[0]["messages"][0]["content"] = "One <image>and two <image>: what colours?"
-    rows[0]["images"] = ["red.png", "blue.png"]
-    source = written(tmp_path, rows)
+    rows, source = questions_of_two_images(tmp_path)
     plain = "model: {config: {router_aux_loss_coef: 0}}" if family.endswith("moe") else ""
     loss, wanted = by_transformers(folders[family], rows, tmp_path)
     for length in (64, 160):  # about a conversation in a row, and several
@@ -243,10 +248,7 @@ def without_key_biases(grads: dict[str, Any]) -> dict[str, Any]:
 def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    rows = questions(tmp_path)
-    rows[0]["messages"][0]["content"] = "One <image>and two <image>: what colours?"
-    rows[0]["images"] = ["red.png", "blue.png"]
-    source = written(tmp_path, rows)
+    rows, source = questions_of_two_images(tmp_path)
     loss, wanted = squares_by_transformers(folders[family], rows, tmp_path)
     for length in (120, 240):
         recipe = recipe_of(folders[family], source, length=length)
