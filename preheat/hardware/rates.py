@@ -388,7 +388,7 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
     """
     if not 1 / _MAX_RATIO <= ratio <= _MAX_RATIO:
         _log.warning(
-            "this run took %.3g times as long as planned, which later plans ignore; measure anew with preheat calibrate",
+            "this run took %.3g times as long as planned: later plans ignore it; measure anew with preheat calibrate",
             ratio,
         )
         return
