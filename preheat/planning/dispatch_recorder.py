@@ -53,6 +53,11 @@ class Kernel:
     alone: bool = False
     """Part of the optimizer update, when the device has nothing else to do."""
 
+    @property
+    def unmasked_flops(self) -> float:
+        """FLOPs that the result needs: half of `flops` in a causal attention."""
+        return self.flops / 2 if self.causal and "attention" in self.operator else self.flops
+
 
 class Mark(NamedTuple):
     """Snapshot of the recorder's counts."""

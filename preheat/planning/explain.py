@@ -178,7 +178,7 @@ def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) ->
         if not kernel.flops or kernel.group is not None:
             continue
         name = "attention" if "attention" in kernel.operator else f"products in {kernel.dtype}"
-        flops[name] += kernel.flops * count
+        flops[name] += kernel.unmasked_flops * count
         moved[name] += (kernel.bytes_read + kernel.bytes_written) * count
         # An observation of this kernel alone, so that the same model gives its seconds.
         one = Observation({}, {}, type(observation.kernels)({kernel: count}), {}, 0, 0, 0, 0, groups=observation.groups)

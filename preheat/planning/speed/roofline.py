@@ -211,8 +211,7 @@ class Roofline:
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
         # The fractions above count causal work only, i.e. half of the score matrix.
-        done = kernel.flops / 2 if kernel.causal else kernel.flops
-        return done / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
+        return kernel.unmasked_flops / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
 
     def _fused(self, kernel: Kernel) -> float:
         """Seconds of a recurrent layer's kernel: small matmuls in one pass, as attention is."""

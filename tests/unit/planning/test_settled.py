@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from preheat.engine.builder import build, context_of
 from preheat.errors import RecipeError
 from preheat.hardware.probe import probe
 from preheat.models import hf
+from preheat.planning.dispatch_recorder import Kernel
+from preheat.planning.observation import Observation
 from preheat.planning.plan import resolve_auto
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
@@ -207,6 +210,18 @@ def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
     rates = Roofline.of("H100")
     seen = observe(Request(tiny("{}"), rates.as_device, vocabulary=96))
     assert _roofline(seen, rates, 5.0)["peak"] == 5.0
+
+
+def test_attention_is_drawn_at_the_rate_of_its_unmasked_products() -> None:
+    from preheat.planning.explain import _roofline
+
+    rates = Roofline.of("H100")
+    kernel = Kernel("_scaled_dot_product_flash_attention", "bf16", 10**14, 1, 1, ((1, 8, 8192, 128),))
+    seen = Observation({}, {}, Counter({kernel: 1}), {}, 0, 0, 0, 0)
+    (point,) = _roofline(seen, rates, rates.peak_matrix_rate["bf16"])["points"]
+    assert point["flops"] == pytest.approx(
+        0.38 * rates.peak_matrix_rate["bf16"], rel=0.01
+    )  # FlashAttention-2 on an H100
 
 
 def test_a_search_keeps_the_settings_of_a_technique_that_is_left_open() -> None:
