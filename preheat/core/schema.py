@@ -173,7 +173,7 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter, 2019), fused."""
 
     lr: Literal["auto"] | Positive = "auto"
-    """Peak learning rate; auto: from the model's size (see models/size_dial.py)."""
+    """Peak learning rate; auto: from the number of parameters between embedding and head."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the moving averages of the gradients and of their squares."""
     eps: Positive = 1e-8

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["brief"]
 
 _WIDTH = 110
-"""Characters of a comment; longer help is cut at a word."""
+"""Characters of a line of a comment."""
 
 
 def brief(values: JsonObject) -> str:
@@ -67,5 +67,5 @@ def _keys(cls: type, values: Mapping[str, object]) -> list[str]:
 
 def _key(name: str, value: object, doc: str) -> list[str]:
     # The first paragraph of the help text is its summary.
-    about = textwrap.shorten(doc.split("\n\n")[0], _WIDTH, placeholder=" …")
-    return [*([f"# {about}"] if about else []), *write({name: value}).rstrip("\n").split("\n")]
+    about = textwrap.wrap(doc.split("\n\n")[0], _WIDTH)
+    return [*(f"# {line}" for line in about), *write({name: value}).rstrip("\n").split("\n")]
