@@ -434,7 +434,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
 def test_under_a_job_an_interrupted_run_is_no_failure_and_nohup_is_heeded(preheat: Command) -> None:
     preheat.environment["TORCHELASTIC_RUN_ID"] = "job"
     started = ["train", "r.yaml", "--set", "stop.max_steps=100000", "--set", "schedule.kind=constant", "--json"]
-    process = preheat.start(*started, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process = preheat.start(*started, ignored=[signal.SIGHUP])
     log = preheat.folder / "runs/small/metrics.jsonl"
     _wait_for(log, process)
     process.send_signal(signal.SIGHUP)
