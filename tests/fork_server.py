@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
@@ -26,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Fork", "command"]
+__all__ = ["Fork", "command", "script"]
 
 IMPORTED = (
     "torch._dynamo",
@@ -58,7 +59,7 @@ class Fork:
     It calls a function of a module with strings, and ends as a script does that calls it.
 
     Args:
-        function: "module:name"; `preheat` itself otherwise.
+        function: "module:name", as "tests.fork_server:script"; `preheat` itself otherwise.
         said: what it reads from stdin.
         ignored: signals that it ignores, as under nohup.
         session: whether it gets a session of its own, so that its process group can be ended.
@@ -216,6 +217,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.close(descriptor)
     if request["session"]:
         os.setsid()
+    _reset_signals()  # whatever this test process was started with
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
@@ -234,6 +236,13 @@ def command(*arguments: str) -> None:
     local.subprocess = types.SimpleNamespace(Popen=_Worker)  # type: ignore[attr-defined]
     sys.argv = ["preheat", *arguments]
     main()
+
+
+def script(path: str, *arguments: str) -> None:
+    """Runs a script, as `python PATH ARGUMENTS` does in the present folder."""
+    sys.argv = [path, *arguments]
+    sys.path[:0] = [str(Path(path).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    runpy.run_path(path, run_name="__main__")
 
 
 class _Worker:
@@ -267,8 +276,13 @@ def _work(arguments: list[str], env: Mapping[str, str], stdout: IO[bytes] | None
     if stdout is not None:
         os.dup2(stdout.fileno(), 1)
     os.closerange(3, 256)  # such as the launcher's socket
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _reset_signals()
     os.environ.clear()
     os.environ.update(env)
     command(*arguments)
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
