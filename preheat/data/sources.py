@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import itertools
+import os
 import sys
 import sysconfig
 import textwrap
@@ -244,12 +245,14 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 def _stdlib_files() -> list[Path]:
     """Returns the library's .py files sorted by name, without tests (some deliberately broken) and build settings."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(
-        p
-        for p in root.rglob("*.py")
-        if not NOT_SOURCE & set(p.relative_to(root).parts) and not p.name.startswith("_sysconfigdata")
-    )
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        # The installed packages below it may be many times as many files.
+        subfolders[:] = [name for name in subfolders if name not in NOT_SOURCE]
+        files += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    return sorted(files)
 
 
 def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,8 @@ from preheat.core import Device
 from preheat.errors import RunError
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
-from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse
+from preheat.hardware.link_rates import require_storable
+from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_of
 
@@ -518,7 +519,15 @@ def rates_for(
 def _measure_in_process(
     device: Device, threads: int, progress: Progress | None, choose: Callable[[], Grid], *, store: bool = True
 ) -> Rates:
-    """Measures in a child process, which also stores the rates if `store`."""
+    """Measures in a child process, which also stores the rates if `store`.
+
+    Raises:
+        RunError: measuring failed, or the rates could not be stored.
+    """
+    if store:
+        import torch
+
+        require_storable(stored_at(device.name, torch.__version__, threads))
     command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()"]
     measured: Rates | None = None
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)

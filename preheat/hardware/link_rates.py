@@ -30,6 +30,7 @@ __all__ = [
     "links_at",
     "load_links",
     "make_private",
+    "require_storable",
     "seconds_of",
     "store_json",
     "store_links",
@@ -175,10 +176,27 @@ def store_json(path: Path, values: Mapping[str, object]) -> None:
                 os.unlink(partial.name)
                 raise
     except OSError as error:
-        raise RunError(
-            f"{path.parent}: cannot store the calibration there ({error.strerror}); "
-            "set PREHEAT_CACHE to a folder that can be written"
-        ) from None
+        raise _cannot_store(path, error) from None
+
+
+def require_storable(path: Path) -> None:
+    """Checks that `store_json` can write the file, before anything is measured.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    try:
+        make_private(path.parent)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise _cannot_store(path, error) from None
+
+
+def _cannot_store(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{path.parent}: cannot store the calibration there ({error.strerror}); "
+        "set PREHEAT_CACHE to a folder that can be written"
+    )
 
 
 def links_at(hardware: str, torch: str) -> Path:

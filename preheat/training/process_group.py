@@ -30,8 +30,9 @@ BACKEND = "backend"
 """The store key under which rank 0 publishes the backend, if it is not gloo."""
 _LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed out|timeout|NCCL", re.ASCII)
 """Matches the error of a collective when a process is lost or does not answer."""
-_PATIENCE = timedelta(days=7)
-"""How long the other ranks wait while rank 0 reads data and plans; if it fails, the launcher ends them."""
+_POLL = 0.2
+"""Seconds between two looks for a value of rank 0, which reads data and plans meanwhile; if it fails, the launcher ends
+the others."""
 
 
 @dataclass
@@ -69,7 +70,9 @@ class Ranks:
 
         assert self.store is not None, "only several processes have a store"
         try:
-            self.store.wait([key], _PATIENCE)
+            # Polled: while torch waits, no signal is handled, and the launcher would have to kill this process.
+            while not self.store.check([key]):
+                time.sleep(_POLL)
             return json.loads(self.store.get(key))
         except (dist.DistNetworkError, dist.DistStoreError):
             raise RunError(

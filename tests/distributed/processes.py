@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,22 +15,13 @@ import torch
 
 from preheat.hardware.child_processes import local_group
 
+from ..fork_server import Fork
+
 Work = Callable[[int, Path], None]
 """(rank, folder) -> None, a function of a module: what one process does."""
 
 ALL = os.environ.get("PREHEAT_SCALE") == "all"
 """Whether every case is wanted (`make test-scale`), or those without which a change could break what no other shows."""
-
-EVERYWHERE = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "preheat.engine.builder",
-)
-"""Imported before the processes part: most are imported late otherwise, by each of them."""
 
 
 @contextmanager
@@ -41,17 +31,13 @@ def processes(work: Work, world: int, folder: Path, timeout: float = 240) -> Ite
     Raises:
         AssertionError: one failed; with the end of what they wrote to stderr.
     """
-    code = "import sys; from tests.distributed.processes import _main; _main(*sys.argv[1:])"
-    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {
-        **os.environ,
-        **local_group(),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
-    command = [sys.executable, "-c", code, work.__module__, work.__name__, str(world), str(folder)]
-    with (folder / "stderr").open("w") as said:
-        parent = subprocess.Popen(command, env=environment, stderr=said, start_new_session=True)
+    parent = Fork(
+        [work.__module__, work.__name__, str(world), str(folder)],
+        function=f"{__name__}:_main",
+        environment={**os.environ, **local_group(), "OMP_NUM_THREADS": "1"},
+        errors=folder / "stderr",
+        session=True,
+    )
     try:
         yield
         assert parent.wait(timeout) == 0, (folder / "stderr").read_text()[-4000:]
@@ -63,8 +49,6 @@ def processes(work: Work, world: int, folder: Path, timeout: float = 240) -> Ite
 
 def _main(module: str, name: str, world: str, folder: str) -> None:
     torch.set_num_threads(1)
-    for needed in EVERYWHERE:
-        importlib.import_module(needed)
     work: Work = getattr(importlib.import_module(module), name)
     fork = multiprocessing.get_context("fork")
     started = [fork.Process(target=_one, args=(work, rank, Path(folder)), daemon=True) for rank in range(int(world))]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,20 +17,19 @@ from preheat.hardware.link_rates import LinkRate, bus_factor, load_links, second
 from preheat.hardware.nettest import expected, sizes_of
 from preheat.hardware.rates import load
 
+from ..fork_server import Fork
 from ..unit.hardware.test_hardware import made_up
 
 SIZES = ["--sizes", "1KiB,256KiB,4MiB", "--budget", "0.1", "--repeats", "5"]
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "preheat", "nettest", *arguments]
-    return subprocess.Popen(command, env=known | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(*arguments: str, **environment: str) -> Fork:
+    return Fork(["nettest", *arguments], environment={**os.environ, "OMP_NUM_THREADS": "1"} | environment)
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(process: Fork) -> tuple[int, str, str]:
     out, error = process.communicate(timeout=150)
-    return process.returncode, out, error
+    return process.wait(), out, error
 
 
 def test_all_ranks_compare_sizes_with_the_smallest_memory(monkeypatch: pytest.MonkeyPatch) -> None:

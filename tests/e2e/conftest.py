@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from ..conftest import SMALL
+from ..fork_server import Fork
 
 RECIPE = """\
 name: small
@@ -43,16 +44,19 @@ class Command:
             "COLUMNS": "200",
         }
 
-    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "preheat", *arguments]
+    def start(self, *arguments: str, **options: Any) -> Fork:
+        """Starts the command in a process of its own, which need not import torch and the rest again."""
+        return Fork(arguments, folder=self.folder, environment=self.environment, **options)
+
+    def start_alone(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts the command as a user does, and not as a fork."""
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "preheat", *arguments],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            **options,
         )
 
     def __call__(self, *arguments: str, code: int = 0) -> tuple[str, str]:
@@ -66,7 +70,7 @@ class Command:
 
     @property
     def here(self) -> InThisProcess:
-        """The same commands in this process: importing torch for each takes longer than most of them."""
+        """The same commands in this process: a process for each takes longer than most of them."""
         return InThisProcess(self.folder, self.environment)
 
 

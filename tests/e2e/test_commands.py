@@ -144,11 +144,11 @@ def test_lora_run_exports_merged(preheat: Command) -> None:
 
 def test_help_is_fast_and_every_command_has_an_example(preheat: Command) -> None:
     begun = time.perf_counter()
-    out, _ = preheat("--help")
+    out, _ = preheat.start_alone("--help").communicate()
     assert time.perf_counter() - begun < 2.0  # 0.25 s on a quiet machine; a busy one must not fail the test
     assert "train" in out
     for command in ("plan", "train", "report", "eval", "generate", "export", "demo", "init", "calibrate"):
-        assert "Example" in preheat(command, "--help")[0], command
+        assert "Example" in preheat.here(command, "--help")[0], command
 
 
 def test_recipes_techniques_and_init(preheat: Command) -> None:
@@ -434,7 +434,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
 def test_under_a_job_an_interrupted_run_is_no_failure_and_nohup_is_heeded(preheat: Command) -> None:
     preheat.environment["TORCHELASTIC_RUN_ID"] = "job"
     started = ["train", "r.yaml", "--set", "stop.max_steps=100000", "--set", "schedule.kind=constant", "--json"]
-    process = preheat.start(*started, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process = preheat.start(*started, ignored=[signal.SIGHUP])
     log = preheat.folder / "runs/small/metrics.jsonl"
     _wait_for(log, process)
     process.send_signal(signal.SIGHUP)

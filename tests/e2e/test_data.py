@@ -227,7 +227,7 @@ def test_rows_that_no_reader_survives_as_commands(preheat: Command, command: str
     assert "\x1b[31m" not in out + error
 
 
-def test_a_template_that_always_asks_is_refused(preheat: Command) -> None:
+def test_a_template_that_always_asks_is_refused(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     write(preheat)
     text = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}{{ 'assistant: ' }}"
     (preheat.folder / "always.jinja").write_text(text)
@@ -235,9 +235,10 @@ def test_a_template_that_always_asks_is_refused(preheat: Command) -> None:
     _, error = preheat.here("train", "chat.yaml", "--set", "data.template=always.jinja", "--out", "o", code=4)
     assert "always.jinja: always adds a generation prompt" in error
     assert not (preheat.folder / "o").exists()
+    monkeypatch.setattr("preheat.data.chat.render_limits.SECONDS", 0.5)
     (preheat.folder / "never.jinja").write_text(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     )
     (preheat.folder / "rows.jsonl").write_bytes(lines(GOOD))
     _, error = preheat.here("data", "chat.yaml", "--set", "data.template=never.jinja", code=4)
-    assert "never.jinja: is not finished after 5 s" in error
+    assert "never.jinja: is not finished after 0.5 s" in error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ..fork_server import Fork
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
@@ -32,10 +32,13 @@ def cases(where):
 
 def check(folder: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PYTHONNOUSERSITE": "1"}
-    command = [sys.executable, str(SCRIPT), *arguments, "--device", "cpu", "--out", str(folder / "out")]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == code, done.stdout + done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    arguments += ("--device", "cpu", "--out", str(folder / "out"))
+    process = Fork(
+        [str(SCRIPT), *arguments], function="tests.fork_server:script", folder=folder, environment=environment
+    )
+    out, error = process.communicate(timeout=600)
+    assert process.returncode == code, out + error
+    rows = [json.loads(line) for line in out.splitlines()]
     part = arguments[0]
     assert rows == [json.loads(line) for line in (folder / "out" / f"gpu_check-{part}.jsonl").read_text().splitlines()]
     table = (folder / "out" / f"gpu_check-{part}.md").read_text()
@@ -61,7 +64,7 @@ def test_no_case_takes_the_others_with_it(tmp_path: Path) -> None:
 
 def test_the_budget_cuts_off_and_what_is_left_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CASES)
-    rows = check(tmp_path, "mine", "--only", "long", "--budget", "7")
+    rows = check(tmp_path, "mine", "--only", "long", "--budget", "5.5")
     assert [row["result"] for row in rows] == ["cut off"]
     rows = check(tmp_path, "mine", "--only", "a", "long", "--budget", "0.1")
     assert {row["result"] for row in rows} == {"left out"}
@@ -96,8 +99,10 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path) -> None:
         (["corect"], "no such part"),
         (["correct", "--only", "nothing"], "--only nothing: no case"),
     ):
-        command = [sys.executable, str(SCRIPT), *arguments, "--device", "cpu"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+        process = Fork(
+            [str(SCRIPT), *arguments, "--device", "cpu"], function="tests.fork_server:script", folder=tmp_path
+        )
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert words in error
+        assert len(error.strip().splitlines()) == 1

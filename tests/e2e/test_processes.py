@@ -17,6 +17,7 @@ import pytest
 
 from preheat.run_dir import Reader
 
+from ..fork_server import Fork
 from .conftest import Command
 
 STEPS = 12
@@ -38,7 +39,7 @@ def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Co
     folder = preheat.folder
     settings = ("--set", "evaluate={every: 5, rows: 9}", "--set", "sample={prompts: [the], max_new_tokens: 4}")
     settings += ("--set", "techniques={chunked_loss: {rows: 64}, gradient_accumulation: {steps: 2}}")
-    preheat("train", "r.yaml", *settings, "--out", "one")
+    preheat.here("train", "r.yaml", *settings, "--out", "one")
     preheat("train", "r.yaml", *settings, "--set", FSDP, "--nproc", "2", "--out", "two")
     one, two = (Reader(folder / name) for name in ("one", "two"))
     assert losses(two.path) == pytest.approx(losses(one.path), rel=1e-5)
@@ -48,12 +49,12 @@ def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Co
     assert two.samples() == one.samples()
     assert len(list((two.path / "checkpoints" / f"step-{STEPS}").glob("shard-*"))) == 2
     # two -> one, one -> two in another layout; and one process reads what two wrote
-    preheat("train", "r.yaml", *settings, "--resume", "--out", str(cut(two.path, folder / "a")))
+    preheat.here("train", "r.yaml", *settings, "--resume", "--out", str(cut(two.path, folder / "a")))
     layout = ("--set", "techniques.data_parallel={}", "--nproc", "2")
     preheat("train", "r.yaml", *settings, *layout, "--resume", "--out", str(cut(one.path, folder / "b")))
     for name in ("a", "b"):
         assert losses(folder / name) == pytest.approx(losses(one.path), rel=1e-5), name
-    evaluated = preheat.json("eval", "two", "--rows", "9")
+    evaluated = preheat.here.json("eval", "two", "--rows", "9")
     assert evaluated["loss"] == pytest.approx(measured[0][-1], rel=1e-5)
 
 
@@ -69,7 +70,7 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
     _, error = agent.communicate(timeout=200)
     assert agent.returncode == 0, error
     assert [e["kind"] for e in Reader(run).events() if e["kind"] in ("started", "resumed")] == ["started", "resumed"]
-    preheat("train", "r.yaml", "--set", "stop.max_steps=60", "--set", "techniques={}", "--out", "whole")
+    preheat.here("train", "r.yaml", "--set", "stop.max_steps=60", "--set", "techniques={}", "--out", "whole")
     assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
 
 
@@ -85,7 +86,7 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
         "--nproc",
         "2",
     )
-    launcher = preheat.start("train", "r.yaml", *settings, "--out", "two")
+    launcher = preheat.start_alone("train", "r.yaml", *settings, "--out", "two")
     log = preheat.folder / "two" / "metrics.jsonl"
     try:
         _until(lambda: log.exists() and log.read_text().count("\n") > 6, launcher)
@@ -98,12 +99,12 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     launcher.communicate()
     _until(lambda: not any(_alive(pid) for pid in everyone), None, seconds=10)
 
-    launcher = preheat.start("train", "r.yaml", *settings, "--out", "two", "--resume", "--json")
+    resumed = preheat.start("train", "r.yaml", *settings, "--out", "two", "--resume", "--json")
     begun = log.read_text().count("\n")
-    _until(lambda: log.read_text().count("\n") > begun + 2, launcher)
-    launcher.send_signal(signal.SIGTERM)
-    out, error = launcher.communicate(timeout=100)
-    assert launcher.returncode == 143, error
+    _until(lambda: log.read_text().count("\n") > begun + 2, resumed)
+    resumed.send_signal(signal.SIGTERM)
+    out, error = resumed.communicate(timeout=100)
+    assert resumed.returncode == 143, error
     (line,) = out.splitlines()
     made = json.loads(line)
     assert made["stopped"] == "SIGTERM"
@@ -112,7 +113,7 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     assert (preheat.folder / f"two/checkpoints/step-{made['steps']}/manifest.json").exists()
 
 
-def _until(done: Callable[[], bool], process: subprocess.Popen[str] | None, seconds: float = 250) -> None:
+def _until(done: Callable[[], bool], process: subprocess.Popen[str] | Fork | None, seconds: float = 250) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert process is None or process.poll() is None, process.communicate()
@@ -196,6 +197,9 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
 def test_what_cannot_be_shared_out_is_told_in_one_line(
     preheat: Command, arguments: tuple[str, ...], words: str
 ) -> None:
+    preheat.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = (
+        "600"  # rank 1, which waits for rank 0, ends when it is told
+    )
     run = preheat if "--nproc" in arguments else preheat.here
     _, error = run("train", "r.yaml", *arguments, code=2)
     assert [line for line in error.splitlines() if line.startswith("error: ")] == [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,8 +37,8 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
 
 
 def _chat(preheat: Command, *arguments: str, said: str, code: int = 0) -> tuple[str, str]:
-    process = preheat.start("chat", *arguments, stdin=subprocess.PIPE)
-    out, error = process.communicate(said, timeout=300)
+    process = preheat.start("chat", *arguments, said=said)
+    out, error = process.communicate(timeout=300)
     assert process.returncode == code, f"exit {process.returncode}\n{out}\n{error}"
     assert "Traceback" not in error
     return out, error

@@ -91,7 +91,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def text(folder: Path | str, techniques: str, model: str = "") -> str:
-    return f"model: {{path: {folder}{model}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 9}}\ntechniques: {techniques}"
+    return f"model: {{path: {folder}{model}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 9}}\nevaluate: {{rows: 4}}\ntechniques: {techniques}"
 
 
 def trained(

@@ -484,7 +484,9 @@ def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv(
         "PREHEAT_CACHE", str(tmp_path / next(tmp_path.iterdir()).name)
     )  # a file, where a folder is wanted
-    with pytest.raises(RunError, match=r"failed: .*set PREHEAT_CACHE"):
+    # Before anything is measured.
+    monkeypatch.setattr("preheat.hardware.benchmark_rates.subprocess.Popen", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(RunError, match=r"cannot store the calibration there .*set PREHEAT_CACHE"):
         rates(device, 2, grid=SMALL)
 
 

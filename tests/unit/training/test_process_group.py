@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -23,6 +22,7 @@ from preheat.training.launch.local import start
 from preheat.training.process_group import Ranks, _roll_call, rendezvous
 
 from ...conftest import tiny
+from ...fork_server import Fork
 
 
 def test_the_roll_is_called_past_words_that_dead_processes_left() -> None:
@@ -68,25 +68,21 @@ def test_a_meeting_point_that_is_not_there_is_told_in_one_line(
     assert capfd.readouterr().err == ""  # no frames of C++
 
 
-_MEMBER = """
-import os, sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from preheat.training.process_group import rendezvous
-from tests.conftest import tiny
-
-recipe = tiny(more="parallel: {timeout: 60}")
-ranks = rendezvous(recipe)
-ranks.join(recipe, "cpu")
-total = torch.tensor([float(ranks.rank + 1)])
-dist.all_reduce(total)
-files = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
-rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-listening = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files]
-dist.barrier()
-print(total.item(), *listening)
-ranks.leave()
-"""
+def member() -> None:
+    """Adds up with the others; prints the sum and the addresses on which this process listens."""
+    recipe = tiny(more="parallel: {timeout: 60}")
+    ranks = rendezvous(recipe)
+    ranks.join(recipe, "cpu")
+    total = torch.tensor([float(ranks.rank + 1)])
+    dist.all_reduce(total)
+    files = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()}
+    rows = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    listening = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files]
+    dist.barrier()
+    print(total.item(), *listening)
+    ranks.leave()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -97,15 +93,9 @@ def test_processes_started_by_hand_on_one_host_listen_to_nobody_else(stated: dic
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    root = Path(__file__).parents[3]
     outer = {k: v for k, v in os.environ.items() if not k.endswith(("_SOCKET_IFNAME", "WORLD_SIZE"))}
-    shared = outer | {"MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **stated}
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MEMBER], env={**shared, "RANK": rank}, cwd=root, stdout=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
+    shared = outer | {"MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **stated}
+    members = [Fork([], function=f"{__name__}:member", environment={**shared, "RANK": rank}) for rank in ("0", "1")]
     loopback = {"0100007F", "0" * 24 + "01000000"}
     for member in members:
         total, *listening = member.communicate(timeout=100)[0].split()
