@@ -576,7 +576,10 @@ _EVENTS: dict[str, _Check] = {
     "finished": _both(
         _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
     ),
-    "measured": _may_have(**dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real)),
+    "measured": _may_have(
+        **dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real),
+        machine=_none_or(_may_have(alone=_none_or(lambda v: isinstance(v, bool)), own_cores=_real, other_cores=_real)),
+    ),
     "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
 }
 is_failure = _EVENTS["out_of_memory"]
