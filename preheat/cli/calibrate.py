@@ -58,8 +58,8 @@ def calibrate(
     screen.print(f"stored in {stored}", soft_wrap=True)
     if rates.contended:
         screen.print(
-            "Other processes kept the cores busy, so these rates are too low; the next plan on a quiet machine measures "
-            "again.",
+            "Other processes kept the cores busy, so these rates are too low; the next plan on a quiet machine "
+            "measures again.",
             style="yellow",
         )
 

@@ -519,12 +519,21 @@ def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -
 
 
 def rates(
-    device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid | None = None
+    device: Device,
+    threads: int,
+    measure: bool = True,
+    progress: Progress | None = None,
+    *,
+    grid: Grid | None = None,
+    again: bool = True,
 ) -> Rates:
     """Returns the stored rates of this machine; measures and stores them first if there are none.
 
     Contended rates (which may be 50x too low) are measured again once the cores are free. A child process measures, so
     this one's memory, high-water mark and allocator stay as they are.
+
+    Args:
+        again: measure contended rates again.
 
     Raises:
         RunError: there are no rates and `measure` is False, or measuring failed, or the rates cannot be stored.
@@ -536,15 +545,27 @@ def rates(
     if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; some ten seconds to a minute")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
-    if measure and (stored is None or (stored.contended and _is_quiet(threads))):
-        _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
-        stored = load(device.name, torch.__version__, threads)
-        assert stored is not None, "the child stored rates for another machine"
+    if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
+        return rates_again(device, threads, progress, grid)
     if stored is None:
         raise RunError(
             f"the rates of {device.name} with {threads} threads are not measured yet; "
             f"run: preheat calibrate --threads {threads}"
         )
+    return stored
+
+
+def rates_again(device: Device, threads: int, progress: Progress | None = None, grid: Grid | None = None) -> Rates:
+    """Measures and stores the rates of this machine, whether there are some or not.
+
+    Raises:
+        RunError: measuring failed, or the rates cannot be stored.
+    """
+    import torch
+
+    _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
+    stored = load(device.name, torch.__version__, threads)
+    assert stored is not None, "the child stored rates for another machine"
     return stored
 
 

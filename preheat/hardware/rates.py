@@ -37,6 +37,7 @@ __all__ = [
     "LinkRate",
     "MatrixRate",
     "MovedRate",
+    "Present",
     "Rates",
     "load",
     "note_run",
@@ -129,6 +130,14 @@ class AttentionRate:
     flops: float
 
 
+@dataclass(frozen=True)
+class Present:
+    """What a machine reaches at present: a share of its rates, and its use meanwhile."""
+
+    share: float
+    machine: MachineUse
+
+
 _Row = TypeVar("_Row")
 _log = logging.getLogger(__name__)
 
@@ -196,8 +205,8 @@ class Rates:
     machine: MachineUse | None = None
     """CPU use during the measurement, or during the part of it with the most other work; None: not noted, so somebody
     gave these rates, and no probe doubts them."""
-    now: float | None = None
-    """Share of these rates that the machine reaches at present, by a probe; None: all of them. Not stored."""
+    now: Present | None = None
+    """What the machine reaches at present, if a probe found that it is less than these rates. Not stored."""
 
     @property
     def of_gpu(self) -> bool:
@@ -254,6 +263,10 @@ class Rates:
         if not points:
             raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
         return points
+
+    def at_present(self, present: Present) -> Rates:
+        """Returns the same rates with what the machine reaches now."""
+        return dataclasses.replace(self, now=present)
 
     def values(self) -> JsonObject:
         """Returns the measured values as JSON, which `parse` reads."""
