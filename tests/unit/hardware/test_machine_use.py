@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -116,18 +118,31 @@ def burning(*, seconds: float) -> Iterator[None]:
 
 
 @LINUX
-def test_work_of_other_processes_is_seen() -> None:
+def test_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a meter, a part of a calibration, and a run."""
+    import torch
+
+    from preheat.hardware.benchmark_rates import _Parts
+    from preheat.training.throughput import ThroughputMeter
+
     if take_sample().busy is None:
         pytest.skip("this container does not show what other processes use")
+    cpus = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cpus)
+    session: Any = SimpleNamespace(ranks=SimpleNamespace(world=1), plan={"device": {"kind": "cpu"}})
     with burning(seconds=30):
-        meter = UseMeter()
-        time.sleep(1.5)
-        use = meter.use(len(os.sched_getaffinity(0)))
-    # All CPUs are taken, by these processes or by what else runs here.
-    assert use.other_cores is not None
-    assert use.other_cores > 0.6 * use.cpus
-    assert use.own_cores < 0.3
-    assert use.alone is False
+        meter, run, parts = UseMeter(), ThroughputMeter(session), _Parts(cpus, 0.0, lambda what, done: None)
+        parts.measure(lambda: time.sleep(1.5))
+        uses = [meter.use(cpus), run.machine(), parts.most_disturbed]
+    for use in uses:
+        # All CPUs are taken, by these processes or by what else runs here.
+        assert use is not None
+        assert use.other_cores is not None
+        assert use.other_cores > 0.6 * use.cpus
+        assert use.own_cores < 0.3
+        assert use.alone is False
+    session.ranks.world = 2  # which share the machine with each other
+    assert run.machine() is None
 
 
 @LINUX
