@@ -59,9 +59,12 @@ def test_rates_are_checked_before_a_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
-    known, anew = stored(contended=contended), made_up(bandwidth=7e10)
-    monkeypatch.setattr(rate_probe, "probe_rates", lambda rates, threads: Present(share, machine))
-    monkeypatch.setattr(rate_probe, "rates_again", lambda *_: anew)
+    known = stored(contended=contended)
+    anew = dataclasses.replace(known, contended=False, bandwidth=7e10)
+    probes: list[Rates] = []
+    monkeypatch.setattr(rate_probe, "_last", None)
+    monkeypatch.setattr(rate_probe, "probe_rates", lambda rates, _: probes.append(rates) or Present(share, machine))
+    monkeypatch.setattr(rate_probe, "rates_again", lambda *_: [anew, anew.store()][0])
     expected = {
         "as it is": known,
         "again": anew,
@@ -69,8 +72,9 @@ def test_rates_are_checked_before_a_plan(
     }[measured]
     assert checked_rates(DEVICE, 1) == expected
     assert bool(caplog.messages) == (measured == "again")
-    if measured == "again":
-        assert ("30 % faster" in caplog.text.replace("%", " %")) == (share > 1.15 and not contended)
+    assert checked_rates(DEVICE, 1) == expected
+    assert probes == [known]  # once in a minute
+    assert ("30% faster" in caplog.text) == (measured == "again" and not contended)
 
 
 def test_rates_that_somebody_gave_are_never_doubted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
