@@ -6,6 +6,7 @@ calibration. Plans of this machine ask for the rates through `checked_rates`, wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -50,11 +51,9 @@ def checked_rates(device: Device, threads: int) -> Rates:
         RunError: measuring failed, or the rates cannot be stored.
     """
     known = rates(device, threads, again=False)
-    if known.of_gpu or known.machine is None:
-        return known
-    present = _recent(known, threads)
+    present = None if known.of_gpu or known.machine is None else _recent(known, threads)
     if present is None:
-        return known
+        return rates(device, threads) if known.contended else known
     # Beside other work a calibration would be as wrong as the one that it replaces.
     quiet = present.machine.alone is not False
     if quiet and (known.contended or present.share > 1 + SPREAD):
@@ -64,10 +63,10 @@ def checked_rates(device: Device, threads: int) -> Rates:
         )
         measured = rates_again(device, threads)
         # What was just measured is not doubted; beside work that comes and goes, each plan would take a minute.
-        _remember(measured, None)
+        _remember(measured, Present(1.0, measured.machine or present.machine))
         return measured
     if present.share < 1 - SPREAD:
-        return known.at_present(present)
+        return dataclasses.replace(known, now=present)
     return known
 
 

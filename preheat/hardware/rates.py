@@ -264,10 +264,6 @@ class Rates:
             raise RunError(f"no rate of {what} was measured on {self.hardware}; plan with another dtype")
         return points
 
-    def at_present(self, present: Present) -> Rates:
-        """Returns the same rates with what the machine reaches now."""
-        return dataclasses.replace(self, now=present)
-
     def values(self) -> JsonObject:
         """Returns the measured values as JSON, which `parse` reads."""
         left_out = {*_APART, *(key for key in _OPTIONAL if getattr(self, key) is None)}

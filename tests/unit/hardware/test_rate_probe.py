@@ -86,6 +86,11 @@ def test_rates_that_somebody_gave_are_never_doubted(monkeypatch: pytest.MonkeyPa
     gpu = dataclasses.replace(given, near=None, to_host=2e10, to_device=3e10, machine=QUIET)
     gpu.store()
     assert checked_rates(DEVICE, 1) == gpu
+    # A calibration that is known to be disturbed is measured again all the same.
+    dataclasses.replace(gpu, contended=True).store()
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._is_quiet", lambda threads: True)
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: given.store())
+    assert checked_rates(DEVICE, 1) == given
 
 
 def test_a_plan_says_now_and_with_the_machine_to_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
