@@ -187,9 +187,12 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
 )
 def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str) -> None:
     _, plan = shared()
+    plan["contended"] = False
     plan["now"] |= {"machine": SHARED | {"alone": alone, "other_cores": None if alone is None else 1.5}}
     flat = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
     assert f"now 1,234 tokens/s{text} time " in flat
+    busy = " ".join(" ".join(line for line, _ in Answer({**plan, "contended": True}, "m").lines()).split())
+    assert "with the machine to itself" not in busy, "it was calibrated beside other work"
     # The interval is that of the machine to itself.
     assert f"speed {plan['tokens_per_second']:,.0f} tokens/s (" in flat
 
