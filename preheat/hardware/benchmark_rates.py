@@ -543,7 +543,7 @@ def rates(
     stored = load(device.name, torch.__version__, threads)
     # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
-        _log.warning("measuring this machine, once; some ten seconds to a minute")
+        _log.warning("measuring this machine, once; 15 to 60 seconds, and up to 90 beside other work")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
         return rates_again(device, threads, progress, grid)
