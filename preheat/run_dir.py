@@ -113,7 +113,7 @@ PLAN_KEYS = {
     "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
     "peak_phase": "the one that is the peak of all",
     "seconds_per_step": "predicted",
-    "tokens_per_second": "predicted",
+    "tokens_per_second": "predicted; on this machine's CPU with the machine to itself",
     "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
     "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
     "fp32_rate": (
@@ -128,6 +128,10 @@ PLAN_KEYS = {
     "pace": (
         "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last "
         "nine of 20 s and more: in the predicted seconds; 1 if fewer than three are known"
+    ),
+    "now": (
+        "{tokens_per_second, seconds_per_step, machine} at present, with what other processes use, if a probe found "
+        "this machine's CPU more than 15 % slower than calibrated; None otherwise"
     ),
     "allocator_retries": "whether it fits only if a GPU's allocator frees cached memory in each step, which takes time",
     "heap": "why preheat's heap, whose memory is predicted, does not work on this machine; None if it does",
@@ -576,7 +580,10 @@ _EVENTS: dict[str, _Check] = {
     "finished": _both(
         _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
     ),
-    "measured": _may_have(**dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real)),
+    "measured": _may_have(
+        **dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real),
+        machine=_none_or(_may_have(alone=_none_or(lambda v: isinstance(v, bool)), own_cores=_real, other_cores=_real)),
+    ),
     "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
 }
 is_failure = _EVENTS["out_of_memory"]

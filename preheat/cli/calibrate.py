@@ -24,7 +24,8 @@ def calibrate(
 ) -> None:
     """Measure this machine's matrix rates, memory bandwidth and operators, and store them for `plan` and `train`.
 
-    Takes 15 to 60 seconds; run it while nothing else runs.
+    Takes 15 to 60 seconds; run it while nothing else runs. What other processes disturb is measured again, up to 90
+    seconds.
 
     Example: preheat calibrate --threads 2
     """
@@ -49,14 +50,16 @@ def calibrate(
     stored = rates.store()
     rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # measured by nettest
     if as_json:
-        say(to_json({**dataclasses.asdict(rates), "stored": str(stored)}))
+        note = rates.machine and rates.machine.note()
+        say(to_json({**dataclasses.asdict(rates), "machine": note, "stored": str(stored)}))
         return
     screen = console()
     screen.print(_table(rates))
     screen.print(f"stored in {stored}", soft_wrap=True)
     if rates.contended:
         screen.print(
-            "Other processes kept the cores busy, so these rates are too low; run it again on a quiet machine.",
+            "Other processes kept the cores busy, so these rates are too low; the next plan on a quiet machine "
+            "measures again.",
             style="yellow",
         )
 

@@ -161,12 +161,20 @@ def _summary(result: JsonObject) -> Group:
     end = f"stopped by {result['stopped']} at" if result["stopped"] else "done:"
     # A stopped run ends without its last evaluation.
     figures = {"loss": result["loss"], "validation loss": None if result["stopped"] else result["validation_loss"]}
+    machine, shared = result.get("machine") or {}, []
+    if machine.get("alone") is False:
+        text = (
+            f"measured beside other work, which used {machine['other_cores']:.1f} of {machine['cpus']} cores, so this "
+            "run does not correct later plans"
+        )
+        shared.append(Text(text, style="yellow"))
     loss = "".join(
         f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
     )
     return Group(
         Text(f"{end} step {result['steps']:,}{loss}", style="bold"),
         table,
+        *shared,
         Text(f"run: {result['run']}\nreport: {result['report']}"),
     )
 

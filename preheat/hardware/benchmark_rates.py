@@ -1,8 +1,8 @@
 """Calibration: measures the throughput of this machine at the operators of training, once, in about ten seconds.
 
-A time is the median of repeated runs on random data, after a warm-up run. `Rates.contended` records if other processes
-used the same cores meanwhile: threads at a barrier then wait whole time slices for one that is not scheduled, which no
-statistic repairs.
+A time is the median of repeated runs on random data, after a warm-up run. If other processes use the same cores
+meanwhile, threads at a barrier wait whole time slices for one that is not scheduled, which no statistic repairs: such a
+part is measured again, at most twice, and `Rates.contended` records if that did not help.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,16 +20,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.core import Device
 from preheat.errors import RunError
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.link_rates import require_storable
+from preheat.hardware.machine_use import MachineUse, UseMeter, joined
 from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
 from preheat.hardware.tf32 import allow_tf32, has_tf32
-from preheat.hardware.timing import OtherProcesses, Random, Stopwatch, threads_of
+from preheat.hardware.timing import Random, Stopwatch, threads_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates", "rates_for"]
+__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates", "rates_again", "rates_for"]
+
+_Result = TypeVar("_Result")
 
 Progress = Callable[[str, float], None]
 """Called with the name of the next measurement and the progress (0 to 1)."""
@@ -81,6 +83,8 @@ class Grid:
     """Dtypes to measure; fp16 on CUDA only."""
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
+    limit: float = 90.0
+    """Seconds within which a part that other processes disturbed may be measured again."""
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -138,6 +142,10 @@ def grid_of(device: Device) -> Grid:
 
 
 _log = logging.getLogger(__name__)
+_REPEATS = 2
+"""How often a part that other processes disturbed is measured again."""
+_LONG = 1.0
+"""Seconds of a part that is judged by itself at the end: a moment's work of another process is much of a short one."""
 _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square matmul, and the seconds that the next one may take at its rate."""
 _TOO_LONG = 0.06
@@ -166,8 +174,10 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
 
     grid = grid or grid_of(device)
     tell = progress or (lambda what, done: None)
-    start, others = time.perf_counter(), OtherProcesses()
+    start = time.perf_counter()
     cuda = device.kind == "cuda"
+    # A GPU is measured from one thread of the host.
+    parts = _Parts(1 if cuda else threads, start + grid.limit, tell)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
     seconds = Stopwatch(cuda)
@@ -180,33 +190,37 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     # Progress: 5 % for the memory measurements, the rest in equal parts by dtype.
     share = 0.95 / len(dtypes)
     with threads_of(threads):
-        tell("memory", 0.0)
+        parts.tell("memory", 0.0)
         # fp32, so a quarter as many elements as bytes; a copy reads and writes each byte, hence the factor 2 below.
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
-        bandwidth = 2 * grid.large / seconds(lambda: target.copy_(source))
-        to_host, to_device = _host_link(seconds, source) if cuda else (None, None)
         # Eight elements cost nothing to add, so this is the overhead of any operator.
         tiny = random((8,), torch.float32)
-        launch = seconds(lambda: tiny + tiny)
         # 1 MiB in fp32. Multiplying by ones in place keeps the values finite; two reads and one write, hence the 3.
         piece, other = random((2**18,), torch.float32), torch.ones(2**18, device=device.kind)
-        near = None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other))
+        bandwidth, (to_host, to_device), launch, near = parts.measure(
+            lambda: (
+                2 * grid.large / seconds(lambda: target.copy_(source)),
+                _host_link(seconds, source) if cuda else (None, None),
+                seconds(lambda: tiny + tiny),
+                None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other)),
+            )
+        )
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
-            tell(f"matmuls in {name}", done)
-            peak[name] = _peak(seconds, random, dtype, grid)
-            layers = _matrix(seconds, random, name, dtype, grid)
+            parts.tell(f"matmuls in {name}", done)
+            peak[name] = parts.measure(partial(_peak, seconds, random, dtype, grid))
+            layers = parts.measure(partial(_matrix, seconds, random, name, dtype, grid))
             # A layer can be faster than the square matmuls, and MFU, which divides by the peak, must not exceed 1.
             peak[name] = max(peak[name], *(rate.flops for rate in layers))
             matrix += layers
-            tell(f"operators in {name}", done + share / 2)
-            moved += _moved(seconds, random, name, dtype, grid)
-            attention += _attention(seconds, random, name, dtype, grid)
-            adamw[name] = _adamw(seconds, random, dtype, grid)
+            parts.tell(f"operators in {name}", done + share / 2)
+            moved += parts.measure(partial(_moved, seconds, random, name, dtype, grid))
+            attention += parts.measure(partial(_attention, seconds, random, name, dtype, grid))
+            adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
         # TF32 is a mode of fp32 matmuls, so it needs no rates of other operators, attention or AdamW.
         if has_tf32(device):
-            tell("matmuls in tf32", 0.98)
+            parts.tell("matmuls in tf32", 0.98)
             # The stopwatch is only the owner: if a measurement raises, its end restores torch's setting.
             end = allow_tf32(seconds)
             peak["tf32"] = _peak(seconds, random, torch.float32, grid)
@@ -214,7 +228,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             end()
             peak["tf32"] = max(peak["tf32"], *(rate.flops for rate in layers))
             matrix += layers
-    tell("done", 1.0)
+    parts.tell("done", 1.0)
     return Rates(
         hardware=device.name,
         torch=torch.__version__,
@@ -229,9 +243,52 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         matrix=tuple(matrix),
         moved=tuple(moved),
         attention=tuple(attention),
-        contended=_contended(others, threads),
+        contended=parts.most_disturbed.alone is False,
         seconds=time.perf_counter() - start,
+        machine=parts.most_disturbed,
     )
+
+
+class _Parts:
+    """Measures the parts of a calibration, and measures those again that other processes disturbed.
+
+    Args:
+        threads: threads that are measured.
+        end: time after which nothing is measured again.
+        tell: progress callback.
+    """
+
+    def __init__(self, threads: int, end: float, tell: Progress):
+        self.threads, self.end, self._tell = threads, end, tell
+        self._last, self._uses = ("", 0.0), list[MachineUse]()
+
+    def tell(self, what: str, done: float) -> None:
+        self._last = what, done
+        self._tell(what, done)
+
+    def measure(self, part: Callable[[], _Result]) -> _Result:
+        """Returns the result of the attempt that other processes disturbed least."""
+        attempts: list[tuple[MachineUse, _Result]] = []
+        while len(attempts) <= _REPEATS:
+            if attempts:
+                what, done = self._last
+                self._tell(f"{what} again, because other processes use the cores", done)
+            meter = UseMeter()
+            result = part()
+            use = meter.use(self.threads)
+            attempts.append((use, result))
+            # Another attempt takes as long, and must end in time.
+            if use.alone is not False or time.perf_counter() + use.seconds > self.end:
+                break
+        use, result = min(attempts, key=lambda attempt: attempt[0].other_cores or 0.0)
+        self._uses.append(use)
+        return result
+
+    @property
+    def most_disturbed(self) -> MachineUse:
+        """The use of the machine during all parts, or during the long part with the most other work."""
+        long = [use for use in self._uses if use.seconds >= _LONG]
+        return max([joined(self._uses), *long], key=lambda use: use.other_cores or 0.0)
 
 
 def _turns(bytes: int) -> int:
@@ -252,11 +309,11 @@ class _Cycle:
         self._kept.append(next(self._calls)())
 
 
-def _contended(others: OtherProcesses, threads: int, watch: float = 0.0) -> bool:
-    """True if other processes use more cores than these threads leave them; observes for `watch` more seconds."""
+def _is_quiet(threads: int, watch: float = 0.5) -> bool:
+    """True unless other processes use more cores than these threads leave them, in the next `watch` seconds."""
+    meter = UseMeter()
     time.sleep(watch)
-    # Tolerates a quarter of a core of background work.
-    return others.cores() > (os.cpu_count() or 1) - threads + 0.25
+    return meter.use(threads).alone is not False
 
 
 def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
@@ -463,12 +520,21 @@ def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -
 
 
 def rates(
-    device: Device, threads: int, measure: bool = True, progress: Progress | None = None, *, grid: Grid | None = None
+    device: Device,
+    threads: int,
+    measure: bool = True,
+    progress: Progress | None = None,
+    *,
+    grid: Grid | None = None,
+    again: bool = True,
 ) -> Rates:
     """Returns the stored rates of this machine; measures and stores them first if there are none.
 
     Contended rates (which may be 50x too low) are measured again once the cores are free. A child process measures, so
     this one's memory, high-water mark and allocator stay as they are.
+
+    Args:
+        again: measure contended rates again.
 
     Raises:
         RunError: there are no rates and `measure` is False, or measuring failed, or the rates cannot be stored.
@@ -478,17 +544,29 @@ def rates(
     stored = load(device.name, torch.__version__, threads)
     # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
-        _log.warning("measuring this machine, once; some ten seconds to a minute")
+        _log.warning("measuring this machine, once; 15 to 60 seconds, and up to 90 beside other work")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
-    if measure and (stored is None or (stored.contended and not _contended(OtherProcesses(), threads, watch=0.5))):
-        _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
-        stored = load(device.name, torch.__version__, threads)
-        assert stored is not None, "the child stored rates for another machine"
+    if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
+        return rates_again(device, threads, progress, grid)
     if stored is None:
         raise RunError(
             f"the rates of {device.name} with {threads} threads are not measured yet; "
             f"run: preheat calibrate --threads {threads}"
         )
+    return stored
+
+
+def rates_again(device: Device, threads: int, progress: Progress | None = None, grid: Grid | None = None) -> Rates:
+    """Measures and stores the rates of this machine, whether there are some or not.
+
+    Raises:
+        RunError: measuring failed, or the rates cannot be stored.
+    """
+    import torch
+
+    _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
+    stored = load(device.name, torch.__version__, threads)
+    assert stored is not None, "the child stored rates for another machine"
     return stored
 
 

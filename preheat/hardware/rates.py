@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.link_rates import LinkRate, cache_folder, load_links, seconds_of, store_json
+from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.stored_values import Damaged, read_json, read_number, read_numbers, read_row
 from preheat.sanitize import shorten
 
@@ -36,6 +37,7 @@ __all__ = [
     "LinkRate",
     "MatrixRate",
     "MovedRate",
+    "Present",
     "Rates",
     "load",
     "note_run",
@@ -128,6 +130,14 @@ class AttentionRate:
     flops: float
 
 
+@dataclass(frozen=True)
+class Present:
+    """What a machine reaches at present: a share of its rates, and its use meanwhile."""
+
+    share: float
+    machine: MachineUse
+
+
 _Row = TypeVar("_Row")
 _log = logging.getLogger(__name__)
 
@@ -192,6 +202,11 @@ class Rates:
     """Times of collectives between devices of this kind, measured by `nettest`; stored in a separate file."""
     pace: float = 1.0
     """Median ratio of measured to predicted step time of finished runs (`note_run`); stored in a separate file."""
+    machine: MachineUse | None = None
+    """CPU use during the measurement, or during the part of it with the most other work; None: not noted, so somebody
+    gave these rates, and no probe doubts them."""
+    now: Present | None = None
+    """What the machine reaches at present, if a probe found that it is less than these rates. Not stored."""
 
     @property
     def of_gpu(self) -> bool:
@@ -251,10 +266,10 @@ class Rates:
 
     def values(self) -> JsonObject:
         """Returns the measured values as JSON, which `parse` reads."""
-        # Links and pace have their own files, because `nettest` and finished runs update them independently.
-        left_out = {"links", "pace"} | {key for key in _OF_GPU if getattr(self, key) is None}
+        left_out = {*_APART, *(key for key in _OPTIONAL if getattr(self, key) is None)}
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
-        return {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values}
+        note = {} if self.machine is None else {"machine": self.machine.note()}
+        return {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values, **note}
 
     def store(self) -> Path:
         """Writes the rates atomically to the file that `load` reads.
@@ -268,10 +283,13 @@ class Rates:
         return path
 
 
-_FORMAT, _FORMAT_GPU = 7, 10
+_FORMAT, _FORMAT_GPU = 8, 10
 """File format versions of CPU and GPU measurements; increase them when the measurements change."""
 _OF_GPU = ("to_host", "to_device")
 """Fields measured on GPUs only."""
+_OPTIONAL = (*_OF_GPU, "machine")
+_APART = ("links", "pace", "now")
+"""Fields that are not in the file: `nettest` and finished runs update files of their own, and a probe is not stored."""
 
 
 _INSTRUCTION_SETS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
@@ -281,10 +299,12 @@ _INSTRUCTION_SETS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 def stored_at(hardware: str, torch: str, threads: int) -> Path:
     """Returns the path of the calibration, in $PREHEAT_CACHE or ~/.cache/preheat.
 
-    Limits on the instruction set have files of their own: bf16 without AVX512 can be a thousand times as slow.
+    Limits on the instruction set have files of their own: bf16 without AVX512 can be a thousand times as slow. So have
+    formats, so that versions of preheat that share a folder do not overwrite each other's files.
     """
     limits = [f"{name}={os.environ[name]}" for name in _INSTRUCTION_SETS if os.environ.get(name)]
-    key = hashlib.sha256(json.dumps([hardware, torch, threads, *limits]).encode()).hexdigest()[:12]
+    parts = [hardware, torch, threads, *limits, f"formats={_FORMAT},{_FORMAT_GPU}"]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return cache_folder() / f"calibration-{key}.json"
 
 
@@ -317,7 +337,7 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
     except Damaged as error:
         _log.warning("%s: is damaged (%s); this machine is measured again", path, error)
         return None
-    return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_ratios(_runs_path(path))))
+    return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_runs(_runs_path(path))))
 
 
 def parse(values: JsonObject) -> Rates:
@@ -326,9 +346,9 @@ def parse(values: JsonObject) -> Rates:
     Raises:
         Damaged: the validation failed.
     """
-    stored = {field.name for field in dataclasses.fields(Rates)} - {"links", "pace"}
-    # Keys on one side only, except those that a CPU's file leaves out.
-    if other := (values.keys() ^ stored ^ {"format"}) - (set(_OF_GPU) - values.keys()):
+    stored = {field.name for field in dataclasses.fields(Rates)} - {*_APART}
+    # Keys on one side only, except those that a file may leave out.
+    if other := (values.keys() ^ stored ^ {"format"}) - ({*_OPTIONAL} - values.keys()):
         name = shorten(min(other), 40)
         raise Damaged(f"{name} is {'not known' if min(other) in values else 'missing'}")
     if not isinstance(values["contended"], bool):
@@ -361,6 +381,7 @@ def parse(values: JsonObject) -> Rates:
         **names,
         **numbers,
         near=near,
+        machine=MachineUse.read(values["machine"]) if "machine" in values else None,
         peak_matrix_rate=peak,
         adamw=adamw,
         matrix=matrix,
@@ -377,11 +398,14 @@ _MAX_RATIO = 10.0
 """A run that is further from its plan shows wrong rates, not a slow machine, and corrects no later plan."""
 
 
-def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
+def note_run(hardware: str, torch: str, threads: int, ratio: float, machine: MachineUse | None = None) -> None:
     """Records the ratio of measured to predicted step time of a finished run; later plans are scaled by the median.
+
+    A run beside other work is left out: its ratio says nothing about this machine.
 
     Args:
         ratio: measured seconds over predicted seconds, without the pace of earlier runs.
+        machine: CPU use during the run; None: unknown.
 
     Raises:
         RunError: the folder cannot be written.
@@ -392,25 +416,39 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float) -> None:
             ratio,
         )
         return
+    if machine is not None and machine.alone is False:
+        return
     path = _runs_path(stored_at(hardware, torch, threads))
-    # A damaged file reads as empty, so the new ratio replaces it.
-    store_json(path, {"ratios": [*_read_ratios(path), ratio][-_MAX_RUNS:]})
+    # A damaged file reads as empty, so the new run replaces it.
+    runs = [*_read_runs(path), (ratio, machine)][-_MAX_RUNS:]
+    store_json(path, {"runs": [{"ratio": ratio, "machine": use and use.note()} for ratio, use in runs]})
 
 
 def _runs_path(calibration: Path) -> Path:
     return calibration.with_name(calibration.name.replace("calibration", "runs"))
 
 
-def _read_ratios(path: Path) -> list[float]:
-    """Returns the ratios in a file; empty if it is missing or damaged, because it is a cache."""
+def _read_runs(path: Path) -> list[tuple[float, MachineUse | None]]:
+    """Returns (ratio, CPU use) of the runs in a file; empty if it is missing or damaged, because it is a cache."""
     try:
-        ratios = (read_json(path) or {}).get("ratios")
-        numbers = [read_number(ratio, "ratio") for ratio in ratios] if isinstance(ratios, list) else []
+        rows = (read_json(path) or {}).get("runs")
+        runs = [_read_run(row) for row in rows] if isinstance(rows, list) else []
     except Damaged:
         return []
-    return [ratio for ratio in numbers if 1 / _MAX_RATIO <= ratio <= _MAX_RATIO]
+    return [
+        (ratio, machine)
+        for ratio, machine in runs
+        if 1 / _MAX_RATIO <= ratio <= _MAX_RATIO and (machine is None or machine.alone is not False)
+    ]
 
 
-def _pace(ratios: Sequence[float]) -> float:
-    # The median ignores a run that a busy machine slowed down.
-    return median(ratios) if len(ratios) >= _MIN_RUNS else 1.0
+def _read_run(row: object) -> tuple[float, MachineUse | None]:
+    if not isinstance(row, dict) or row.keys() != {"ratio", "machine"}:
+        raise Damaged("a run is not its ratio and the machine's use")
+    machine = None if row["machine"] is None else MachineUse.read(row["machine"])
+    return read_number(row["ratio"], "ratio"), machine
+
+
+def _pace(runs: Sequence[tuple[float, MachineUse | None]]) -> float:
+    # The median also ignores a run that was slowed down on a system that does not tell what other processes use.
+    return median(ratio for ratio, _ in runs) if len(runs) >= _MIN_RUNS else 1.0

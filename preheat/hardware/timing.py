@@ -1,13 +1,11 @@
-"""Benchmark utilities: stopwatch, random operands, and CPU usage of other processes."""
+"""Benchmark utilities: stopwatch and random operands."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["OtherProcesses", "Random", "Stopwatch", "threads_of"]
+__all__ = ["Random", "Stopwatch", "threads_of"]
 
 
 class Stopwatch:
@@ -66,26 +64,6 @@ class Stopwatch:
         while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
             samples.append(self._once(call, times))
         return median(samples)
-
-
-class OtherProcesses:
-    """Measures how many cores other processes use from now on (Linux only; 0 elsewhere)."""
-
-    def __init__(self) -> None:
-        self.start = self._read()
-
-    def _read(self) -> tuple[float, float]:
-        """Returns the CPU seconds used by all other processes, and the current time."""
-        if not Path("/proc/stat").exists():
-            return 0.0, time.perf_counter()
-        # First line: CPU time of all cores in clock ticks. Idle and waiting time, which follow, do not count.
-        user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)[1:4]
-        total = (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
-        return total - time.process_time(), time.perf_counter()
-
-    def cores(self) -> float:
-        (used, now), (used_then, then) = self._read(), self.start
-        return (used - used_then) / (now - then)
 
 
 @contextmanager

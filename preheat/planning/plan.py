@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
+from preheat.hardware.rates import Present
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
@@ -116,6 +117,15 @@ def _with_technique(request: Request, name: str, technique: Technique) -> Reques
     return replace(request, recipe=replace(recipe, techniques={**recipe.techniques, name: technique}))
 
 
+def _at_present(present: Present, tokens: int, seconds: float) -> JsonObject:
+    """Returns the speed now of a step that takes `seconds` if it has the machine to itself."""
+    return {
+        "tokens_per_second": tokens / seconds * present.share,
+        "seconds_per_step": seconds / present.share,
+        "machine": present.machine.note(),
+    }
+
+
 def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     """Returns GiB by category; `added` bytes count as overhead."""
     overhead = sum(sizes[what] for what in BESIDE) + added
@@ -189,6 +199,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,
+        "now": rates.now and _at_present(rates.now, observation.tokens, seconds),
         "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

@@ -91,6 +91,7 @@ def _basis(plan: JsonObject) -> str:
         ("Rests on", plan.get("rests_on")),
         ("Assumed, as nothing states it", ", ".join(plan.get("assumed") or ())),
         ("Export", plan.get("export_note")),
+        ("Speed now", plan.get("now_note")),
     ]
     shown = "".join(f"<div><dt>{escape(label)}</dt><dd>{nbsp_units(text)}</dd></div>" for label, text in lines if text)
     basis = f'<dl class="setup">{shown}</dl>' if shown else ""

@@ -96,7 +96,7 @@ def collect(path: str | Path) -> JsonObject:
         }
         | expected_memory(plan),
         "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
-        | {k: measured[k] for k in MEMORY_KEYS if k in measured},
+        | {k: measured[k] for k in (*MEMORY_KEYS, "machine") if k in measured},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
         "expert_loads": _expert_loads(metrics),
         "not_finite": [
@@ -262,6 +262,10 @@ def _verdict(figures: JsonObject) -> str:
         left = f"Predicted {show(guess)}{unit}" if guess is not None else f"No prediction of {name}"
         right = f"measured {show(real)}" if real is not None else "not measured yet"
         parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
+    if mapping(measured.get("machine")).get("alone") is False:
+        others = number(measured["machine"].get("other_cores"))
+        cores = "" if others is None else f", on average {others:.1f} cores"
+        parts.append(f"The speed was measured beside other work{cores}, so it does not correct later plans.")
     if summary["sessions"] > 1 and summary["measured_session"]:
         parts.append(f"Measured in session {summary['measured_session']} of {summary['sessions']}.")
     return " ".join(filter(None, parts))

@@ -477,7 +477,7 @@ class _Loop:
             "loss": self.loss,
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
-            **{key: measured[key] for key in MEMORY_KEYS if key in measured},
+            **{key: measured[key] for key in (*MEMORY_KEYS, "machine") if key in measured},
             "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]},
             "stopped": self.stopped,
         }

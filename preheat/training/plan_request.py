@@ -344,11 +344,12 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     """
     if gpu is None:
         from preheat.engine.device import resolve_device
-        from preheat.hardware.benchmark_rates import rates
+        from preheat.hardware.rate_probe import checked_rates
 
-        # This machine: `rates` measures it once and caches the result.
+        # This machine, which is measured once.
         device, threads = resolve_device(recipe, per_host)
-        return device, rates(device, threads), in_use(device)
+        used = in_use(device)  # before the probe, whose memory a run does not have
+        return device, checked_rates(device, threads), used
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
     # A described device has no generation, so the rates of unknown generations apply to it.

@@ -9,6 +9,7 @@ import torch
 
 from preheat.core import Slot
 from preheat.hardware.gpu_memory import memory_peak
+from preheat.hardware.machine_use import MachineUse, UseMeter
 from preheat.hardware.probe import resident_bytes
 from preheat.hardware.rates import note_run
 from preheat.training.session import Session
@@ -27,6 +28,14 @@ class ThroughputMeter:
 
     def __init__(self, session: Session):
         self.session, self.speeds = session, list[float]()
+        self._use = UseMeter()
+
+    def machine(self) -> MachineUse | None:
+        """Returns the use of the machine so far; None with several processes, which share it."""
+        if self.session.ranks.world > 1:
+            return None
+        # A GPU is driven by one thread of the host.
+        return self._use.use(1 if self.session.plan["device"].get("kind") == "cuda" else torch.get_num_threads())
 
     def memory(self) -> int:
         """Returns the bytes in use: allocated tensors on a GPU, resident memory minus that of the imports on a CPU."""
@@ -52,12 +61,15 @@ class ThroughputMeter:
                 "mfu": self.mfu(speed),
                 "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
             }
+            if machine := self.machine():
+                figures["machine"] = machine.note()
         return figures
 
     def store_speed_correction(self) -> None:
         """Stores the ratio of measured to predicted step time, which corrects later plans.
 
-        Skips runs that are too short, have several batch shapes or use several processes.
+        Skips runs that are too short, have several batch shapes, use several processes, or shared the machine with
+        other work.
         """
         # The first step warms up: compilation, allocator and caches.
         plan, speeds = self.session.plan, self.speeds[1:]
@@ -70,4 +82,4 @@ class ThroughputMeter:
             return
         # The plan already contains the pace of earlier runs: dividing it out keeps corrections from accumulating.
         ratio = plan["tokens_per_second"] * plan["pace"] / median(speeds)
-        note_run(plan["device"]["name"], torch.__version__, torch.get_num_threads(), ratio)
+        note_run(plan["device"]["name"], torch.__version__, torch.get_num_threads(), ratio, self.machine())

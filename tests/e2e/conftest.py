@@ -103,13 +103,16 @@ class InThisProcess:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With rates of this machine by a few small sizes: `preheat calibrate` takes a minute or more, and again where others kept the cores busy."""
+    """With rates of this machine by a few small sizes: `preheat calibrate` takes a minute or more, and again if others kept the cores busy.
+
+    Without a note of the machine's use, so that no plan doubts them.
+    """
     from preheat.hardware.benchmark_rates import calibrate
     from preheat.hardware.probe import probe
 
     folder = tmp_path_factory.mktemp("cache")
     with mock.patch.dict(os.environ, {"PREHEAT_CACHE": str(folder)}):
-        dataclasses.replace(calibrate(probe("cpu"), 1, grid=SMALL), contended=False).store()
+        dataclasses.replace(calibrate(probe("cpu"), 1, grid=SMALL), contended=False, machine=None).store()
     return folder
 
 

@@ -136,6 +136,8 @@ class Answer:
         plan = self.plan
         if plan["fits"]:
             entries = [_Entry("speed", _speed(plan)), _Entry("time", _time(plan), most=3)]
+            if plan.get("now"):
+                entries.insert(1, _Entry("now", _at_present(plan), style="yellow"))
             if cost := plan.get("cost"):
                 entries.append(_Entry("cost", _cost(cost, plan)))
             if plan.get("energy"):
@@ -233,6 +235,7 @@ def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
         "method": ", ".join(_shown(recipe.techniques.values())) or "no techniques",
         "rests_on": _batch(recipe, plan),
         "export_note": _export(plan),
+        "now_note": _at_present(plan) if plan.get("now") else "",
         "of_stage": f", in one of {stages} stages" if stages > 1 else "",
         "alternatives": others,
     }
@@ -245,6 +248,18 @@ def _speed(plan: Mapping[str, Any]) -> str:
     # Of a catalogue's device the rate is that of its data sheet.
     of = f"the {flops} measured here" if plan["device"]["kind"] == "cpu" else f"the device's {flops}"
     return f"{rate(plan['tokens_per_second'])} tokens/s ({rate(low)} to {rate(high)}), {percent(plan['mfu'])} of {of}"
+
+
+def _at_present(plan: Mapping[str, Any]) -> str:
+    """Describes the speed of a machine that is slower now than it was calibrated."""
+    machine, speed = plan["now"]["machine"], f"{rate(plan['now']['tokens_per_second'])} tokens/s"
+    if machine["alone"] is False:
+        used = f"other processes use {machine['other_cores']:.1f} of {machine['cpus']} cores"
+        # A calibration beside other work does not give that speed either, as a note says.
+        above = "" if plan.get("contended") else "; the speed above is with the machine to itself"
+        return f"{speed}, because {used}{above}"
+    why = ", though no other process uses its cores" if machine["alone"] else ""
+    return f"{speed}: slower than when it was calibrated{why}; to measure again: preheat calibrate"
 
 
 def _time(plan: Mapping[str, Any]) -> str:

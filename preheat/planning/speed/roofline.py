@@ -164,6 +164,7 @@ class Roofline:
     per_host: int = 8
     contended = False
     pace = 1.0
+    now = None
 
     @classmethod
     def of(cls, name: str, per_host: int = 8) -> Roofline:

@@ -88,6 +88,7 @@ _SPARSE = {
 }
 
 
+_STEP_LIMIT = 15.0  # seconds within which a calibration for one step may repeat what other processes disturbed
 _CUSTOM = 40  # a call of our custom operators costs as much as 40 launches, mostly in Python
 
 
@@ -224,6 +225,7 @@ def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Gr
         attention=tuple(sorted(attention)) or FULL.attention[:1],
         parameters=2**20,
         dtypes=tuple(sorted(dtypes)),
+        limit=_STEP_LIMIT,
     )
 
 

@@ -31,6 +31,7 @@ TINY = Grid(
     parameters=64,
     large=2**16,
     dtypes=("fp32",),
+    limit=0,
 )
 
 

@@ -103,11 +103,20 @@ def too_large() -> tuple[Subject, dict[str, Any]]:
     return subject, result(subject, text, 33.9, 24.0, alternatives=others)
 
 
-PLANS = {"qlora": qlora, "cluster": cluster, "cpu": cpu, "too large": too_large}
+SHARED = {"alone": False, "seconds": 0.3, "own_cores": 0.5, "other_cores": 1.5, "cpus": 2, "threads": 2}
+
+
+def shared() -> tuple[Subject, dict[str, Any]]:
+    subject, plan = cpu()
+    return subject, {**plan, "now": {"tokens_per_second": 1234.5, "seconds_per_step": 3.3, "machine": SHARED}}
+
+
+PLANS = {"shared": shared, "qlora": qlora, "cluster": cluster, "cpu": cpu, "too large": too_large}
 ASKED = {
     "qlora": ["preheat", "plan", "Qwen/Qwen3-8B", "--gpu", "RTX-4090", "--method", "qlora"],
     "cluster": ["preheat", "plan", "llama-3.1-70b", "--gpu", "H100", "--count", "8", "--nodes", "8"],
     "cpu": ["preheat", "plan", "demo"],
+    "shared": ["preheat", "plan", "demo"],
     "too large": ["preheat", "plan", "Qwen/Qwen3-8B", "--gpu", "RTX-4090"],
 }
 
@@ -116,8 +125,8 @@ def screen(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     """The lines that the command prints on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     subject, plan = PLANS[name]()
-    asked, gpu = ASKED[name], None if name == "cpu" else "G"
-    assumed = [] if name == "cpu" else _assumed(subject, plan, asked, per_host=8)
+    asked, gpu = ASKED[name], None if name in ("cpu", "shared") else "G"
+    assumed = [] if name in ("cpu", "shared") else _assumed(subject, plan, asked, per_host=8)
     places: dict[str, Any] = {"out": None, "gpu": gpu, "nodes": 1, "per_host": 8}
     command = _next_command(plan, subject, asked[2], [], asked, **places)
     with nullcontext() if plan["fits"] else pytest.raises(typer.Exit):
@@ -137,7 +146,8 @@ def test_an_answer_is_one_screen(
     labels = [line[:10].strip() for line in lines if line[:1].strip()]
     assert labels[-1] == "next"
     wanted = {"memory", "rests on", "method"} | ({"speed", "time"} if name != "too large" else {"nearest"})
-    wanted |= {"instead", "assumed"} if name != "cpu" else {"note"}
+    wanted |= {"instead", "assumed"} if name not in ("cpu", "shared") else {"note"}
+    wanted |= {"now"} if name == "shared" else set()
     wanted |= {"cost"} if priced and name != "too large" else set()
     assert wanted <= set(labels)
     assert "nine of ten runs" in lines[1]
@@ -161,6 +171,30 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
         assert part in flat, part
     assert "--method" not in text.split("assumed")[1].split("instead")[0], "it was stated"
     assert text.endswith("next      preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method qlora --out \\\n            recipe.yaml")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("alone", "text"),
+    [
+        (False, ", because other processes use 1.5 of 2 cores; the speed above is with the machine to itself"),
+        (None, ": slower than when it was calibrated; to measure again: preheat calibrate"),
+        (
+            True,
+            ": slower than when it was calibrated, though no other process uses its cores; to measure again: "
+            "preheat calibrate",
+        ),
+    ],
+)
+def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str) -> None:
+    _, plan = shared()
+    plan["contended"] = False
+    plan["now"] |= {"machine": SHARED | {"alone": alone, "other_cores": None if alone is None else 1.5}}
+    flat = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
+    assert f"now 1,234 tokens/s{text} time " in flat
+    busy = " ".join(" ".join(line for line, _ in Answer({**plan, "contended": True}, "m").lines()).split())
+    assert "with the machine to itself" not in busy, "it was calibrated beside other work"
+    # The interval is that of the machine to itself.
+    assert f"speed {plan['tokens_per_second']:,.0f} tokens/s (" in flat
 
 
 def test_alternatives_give_up_lines_from_the_last_one() -> None:

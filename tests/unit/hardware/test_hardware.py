@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import mmap
 import os
@@ -21,9 +22,10 @@ from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
 from preheat.hardware import segments
-from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, calibrate, grid_of, rates
+from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, _Parts, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
+from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.oom import is_oom, requested_bytes
 from preheat.hardware.rates import (
     LAYOUTS,
@@ -32,7 +34,7 @@ from preheat.hardware.rates import (
     MatrixRate,
     MovedRate,
     Rates,
-    _read_ratios,
+    _read_runs,
     load,
     note_run,
     stored_at,
@@ -297,10 +299,38 @@ def test_finished_runs_tell_plans_their_pace(monkeypatch: pytest.MonkeyPatch, tm
     assert pace() == 1.0
     assert pace(2, 2, 2) == 2
     assert pace(1700, 1700, 1700, 0.01, 0.01) == 2  # wrong rates, not a slow machine
-    file.write_text(json.dumps({"ratios": [1700.0] * 6}))  # recorded by an earlier version
+    file.write_text(json.dumps({"runs": [{"ratio": 1700.0, "machine": None}] * 6}))  # nothing checked it
     assert pace() == 1.0
     made.store()  # measured anew: they were beside other rates
     assert pace() == 1.0
+
+
+def test_runs_beside_other_work_correct_no_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    made = made_up()
+    where = (made.hardware, made.torch, made.threads)
+    made.store()
+    alone, unknown, shared = (MachineUse(60.0, 1.9, others, 2, 2) for others in (0.1, None, 0.9))
+
+    def pace(ratio: float, machine: MachineUse) -> float:
+        note_run(*where, ratio, machine)
+        found = load(*where)
+        assert found is not None
+        return found.pace
+
+    assert [pace(5.2, shared) for _ in range(9)] == [1.0] * 9
+    assert [pace(1.1, alone), pace(1.2, unknown), pace(1.3, alone)] == [1.0, 1.0, 1.2]
+    assert pace(5.2, shared) == 1.2
+    (file,) = tmp_path.glob("runs-*.json")
+    rows = json.loads(file.read_text())["runs"]
+    assert [(row["ratio"], row["machine"]["alone"]) for row in rows] == [(1.1, True), (1.2, None), (1.3, True)]
+    # Whoever wrote it into the file: the note decides.
+    rows += [{"ratio": 9.0, "machine": shared.note()}] * 6
+    file.write_text(json.dumps({"runs": rows}))
+    assert load(*where) == dataclasses.replace(made, pace=1.2)
+    for damage in ({"ratio": 1.0}, 3, {"ratio": 1.0, "machine": {"alone": True}}, {"ratio": "1", "machine": None}):
+        file.write_text(json.dumps({"runs": [*rows, damage]}))
+        assert load(*where) == made
 
 
 @pytest.mark.parametrize(
@@ -324,13 +354,15 @@ def test_a_run_of_enough_steps_of_one_shape_is_noted(
 
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     plan = {"tokens_per_step": 100, "tokens_per_second": 50.0, "pace": 2.0, "device": {"name": "made up"}}
+    monkeypatch.setattr(ThroughputMeter, "machine", lambda self: None)  # or else as busy as it is now
     session: Any = SimpleNamespace(
         plan=plan, build=SimpleNamespace(owner=lambda slot: owner), ranks=SimpleNamespace(world=world)
     )
     meter = ThroughputMeter(session)
     meter.speeds = speeds
     meter.store_speed_correction()
-    assert [json.loads(file.read_text())["ratios"] for file in tmp_path.glob("runs-*.json")] == ([told] if told else [])
+    runs = [json.loads(file.read_text())["runs"] for file in tmp_path.glob("runs-*.json")]
+    assert [[run["ratio"] for run in rows] for rows in runs] == ([told] if told else [])
 
 
 def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
@@ -427,6 +459,8 @@ def test_rates_come_back_as_stored_and_only_for_the_same_machine(
         {"bandwidth": 10**400},
         {"near": "fast\x1b[31m"},
         {"contended": "no"},
+        {"machine": "quiet"},
+        {"machine": {"alone": True, "seconds": 1, "own_cores": 1, "other_cores": "few", "cpus": 2, "threads": 2}},
         {"seconds": True},
     ],
     ids=str,
@@ -452,7 +486,7 @@ def test_what_is_no_calibration_counts_as_none(text: str, monkeypatch: pytest.Mo
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert load("made up", "2.13.0", 2) is None
     assert load_links("made up", "2.13.0") == ()
-    assert _read_ratios(tmp_path / "runs.json") == []
+    assert _read_runs(tmp_path / "runs.json") == []
 
 
 def test_a_damaged_calibration_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -477,6 +511,8 @@ def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_
         RunError, match="made up with 1 threads are not measured yet; run: preheat calibrate --threads 1"
     ):
         rates(device, 1, measure=False)
+    # If it is busy while this is tested, all sizes would be measured again.
+    monkeypatch.setattr("preheat.hardware.benchmark_rates._is_quiet", lambda threads: False)
     told: list[float] = []
     first = rates(device, 1, progress=lambda what, done: told.append(done), grid=SMALL)
     assert told[-1] == 1.0
@@ -495,7 +531,8 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     device, others = Device("cpu", "made up", 2**30), 9.0
-    monkeypatch.setattr("preheat.hardware.timing.OtherProcesses.cores", lambda self: others)
+    use = "preheat.hardware.machine_use.UseMeter.use"
+    monkeypatch.setattr(use, lambda self, threads: MachineUse(0.5, 0.0, others, 2, threads))
     busy = dataclasses.replace(made_up(), torch=torch.__version__, threads=1, contended=True)
     busy.store()
     assert rates(device, 1, grid=SMALL) == busy  # it still is
@@ -504,6 +541,41 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     quiet = dataclasses.replace(busy, contended=False, bandwidth=9e10)
     monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: quiet.store())
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
+
+
+def test_parts_of_a_calibration_beside_other_work_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calibration(*others: float | None, seconds: float = 2.0, end: float = 1e9) -> tuple[list[int], MachineUse]:
+        """Measures three parts, whose attempts see so many cores used by others, in turn; returns the attempts taken."""
+        left = list(others)
+        meter = "preheat.hardware.machine_use.UseMeter.use"
+        monkeypatch.setattr(meter, lambda self, threads: MachineUse(seconds, 1.0, left.pop(0), 2, threads))
+        told: list[str] = []
+        parts = _Parts(2, end, lambda what, done: told.append(what))
+        number = itertools.count(1)
+        results = [parts.measure(lambda: next(number)) for _ in range(3)]
+        assert left == []
+        assert len(told) == len(others) - 3
+        assert all("again, because other processes use the cores" in line for line in told)
+        return results, parts.most_disturbed
+
+    results, use = calibration(0.0, 0.1, 0.2)
+    assert results == [1, 2, 3]
+    assert (use.alone, use.other_cores, use.seconds) == (True, 0.2, 2.0)
+    results, use = calibration(1.0, 0.1, 0.0, 0.0)  # quiet at the second attempt
+    assert results == [2, 3, 4]
+    assert use.alone is True
+    results, use = calibration(0.0, 1.5, 0.5, 1.0, 0.0)  # at most twice; the least disturbed of them is taken
+    assert results == [1, 3, 5]
+    assert (use.alone, use.other_cores) == (False, 0.5)
+    results, use = calibration(1.0, 1.0, 1.0, end=0.0)  # no time for it
+    assert results == [1, 2, 3]
+    assert use.alone is False
+    results, use = calibration(None, None, None)  # unknown is not measured again, nor is it called quiet
+    assert use.alone is None
+    # A moment's work of another process is much of a short part, and little of all.
+    results, use = calibration(0.0, 0.5, 0.5, 0.5, 0.0, seconds=0.1)
+    assert use.alone is True
+    assert use.other_cores == pytest.approx(0.5 / 3)
 
 
 def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -779,10 +851,10 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     assert stored["format"] == 10
     path.write_text(json.dumps(stored | {"to_host": -1}))
     assert load("made up", "2.13.0", 2) is None
-    path.write_text(json.dumps(stored | {"format": 7}))  # measured at a CPU's sizes
+    path.write_text(json.dumps(stored | {"format": 8}))  # measured at a CPU's sizes
     assert load("made up", "2.13.0", 2) is None
     made_up().store()
-    assert json.loads(path.read_text())["format"] == 7
+    assert json.loads(path.read_text())["format"] == 8
     assert "to_host" not in path.read_text()  # a CPU's file is what it was
     assert load("made up", "2.13.0", 2) == made_up()
 

@@ -1,15 +1,18 @@
 """The report says what the run recorded, in one file that needs nothing else and obeys nothing that the run wrote."""
 
+import io
 import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from preheat.errors import RunError
+from preheat.hardware.machine_use import MachineUse
 from preheat.report import formatting, svg, write
 from preheat.run_dir import Reader, Writer
 
@@ -140,6 +143,35 @@ def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path
     assert "Measured in session 2 of 3." in text
     assert "Measured in session 2 of 3: 100." in text
     assert "Measured peak in session 2 of 3: 1.05 GiB." in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (MachineUse(60, 0.4, 1.6, 2, 2).note(), ", on average 1.6 cores, so it does not correct later plans."),
+        (MachineUse(60, 1.9, 0.1, 2, 2).note(), None),
+        (MachineUse(60, 1.9, None, 2, 2).note(), None),
+        ({"alone": False}, ", so it does not correct later plans."),  # an incomplete note
+        (None, None),
+    ],
+)
+def test_a_speed_measured_beside_other_work_is_said_to_be(machine: Any, said: str | None, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from preheat.cli.train import _summary
+
+    path = run_folder(tmp_path / "run")
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 0, "step": 60, "kind": "measured", **MEASURED, "machine": machine}) + "\n")
+    text = " ".join(Page(write(path)).text.split())
+    beside = "The speed was measured beside other work"
+    assert (f"{beside}{said}" in text) if said else (beside not in text)
+    if machine and "cpus" in machine:
+        result = {**MEASURED, "machine": machine, "predicted": MEASURED, "stopped": None, "steps": 60, "run": "r"}
+        console = Console(width=200, file=io.StringIO())
+        console.print(_summary(result | {"report": "r.html", "loss": 1.0, "validation_loss": 1.0}))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("measured beside other work, which used 1.6 of 2 cores" in shown) == bool(said)
 
 
 class Page(HTMLParser):

@@ -1,0 +1,196 @@
+"""CPU use of an interval: of this process with its children, and of all processes on the CPUs that it may run on.
+
+What was measured while other processes used the same CPUs says nothing about the machine, so calibrations and runs are
+stored with a `MachineUse`. Other processes are seen on Linux only, through /proc/stat. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preheat.hardware.stored_values import Damaged, read_number
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
+
+__all__ = ["TOLERATED", "MachineUse", "Sample", "UseMeter", "joined", "take_sample", "use_between"]
+
+TOLERATED = 0.25
+"""Cores of background work that do not count as other work: an eighth of two cores, less than repeated measurements
+differ."""
+_PROC = Path("/proc")
+_BUSY = (0, 1, 2, 5, 6, 7)
+"""Columns of a line of /proc/stat: user, nice, system, irq, softirq, and steal, which other virtual machines take.
+
+Not idle and iowait, and not guest and guest_nice, which user and nice include.
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The counters at one moment.
+
+    Attributes:
+        at: seconds of a monotonic clock.
+        own: CPU seconds of this process and its children so far.
+        busy: CPU seconds of all processes so far, by CPU that this process may run on; None: unknown.
+    """
+
+    at: float
+    own: float
+    busy: Mapping[int, float] | None
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """CPU use of an interval, which tells if a measurement had the machine to itself.
+
+    Attributes:
+        seconds: of the wall clock.
+        own_cores: cores used by this process and its children, on average.
+        other_cores: cores used by all other processes, on the CPUs that this one may run on; None: unknown.
+        cpus: number of these CPUs.
+        threads: threads that were measured.
+    """
+
+    seconds: float
+    own_cores: float
+    other_cores: float | None
+    cpus: int
+    threads: int
+
+    @property
+    def alone(self) -> bool | None:
+        """False if other processes used more cores than the measured threads left them; None if that is unknown.
+
+        Example:
+            >>> MachineUse(10, own_cores=1.9, other_cores=0.1, cpus=2, threads=2).alone
+            True
+            >>> MachineUse(10, own_cores=1.2, other_cores=0.8, cpus=2, threads=2).alone
+            False
+        """
+        if self.other_cores is None:
+            return None
+        # A single core that others share is enough: threads wait for the slowest of them.
+        return self.other_cores <= max(self.cpus - self.threads, 0) + TOLERATED
+
+    def note(self) -> JsonObject:
+        """Returns the values to store, which `read` reads."""
+        return {"alone": self.alone, **vars(self)}
+
+    @classmethod
+    def read(cls, values: object) -> MachineUse:
+        """Reads what `note` returned.
+
+        Raises:
+            Damaged: something else.
+        """
+        names = cls.__dataclass_fields__.keys()
+        if not isinstance(values, dict) or values.keys() != {"alone", *names}:
+            raise Damaged("machine is no note of the machine's use")
+        others = values["other_cores"]
+        numbers = {name: read_number(values[name], f"machine.{name}", zero=True) for name in names - {"other_cores"}}
+        return cls(
+            seconds=numbers["seconds"],
+            own_cores=numbers["own_cores"],
+            other_cores=None if others is None else read_number(others, "machine.other_cores", zero=True),
+            cpus=int(numbers["cpus"]),
+            threads=int(numbers["threads"]),
+        )
+
+
+class UseMeter:
+    """Measures the use of the machine from now on."""
+
+    def __init__(self) -> None:
+        self.first = take_sample()
+
+    def use(self, threads: int) -> MachineUse:
+        """Returns the use so far.
+
+        Args:
+            threads: threads whose speed was measured meanwhile.
+        """
+        return use_between(self.first, take_sample(), threads)
+
+
+def use_between(first: Sample, last: Sample, threads: int) -> MachineUse:
+    """Returns the use of the machine between two samples.
+
+    Example:
+        >>> use_between(Sample(0, 0, {0: 5.0, 1: 5.0}), Sample(10, 12, {0: 14.0, 1: 13.0}), threads=2)
+        MachineUse(seconds=10, own_cores=1.2, other_cores=0.5, cpus=2, threads=2)
+    """
+    seconds, own = max(last.at - first.at, 1e-9), max(last.own - first.own, 0.0)
+    others: float | None = None
+    cpus = len(last.busy or {}) or os.cpu_count() or 1
+    # Other CPUs than before, after a change of the affinity, cannot be compared.
+    if first.busy and last.busy and first.busy.keys() == last.busy.keys():
+        busy = sum(last.busy[cpu] - first.busy[cpu] for cpu in last.busy)
+        # Less than this process used alone: the file does not count what runs here, as in some sandboxes. The tolerance
+        # is for ticks, in which the kernel counts.
+        if busy >= 0.9 * own - 0.1:
+            others = max(busy - own, 0.0) / seconds
+    return MachineUse(seconds, own / seconds, others, cpus, threads)
+
+
+def joined(uses: Sequence[MachineUse]) -> MachineUse:
+    """Returns the use of the machine over several intervals."""
+    seconds = sum(use.seconds for use in uses)
+    others = [use.seconds * use.other_cores for use in uses if use.other_cores is not None]
+    return MachineUse(
+        seconds,
+        sum(use.seconds * use.own_cores for use in uses) / seconds,
+        sum(others) / seconds if len(others) == len(uses) else None,
+        uses[0].cpus,
+        uses[0].threads,
+    )
+
+
+def take_sample() -> Sample:
+    """Reads the counters now."""
+    times = os.times()
+    own = time.process_time() + times.children_user + times.children_system + _of_live_children()
+    return Sample(time.perf_counter(), own, _busy_seconds())
+
+
+def _of_live_children() -> float:
+    """Returns the CPU seconds of the processes below this one, with those of their own children that have ended."""
+    parents, seconds = dict[int, int](), dict[int, float]()
+    for folder in _PROC.glob("[0-9]*"):
+        try:
+            text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended meanwhile
+            continue
+        # The name, in parentheses, may hold spaces; state, parent, ... follow it (proc(5)).
+        fields = text.rpartition(")")[2].split()
+        parents[int(folder.name)] = int(fields[1])
+        seconds[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    below, children = set[int](), {os.getpid()}
+    while children:
+        children = {process for process, parent in parents.items() if parent in children}
+        below |= children
+    return sum(seconds[process] for process in below)
+
+
+def _busy_seconds() -> dict[int, float] | None:
+    """Returns the busy seconds of each CPU that this process may run on; None if they are not to be trusted."""
+    try:
+        text = (_PROC / "stat").read_text(encoding="ascii")
+        mounts = (_PROC / "self/mounts").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # A file system of a container in its place (lxcfs) shows the container's own processes alone.
+    if " /proc/stat " in mounts:
+        return None
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("cpu")}
+    cpus = {cpu: lines.get(f"cpu{cpu}", []) for cpu in os.sched_getaffinity(0)}
+    # The file may be the host's or the container's: without a line for each CPU it belongs to neither.
+    if any(len(columns) <= max(_BUSY) for columns in cpus.values()):
+        return None
+    return {cpu: sum(int(columns[n]) for n in _BUSY) / os.sysconf("SC_CLK_TCK") for cpu, columns in cpus.items()}
