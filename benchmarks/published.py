@@ -3,9 +3,9 @@
     python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2]
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
-What a row leaves open is filled in by the rules of published_rows.py, the same for all. No row's name or source is looked at. Of its notes only which maps
-adapters act on (`adapted`), which memory was read (`gib_of`), fp32 sums of gradients (`half_gradients`), that lengths vary and rows are Alpaca's
-(`leaves_open`, `filled`); of its model's name the sizes where none are stated, and whether it is a GPT (`dropped`). Writes
+What a row leaves open is what its trainer does by default (trainers.py), else what published_rows.py says for all rows. Of a row's notes only these
+are read: which trainer ran (`trainer_of`), which layers adapters act on (`adapted`), which memory was read (`gib_of`), that lengths vary, that rows are
+Alpaca's and that nothing is recomputed (`leaves_open`, `filled`); of its model's name the sizes if none are stated, and whether it is a GPT. Writes
 `id,predicted_gib,low_gib,high_gib,predicted_tok_s,low_tok_s,high_tok_s,seconds,reason` (tokens a second of each accelerator; empty where it
 cannot be said, with the reason) and prints errors by source.
 """
@@ -28,12 +28,10 @@ from typing import Any
 from published_rows import (
     LENGTH,
     Open,
-    Row,
+    by_transformer_engine,
     compiled,
     filled,
-    in_megatrons_way,
     keeps_as_transformers,
-    kernels_of_their_own,
     leaves_open,
     mesh_of,
     micro_batches_of,
@@ -41,6 +39,7 @@ from published_rows import (
     recipe_of,
     whole,
 )
+from trainers import Row, trainer_of
 
 COLUMNS = (
     "id",
@@ -85,7 +84,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
     from preheat.planning.plan import describe
     from preheat.planning.request import Request
 
-    config, by_hand = hf.configure(recipe, None), kernels_of_their_own(row)
+    config, by_hand = hf.configure(recipe, None), by_transformer_engine(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
     device = replace(roofline.as_device, expandable=segments_grow(row, recipe, roofline))
     for name in ("", *LESS):
@@ -110,12 +109,9 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
 
 
 def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:
-    """Whether the allocator's segments grow: who pretrains with sharded weights on CUDA sets it so (torchtitan's run_train.sh, since October 2024).
-
-    AMD's driver cannot. In a pipeline neither kind of segments is believed, see `gib_of`.
-    """
-    cuda = roofline.device.generation != "cdna"
-    return cuda and row["method"] == "pretrain" and "fsdp" in recipe.techniques and whole(row, "pp") == 1
+    """Says whether the allocator's segments grow; AMD's driver cannot. In a pipeline neither kind of segments is believed, see `gib_of`."""
+    trains_sharded = row["method"] == "pretrain" and "fsdp" in recipe.techniques and whole(row, "pp") == 1
+    return trains_sharded and trainer_of(row).expandable_segments and roofline.device.generation != "cdna"
 
 
 def _in_bits(kernel: Any, bits: int) -> Any:
@@ -135,80 +131,63 @@ def _by_cudnn(kernel: Any) -> Any:
 
 
 def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """What the row's tool reports, where it says so: what tensors take, what the allocator reserves, or that with the driver's context.
-
-    Else reserved memory where one pretrains with sharded weights or in a pipeline, which keep pools a stream and blocks of many sizes; what tensors take
-    elsewhere, and in tools for tuning (litgpt, peft and torchtune's ladder say so of theirs).
-    """
+    """What the row's trainer reports, or its notes say it is: what tensors take, what the allocator reserves, or that with the driver's context."""
     words = re.search("nvidia-smi|allocated|active memory|reserved", row["notes"])
+    memory = words[0] if words else trainer_of(row).reports
     reserved, allocated = (
         made[key] + made["overhead"]["workspaces"] for key in ("reserved_gib", "allocated_gib")
     )  # torch's own
     reserved = min(reserved, made["available_gib"] - made["overhead"]["context"])  # it had room
-    sharded, pipeline = ("fsdp" in recipe.techniques, "pipeline_parallel" in recipe.techniques)
-    if (
-        pipeline and not sharded
-    ):  # what a replay keeps in segments of fixed sizes is too much, and none at all too little
+    if "pipeline_parallel" in recipe.techniques and "fsdp" not in recipe.techniques:
+        # What a replay keeps in segments of fixed sizes is too much, and none at all too little.
         reserved = (reserved + allocated) / 2
-    if words:
-        return float(
-            {"nvidia-smi": reserved + made["overhead"]["context"], "reserved": reserved}.get(words[0], allocated)
-        )
-    return float(reserved if pipeline or (sharded and row["method"] == "pretrain") else allocated)
+        if not words:
+            memory = "reserved" if memory == "allocated" else memory
+    context = made["overhead"]["context"]
+    return float({"nvidia-smi": reserved + context, "reserved": reserved}.get(memory, allocated))
 
 
 def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB by which the peak is higher where the whole logits' loss is not ours.
+    """GiB by which the peak is higher because the trainer's loss keeps more of the logits than ours.
 
-    Of a share of the vocabulary ours holds the logits in half precision and their chances in fp32, as Megatron-LM's does of all of them too; of all of
-    them ours has 2 bytes a logit. Torch's `loss_parallel` has four numbers of fp32 in backward, the logits themselves gone (16 bytes; counted by its
-    operators); other losses over shares are taken to have 12. Compiled, torch's loss has the logits and their gradient in half precision (4; by what it saves).
+    Ours holds 6 bytes a logit if the vocabulary is split and 2 if the loss takes all logits at once.
     """
     from preheat.models import hf
 
-    made_at_once, tensor = (
-        whole(row, "micro_batch") * whole(row, "seq_len", LENGTH),
-        recipe.techniques.get("tensor_parallel"),
-    )
-    chunked = recipe.techniques.get("chunked_loss")
-    if tensor is not None:
-        over_shares = 10 if "fsdp" in recipe.techniques else 6
-        more = over_shares if tensor.rows >= made_at_once and not in_megatrons_way(row) else 0
-    elif chunked is None:
+    tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
+    split, chunked = recipe.techniques.get("tensor_parallel"), recipe.techniques.get("chunked_loss")
+    trainer = trainer_of(row)
+    if split is not None:
+        more = trainer.split_logit_bytes - 6 if split.rows >= tokens else 0
+    elif chunked is None or (chunked.rows < tokens and not trainer.loss_in_place):
         more = 0
-    elif in_megatrons_way(row):
-        more = 4
-    elif chunked.rows < made_at_once:
-        more = 0
-    else:  # in chunks as torchtune has it: all logits, or their gradients, in half precision, and an eighth of both in fp32
-        more = 1 if "chunk" in row["fused_or_chunked_ce"] else 2
+    else:
+        chunks = "chunk" in row["fused_or_chunked_ce"]
+        more = (trainer.chunked_logit_bytes if chunks else trainer.logit_bytes) - 2
     vocabulary = hf.configure(recipe, None).get_text_config().vocab_size
-    logits = made_at_once * vocabulary / whole(row, "tp") / whole(row, "cp")
+    logits = tokens * vocabulary / whole(row, "tp") / whole(row, "cp")
     return max(made["phases"].get("head and loss", 0.0) + more * logits / 2**30 - made["peak_gib"], 0.0)
 
 
 def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB that preheat's way holds and other tools' data parallel does not, where weights are in half precision.
+    """GiB that preheat holds and other trainers' data parallelism does not, where weights are in half precision.
 
-    torch's `replicate` computes with a second copy of them, as large as the buckets of gradients that DistributedDataParallel has from the beginning; who shares
-    out the optimizer's states sends the sums of gradients themselves (Megatron-LM, DeepSpeed, nanotron's `make_ddp`). And those are fp32 here, which there they
-    are beside bf16 but not beside fp16 (Megatron-LM sets `accumulate_allreduce_grads_in_fp32` for bf16 alone).
+    torch's `replicate` computes with a second copy of them, as large as the buckets that DistributedDataParallel has from the beginning. And sums of
+    gradients are fp32 here, which beside fp16 they are not everywhere.
     """
     if not recipe.techniques["mixed_precision"].mode.endswith("_master") or "data_parallel" not in recipe.techniques:
         return 0.0
+    trainer = trainer_of(row)
     second = float(made["overhead"].get("gathered weights", 0.0))
-    if "zero1" not in recipe.techniques and not in_megatrons_way(row):
+    if "zero1" not in recipe.techniques and trainer.torch_ddp:
         second = 0.0
-    return second + (float(made["memory"]["parameters"]) if row["precision"].startswith("fp16") else 0.0)
+    halves = row["precision"].startswith("fp16") and trainer.fp16_gradients_in_fp16
+    return second + (float(made["memory"]["parameters"]) if halves else 0.0)
 
 
 def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the embedding, gathered from a step's first map to its last, where ours lets go of it between.
-
-    FSDP1 wrapped by layers, as tools for tuning have it (transformers' `auto_wrap`, litgpt, fsdp_qlora), leaves embedding and head to its root, which stays
-    whole until backward is over; the root's share comes from the host beside it where shares are offloaded.
-    """
-    if "fsdp" not in recipe.techniques or row["method"] == "pretrain" or compiled(row):
+    """GiB of embedding and head, which FSDP1's root keeps gathered from a step's first layer to its last; with its shard, if shards are on the host."""
+    if "fsdp" not in recipe.techniques or not trainer_of(row).whole_root or compiled(row):
         return 0.0
     from preheat.models import hf
 
@@ -219,18 +198,9 @@ def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     return float(2 * config.vocab_size * config.hidden_size * shares / 2**30)
 
 
-def half_gradients(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of a micro-batch's gradients in half precision, until its backward is over and they are added to fp32 sums, where a row says that it has such.
-
-    DeepSpeed's BF16_Optimizer does so (update_hp_grads); Megatron-LM adds each as it comes. Others' activations stand beside them in a pipeline alone.
-    """
-    said = "fp32 grad accumulation" in row["notes"] and "pipeline_parallel" in recipe.techniques
-    return float(made["memory"]["parameters"]) if said else 0.0
-
-
 def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the inputs of 4-bit maps, which bitsandbytes kept for nothing before 0.44 (its pull request 1270); where layers are recomputed they are let go of."""
-    if row["method"] != "qlora" or not keeps_as_transformers(row):
+    """GiB of the inputs of 4-bit layers, which bitsandbytes kept for nothing; what is recomputed is not kept."""
+    if row["method"] != "qlora" or not trainer_of(row).keeps_quantized_inputs or not keeps_as_transformers(row):
         return 0.0
     from preheat.models import hf
 
@@ -241,39 +211,16 @@ def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     )  # attention keeps the input of the map out of it
 
 
-def last_products(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of each layer's last product, kept where every second product is and no compiler sees that no gradient needs it (torchtitan counts from the first)."""
-    checkpointing = recipe.techniques.get("activation_checkpointing")
-    if checkpointing is None or checkpointing.mode != "selective" or checkpointing.products != 2 or compiled(row):
-        return 0.0
-    width, layers = _hidden(row, recipe)
-    return 2 * width * layers
-
-
 def dropped(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the masks of hidden states, two a layer, of models named GPT in Megatron's way: its default drops a tenth of them (transformer_config.py), as GPT-2 did.
+    """GiB of the masks of hidden states of GPT models, two a layer.
 
     A pipeline's first stage has as many micro-batches on their way as there are stages, so as many masks as all layers have of one.
     """
-    if (
-        not row["model"].startswith("GPT")
-        or not in_megatrons_way(row)
-        or "activation_checkpointing" in recipe.techniques
-    ):
+    drops = row["model"].startswith("GPT") and trainer_of(row).hidden_dropout
+    if not drops or "activation_checkpointing" in recipe.techniques:
         return 0.0
     width, layers = _hidden(row, recipe)
     return 2 * width * layers / (1 if row["sequence_parallel"] == "no" else whole(row, "tp"))
-
-
-def gathered_keys(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the keys and values of all tokens, repeated for each head, which torch's context parallel gathers as torchtitan sets it (`_AllGatherRotater`).
-
-    In a pipeline alone: without one the peak is at the loss, where none of them stands.
-    """
-    if whole(row, "cp") == 1 or "fsdp" not in recipe.techniques or "pipeline_parallel" not in recipe.techniques:
-        return 0.0
-    width, _ = _hidden(row, recipe)
-    return 2 * 2 * width * whole(row, "cp") / whole(row, "tp")
 
 
 def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
@@ -286,15 +233,7 @@ def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
 
 
 # What is beside what ours has; each: (row, plan, recipe) -> GiB.
-HELD_BY_OTHERS = (
-    loss_of_others,
-    half_gradients,
-    root_of_others,
-    inputs_kept,
-    last_products,
-    dropped,
-    gathered_keys,
-)
+HELD_BY_OTHERS = (loss_of_others, root_of_others, inputs_kept, dropped)
 
 
 def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> tuple[float, float, float]:
@@ -325,7 +264,7 @@ def has_room(row: Row, made: Mapping[str, Any], recipe: Any, roofline: Any) -> b
     Where products are in 8 bits by hand so is what they keep, and buffers are made once: seven tenths are taken there.
     """
     takes = made["allocated_gib"] - of_ours(row, made, recipe)
-    if kernels_of_their_own(row):
+    if by_transformer_engine(row):
         takes *= 0.7
     return bool(takes <= roofline.device.memory / 2**30)
 
