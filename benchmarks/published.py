@@ -87,13 +87,21 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
     config, by_hand = hf.configure(recipe, None), by_transformer_engine(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
     device = replace(roofline.as_device, expandable=segments_grow(row, recipe, roofline))
+
+    def problems_of(chosen: Any) -> list[Any]:
+        return conflicts_of(chosen.techniques.values(), context_of(chosen, config, device))
+
+    problems = problems_of(recipe)
     for name in ("", *LESS):
-        if name and name not in recipe.techniques:
+        if name and (name not in recipe.techniques or not problems):
             continue
-        recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
+        without = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
+        remaining = problems_of(without) if name else problems
+        if name and len(remaining) == len(problems):
+            continue  # no conflict is about it
+        recipe, problems = without, remaining
         if name == "fp8":
             eights = True
-        problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, device))
         if not problems:
             seen = observe_few_layers(Request(recipe, device))
             if eights:
@@ -162,7 +170,7 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     elif chunked is None or (chunked.rows < tokens and not trainer.loss_in_place):
         more = 0
     else:
-        chunks = "chunk" in row["fused_or_chunked_ce"]
+        chunks = trainer.chunks_logits or "chunk" in row["fused_or_chunked_ce"]
         more = (trainer.chunked_logit_bytes if chunks else trainer.logit_bytes) - 2
     vocabulary = hf.configure(recipe, None).get_text_config().vocab_size
     logits = tokens * vocabulary / whole(row, "tp") / whole(row, "cp")
@@ -200,7 +208,8 @@ def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
 
 def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """GiB of the inputs of 4-bit layers, which bitsandbytes kept for nothing; what is recomputed is not kept."""
-    if row["method"] != "qlora" or not trainer_of(row).keeps_quantized_inputs or not keeps_as_transformers(row):
+    keeps = trainer_of(row).keeps_quantized_inputs and keeps_as_transformers(row)
+    if row["method"] != "qlora" or not keeps or "activation_checkpointing" in recipe.techniques:
         return 0.0
     from preheat.models import hf
 

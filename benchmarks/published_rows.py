@@ -77,7 +77,7 @@ def filled(row: Row) -> Row:
     if not row["activation_checkpointing"]:
         if "no checkpointing" in row["notes"]:
             changes["activation_checkpointing"] = "none"
-        elif trainer.recomputes and row["method"] != "pretrain":
+        elif row["method"] in trainer.recomputes:
             changes["activation_checkpointing"] = "full"
     return {**row, **changes}
 
@@ -156,7 +156,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
             }
             if replicate > 1 and shard > 1:
                 made["fsdp"]["replicate"] = replicate
-            if row["cpu_offload"] == "params":
+            if row["cpu_offload"] == "params" or (row["cpu_offload"] == "optimizer" and trainer_of(row).host_optimizer):
                 made["fsdp"]["offload"] = True
         else:
             made["data_parallel"] = {}
@@ -240,16 +240,13 @@ def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
         made["activation_checkpointing"] = recompute
     at_once = max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))
     to_host = "chunk" in said and row["cpu_offload"] == "activations"  # what of logits is kept goes too
-    if (
-        "fused linear" in said
-        or to_host
-        or (not said and tunes and not keeps and (whole(row, "n_gpus") == 1 or compiled(row)))
-    ):
-        # Who tunes on one device or with a compiler, memory in mind, has the loss by few rows unless it is said otherwise.
+    if "fused linear" in said or to_host:
         made["chunked_loss"] = {"rows": 512}
     elif tunes and not said and trainer.loss_rows:
         made["chunked_loss"] = {"rows": trainer.loss_rows}
-    elif "chunk" in said or (not said and whole(row, "tp") == 1 and trainer.loss_in_place):
+    elif "chunk" in said or (
+        not said and whole(row, "tp") == 1 and (trainer.loss_in_place or (tunes and trainer.chunks_logits))
+    ):
         made["chunked_loss"] = {"rows": at_once}  # and more, see `loss_of_others`
     elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
         # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.

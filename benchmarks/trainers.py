@@ -38,7 +38,9 @@ class Trainer:
     split_logit_bytes: int = 12
     """Bytes per logit when the vocabulary is split across devices (ours: 6)."""
     loss_rows: int | None = None
-    """Tokens per chunk of its own chunked loss when it fine-tunes."""
+    """Tokens per chunk of head and loss together when it fine-tunes."""
+    chunks_logits: bool = False
+    """Head and loss are chunked one after the other when it fine-tunes, so that all logits stand in half precision."""
     gathers_again: bool = False
     """Sequence parallelism gathers a block's input again in backward."""
     torch_ddp: bool = True
@@ -58,8 +60,8 @@ class Trainer:
     """Layers with adapters, by method."""
     adapts_all: tuple[str, ...] = ()
     """Models of which its example configurations adapt all layers."""
-    recomputes: bool = False
-    """Activation checkpointing is on by default when it fine-tunes."""
+    recomputes: tuple[str, ...] = ()
+    """Methods with which activation checkpointing is on by default."""
     one_micro_batch_per_stage: bool = False
     """A pipeline cuts what a device gets of a step into as many micro-batches as there are stages."""
     transformer_engine: bool = False
@@ -77,7 +79,9 @@ TRANSFORMERS = Trainer(
         "pytorch torch/distributed/fsdp/_flat_param.py (the root's shard stays gathered)",
         "bitsandbytes pull request 1270 (inputs kept before 0.44)",
         "arXiv:2106.09685 and peft/utils/constants.py (queries and values); arXiv:2305.14314 (QLoRA: all layers)",
+        "huggingface/peft src/peft/utils/other.py (prepare_model_for_kbit_training recomputes)",
     ),
+    recomputes=("qlora",),
 )
 LITGPT = replace(
     TRANSFORMERS,
@@ -90,9 +94,10 @@ LITGPT = replace(
         "Lightning-AI/litgpt extensions/thunder/pretrain.py (4 sequences, bf16-true, where a row says nothing)",
         "bitsandbytes pull request 1270",
     ),
-    loss_rows=128,
+    chunks_logits=True,
     adapts={"lora": "q,v", "qlora": "q,v"},
     adapts_all=("Gemma", "Phi-2", "Phi-3", "TinyLlama"),
+    recomputes=(),
 )
 LLAMA_FACTORY = replace(
     TRANSFORMERS,
@@ -100,11 +105,13 @@ LLAMA_FACTORY = replace(
     read="0.4 to 0.9 (2023-12 to 2025)",
     sources=(
         "hiyouga/LLaMA-Factory src/llamafactory/hparams/finetuning_args.py (lora_dropout 0)",
+        "hiyouga/LLaMA-Factory src/llamafactory/hparams/model_args.py (disable_gradient_checkpointing False)",
         "the layers with adapters are those of its releases of 2023 (q_proj, v_proj)",
         "memory in whole GB without a torch counter is taken to be nvidia-smi's",
     ),
     reports="nvidia-smi",
     adapter_dropout=0.0,
+    recomputes=("full-ft", "lora", "qlora"),
 )
 UNSLOTH = replace(
     TRANSFORMERS,
@@ -119,8 +126,9 @@ UNSLOTH = replace(
     fused_norms=True,
     adapter_dropout=0.0,
     adapts={"lora": "all", "qlora": "all"},
-    recomputes=True,
+    recomputes=("full-ft", "lora", "qlora"),
 )
+UNSLOTHS_PEER = replace(TRANSFORMERS, name="transformers in Unsloth's notebooks", reports="reserved")
 FSDP_QLORA = replace(
     TRANSFORMERS,
     name="fsdp_qlora",
@@ -137,6 +145,7 @@ TORCHTUNE = Trainer(
         "pytorch/torchtune torchtune/training/_distributed.py (FSDP2)",
     ),
     chunked_logit_bytes=3,
+    loss_rows=512,
     whole_root=False,
 )
 TORCHTITAN = Trainer(
@@ -236,7 +245,7 @@ RAN: tuple[tuple[str, str, Trainer], ...] = (
     ("pytorch/torchtune", "", TORCHTUNE),
     ("stas00/ml-engineering", "DeepSpeed", DEEPSPEED),
     ("unslothai/unsloth", "Unsloth", UNSLOTH),
-    ("unslothai/unsloth", "", TRANSFORMERS),
+    ("unslothai/unsloth", "", UNSLOTHS_PEER),
 )
 
 
