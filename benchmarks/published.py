@@ -1,6 +1,6 @@
 """Predicted against published: memory and speed of training runs that others measured, from their settings alone.
 
-    python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2]
+    python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2] [--new PREFIX ...]
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
 What a row leaves open is what its trainer does by default (trainers.py), else what published_rows.py says for all rows. Of a row's notes only these
@@ -20,10 +20,10 @@ import re
 import statistics
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from published_rows import (
     LENGTH,
@@ -373,39 +373,62 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     return out
 
 
-def errors(
-    rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str
-) -> dict[str, list[float]]:
-    """Source -> predicted over measured, less one, of the rows that were measured and answered."""
-    found: dict[str, list[float]] = defaultdict(list)
+# Name, column of the prediction, of its interval and of the measurement.
+MEASURES = (
+    ("memory", "predicted_gib", "low_gib", "high_gib", "peak_mem_gib"),
+    ("speed", "predicted_tok_s", "low_tok_s", "high_tok_s", "tokens_per_s_per_gpu"),
+)
+
+
+class Error(NamedTuple):
+    source: str
+    relative: float
+    """Predicted over measured, less one."""
+    covered: bool
+    """The measurement lies within the interval."""
+
+
+def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], measure: Sequence[str]) -> list[Error]:
+    """Returns the error of each row that was measured and answered."""
+    found = []
     for row in rows:
-        value, held = answers[row["id"]][said], number(row, measured)
-        if value != "" and held:
-            found[row["source_repo"]].append(float(value) / held - 1)
+        _, predicted, low, high, measured = measure
+        answer, value = answers[row["id"]], number(row, measured)
+        if answer[predicted] != "" and value:
+            covered = float(answer[low]) <= value <= float(answer[high])
+            found.append(Error(row["source_repo"], float(answer[predicted]) / value - 1, covered))
     return found
 
 
-def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
+def summary(name: str, found: Sequence[Error]) -> str:
+    """Returns a line of the tables."""
+    sizes = sorted(abs(e.relative) for e in found)
+    within = (f"{sum(size <= limit for size in sizes) / len(sizes):.0%}" for limit in (0.1, 0.2))
+    low = sum(e.relative < -0.05 for e in found)
+    covered = sum(e.covered for e in found) / len(found)
+    return f"| {name} | {len(found)} | {statistics.median(sizes):.1%} | {' | '.join(within)} | {low} | {covered:.0%} |"
+
+
+def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tuple[str, ...]) -> str:
+    """Returns the tables by source; rows whose ids begin with one of `new` are reported apart."""
+    groups = {
+        "known": [r for r in rows if not r["id"].startswith(new)],
+        "new": [r for r in rows if r["id"].startswith(new)],
+    }
     lines = []
-    for name, said, measured in (
-        ("memory", "predicted_gib", "peak_mem_gib"),
-        ("speed", "predicted_tok_s", "tokens_per_s_per_gpu"),
-    ):
-        found = errors(rows, answers, said, measured)
-        asked = sum(number(row, measured) is not None for row in rows)
-        every = [e for source in found.values() for e in source]
-        if not every:
-            continue
+    for measure in MEASURES:
         lines += [
-            f"| {name} | rows | median error | 90th percentile | more than 5 % too low |",
-            "|---|---|---|---|---|",
+            f"| {measure[0]} | rows | median error | within 10 % | within 20 % | more than 5 % too low | in the interval |",
+            "|---|---|---|---|---|---|---|",
         ]
-        for source, values in [*sorted(found.items()), (f"**all, of {asked} measured**", every)]:
-            size = sorted(abs(e) for e in values)
-            lines.append(
-                f"| {source} | {len(values)} | {statistics.median(size):.1%} | {size[int(0.9 * (len(size) - 1) + 0.5)]:.0%} | "
-                f"{sum(e < -0.05 for e in values)} |"
-            )
+        every = {group: errors(members, answers, measure) for group, members in groups.items()}
+        for group, found in every.items():
+            if found:
+                asked = sum(number(row, measure[-1]) is not None for row in groups[group])
+                lines.append(summary(f"**{group} sources, of {asked} measured**", found))
+        for group, found in every.items():
+            for source in sorted({e.source for e in found}):
+                lines.append(summary(f"{source}, {group}", [e for e in found if e.source == source]))
         lines.append("")
     return "\n".join(lines)
 
@@ -420,6 +443,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--new", nargs="*", default=[], help="how ids of new sources begin, which are reported apart")
     options = parser.parse_args()
     with options.runs.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -436,7 +460,7 @@ def main() -> None:
             answers[made["id"]] = made
             writer.writerow(made)
             file.flush()
-    print(table(rows, answers))
+    print(table(rows, answers, tuple(options.new)))
 
 
 if __name__ == "__main__":

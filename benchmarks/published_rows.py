@@ -64,7 +64,8 @@ def filled(row: Row) -> Row:
     Alpaca's rows, one by one, are cut at 512 tokens by its publishers (stanford_alpaca's train.py): one row, +132 % without it.
     litgpt's script for pretraining has four sequences and bf16 throughout (see trainers.py): two rows, -27 % without it.
     """
-    trainer, changes = trainer_of(row), {}
+    trainer = trainer_of(row)
+    changes: dict[str, str] = {}
     if row["method"] == "pretrain" and not any(
         row[key] for key in ("micro_batch", "seq_len", "global_batch_seqs", "precision")
     ):

@@ -257,7 +257,7 @@ def trainer_of(row: Row) -> Trainer:
             return trainer
     sharded = (row["dp_shard"] or "1") not in ("1", "1.0")
     if row["method"] != "pretrain":
-        return TRANSFORMERS
+        return TORCHTUNE if row["compile"] == "yes" else TRANSFORMERS
     if not sharded and (
         row["sequence_parallel"] or (row["precision"].startswith(("fp8", "mxfp8", "nvfp4")) and not row["compile"])
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         row("Unsloth recomputes", **unsloth, activation_checkpointing="full"),
         row("Unsloth keeps", **unsloth, activation_checkpointing="none"),
         row("FSDP's root", **sharded, activation_checkpointing="full", source_repo="huggingface/peft"),
-        row("no root", **sharded, activation_checkpointing="full", source_repo="pytorch/torchtune"),
+        row("no root", **sharded, activation_checkpointing="full", source_repo="stas00/ml-engineering", notes="DeepSpeed"),
         row("512 tokens of a row", notes="variable lengths"),
         row("Alpaca's", seq_len=4096, notes="variable-length Alpaca batches, not 4096 tokens"),
         row("micro-batches of 8", **of_torch, micro_batch=8),
@@ -110,10 +111,20 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         writer.writerows(rows)
     (folder / "gpus.csv").write_text("gpu,mem_gib\n", encoding="utf-8")
     files = ["--runs", folder / "in.csv", "--gpus", folder / "gpus.csv", "--out", folder / "out.csv"]
-    command = [sys.executable, str(ROOT / "benchmarks/published.py"), *map(str, files), "--jobs", "1"]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/published.py"),
+        *map(str, files),
+        "--jobs",
+        "1",
+        "--new",
+        "measured",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "a/b" in done.stdout
+    assert re.search(r"\*\*new sources, of 1 measured\*\* \| 1 \| \d", done.stdout)
+    assert "| a/b, new | 1 |" in done.stdout
+    assert "known sources" not in done.stdout  # no other row was measured
     with (folder / "out.csv").open(encoding="utf-8") as file:
         return {found["id"]: found for found in csv.DictReader(file)}
 
@@ -179,7 +190,7 @@ def test_megatrons_gpt_keeps_masks_of_dropped_hidden_states(answers: dict[str, d
 
 
 def test_trainers_defaults_are_taken_where_a_row_says_nothing(answers: dict[str, dict[str, str]]) -> None:
-    """Unsloth recomputes layers by default; FSDP1's root keeps embedding and head in bf16, FSDP2's does not."""
+    """Unsloth recomputes layers by default; FSDP1's root keeps embedding and head in bf16, DeepSpeed does not."""
     assert gib(answers, "Unsloth") == gib(answers, "Unsloth recomputes") < gib(answers, "Unsloth keeps")
     more = gib(answers, "FSDP's root")[1] - gib(answers, "no root")[1]
     assert more == pytest.approx(ALL_SAID * 2 * 8192 * 256 / 2**30)
