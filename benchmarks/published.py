@@ -111,6 +111,8 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
             if seen.idle:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
+            if trainer_of(row).overlaps_update:
+                seen = replace(seen, kernels=Counter({_overlapped(k): n for k, n in seen.kernels.items()}))
             seen = replace(seen, compiled=compiled(row))
             return describe(Request(recipe, device, rates=roofline, in_use=0), seen), recipe
     raise Open("; ".join(map(str, problems)))
@@ -129,6 +131,13 @@ def _in_bits(kernel: Any, bits: int) -> Any:
     if not kernel.flops or "attention" in kernel.operator:
         return kernel
     return replace(kernel, dtype="float8", flops=kernel.flops * bits // 8)
+
+
+def _overlapped(kernel: Any) -> Any:
+    """Returns a collective of the update as one that overlaps with compute."""
+    from dataclasses import replace
+
+    return replace(kernel, alone=False) if kernel.group is not None else kernel
 
 
 def _by_cudnn(kernel: Any) -> Any:
@@ -325,6 +334,17 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
         return Roofline(replace(accelerator("RTX-3090"), name=name, memory=int(sized[1]) * 2**30)), False
 
 
+def on_its_network(row: Row, roofline: Any) -> Any:
+    """Returns the roofline with the network between hosts that the row names; its hosts have eight devices."""
+    from dataclasses import replace
+
+    said = re.search(r"inter-node (\d+)x(\d+) Gb|()(\d+) Gbps node-node", row["notes"])
+    if said is None:
+        return roofline
+    gigabits = int(said[1]) * int(said[2]) if said[1] else int(said[4])
+    return replace(roofline, device=replace(roofline.device, network=gigabits * 1e9 / 8 / 8))
+
+
 def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     from dataclasses import replace
 
@@ -335,6 +355,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
         roofline, timed = roofline_of(row["gpu"], gpus)
+        roofline = on_its_network(row, roofline)
         opened, row = leaves_open(row), filled(row)
         recipe = recipe_of(row)
         made, used = planned(row, recipe, roofline)
@@ -359,8 +380,11 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         )  # it had room
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
-            speed = made["tokens_per_second"] / recipe.parallel.devices
-            edges = (edge / made["tokens_per_second"] for edge in made["tokens_per_second_interval"])
+            timed_plan = made
+            if "gradient_accumulation" in used.techniques and micro_batches_of(row, mesh_of(row)[2]) == 1:
+                timed_plan, _ = planned(row, recipe_of(row, kept_sums=False), roofline)
+            speed = timed_plan["tokens_per_second"] / recipe.parallel.devices
+            edges = (edge / timed_plan["tokens_per_second"] for edge in timed_plan["tokens_per_second_interval"])
             low, high = (edge * speed for edge in (_OPEN_SPEED if opened else edges))
             out |= {"predicted_tok_s": speed, "low_tok_s": low, "high_tok_s": high}
         out["made"], out["used"] = made, sorted(used.techniques)

@@ -299,8 +299,12 @@ def micro_batches_of(row: Row, shares: int) -> int:
     return max(1, round(rows / (micro * shares)))
 
 
-def recipe_of(row: Row) -> Any:
-    """The row as a recipe."""
+def recipe_of(row: Row, *, kept_sums: bool = True) -> Any:
+    """Returns the row as a recipe.
+
+    Trainers that do not shard weights keep sums of gradients in buffers from one step to the next. Ours are there from the second micro-batch, so
+    `kept_sums` adds one to a step that has a single one: right for memory, not for speed.
+    """
     from preheat import recipe as recipes
 
     model, techniques = model_of(row)
@@ -310,9 +314,8 @@ def recipe_of(row: Row) -> Any:
     techniques |= (
         techniques_of(row, "feed_forward" in techniques) | spread | precision_of(row, "fsdp" in spread, devices)
     )
-    if "data_parallel" in spread and row["method"] not in ("lora", "qlora"):
-        # Whoever does not shard weights keeps fp32 gradients in buffers, from one step to the next: some stand beside what a pipeline has on its way.
-        steps = max(steps, 1 + whole(row, "pp"))
+    if "data_parallel" in spread and row["method"] not in ("lora", "qlora") and kept_sums:
+        steps = max(steps, 1 + whole(row, "pp"))  # beside what a pipeline has on its way
     if "pipeline_parallel" in techniques:
         steps = max(steps, 2)
         techniques["pipeline_parallel"]["micro_batches"] = steps

@@ -66,6 +66,8 @@ class Trainer:
     """A pipeline cuts what a device gets of a step into as many micro-batches as there are stages."""
     transformer_engine: bool = False
     """8-bit matmuls and attention are kernels written by hand, with no word of a compiler."""
+    overlaps_update: bool = False
+    """New weights are gathered while the next step's first layers compute."""
     host_optimizer: bool = False
     """With its optimizer on the host the device keeps bf16 shards and no gradients beyond two communication buckets."""
 
@@ -177,7 +179,7 @@ MEGATRON = Trainer(
     read="core 0.7 to 0.15 (2024 to 2025), NeMo 24.07 to 25.11, TransformerEngine 1.7 to 2.9",
     sources=(
         "NVIDIA/Megatron-LM megatron/core/tensor_parallel/{layers,cross_entropy}.py (input gathered again; loss in place)",
-        "NVIDIA/Megatron-LM megatron/core/distributed (gradient buffers of its own)",
+        "NVIDIA/Megatron-LM megatron/core/distributed (gradient buffers of its own; overlap_param_gather)",
         "NVIDIA/Megatron-LM megatron/training/arguments.py (accumulate_allreduce_grads_in_fp32 for bf16 alone)",
         "NVIDIA/Megatron-LM megatron/core/transformer/transformer_config.py (hidden_dropout 0.1)",
         "arXiv:2407.08608 (FlashAttention 3: at least 1.5 times FlashAttention 2 on Hopper; cuDNN's is taken to be near)",
@@ -190,6 +192,7 @@ MEGATRON = Trainer(
     fp16_gradients_in_fp16=True,
     hidden_dropout=True,
     whole_root=False,
+    overlaps_update=True,
     transformer_engine=True,
 )
 MEGATRON_DEEPSPEED = replace(
@@ -202,6 +205,7 @@ MEGATRON_DEEPSPEED = replace(
     ),
     reports="nvidia-smi",
     gathers_again=False,
+    overlaps_update=False,
     transformer_engine=False,
 )
 MEGATRON_DEEPSPEED_2021 = replace(
