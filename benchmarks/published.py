@@ -256,13 +256,8 @@ HELD_BY_OTHERS = (loss_of_others, root_of_others, inputs_kept, dropped)
 
 def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> tuple[float, float, float]:
     """GiB that a row's tool would report: the least, the prediction, the most; `opened`: what they grow with is a guess."""
-    # Several stages a device keep more of what is on its way (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
-    interleaved = (whole(row, "pp") - 1) / (whole(row, "pp") * whole(row, "vpp")) if whole(row, "vpp") > 1 else 0.0
     gib = (_UNSEEN_OPEN if opened else _UNSEEN) * (
-        interleaved * made["memory"]["activations"]
-        + gib_of(row, made, recipe)
-        + sum(held(row, made, recipe) for held in HELD_BY_OTHERS)
-        - of_ours(row, made, recipe)
+        gib_of(row, made, recipe) + sum(held(row, made, recipe) for held in HELD_BY_OTHERS) - of_ours(row, made, recipe)
     )
     edges = (edge / made["peak_gib"] for edge in made["peak_gib_interval"])
     low, high = (edge * gib for edge in (_OPEN if opened else edges))

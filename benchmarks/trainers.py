@@ -217,6 +217,18 @@ MEGATRON_DEEPSPEED_2021 = replace(
     ),
     fp16_gradients_in_fp16=False,  # two copies of 2 bytes: as much as fp32 sums
 )
+AUTOMODEL = replace(
+    TRANSFORMERS,
+    name="NeMo AutoModel",
+    read="0.1 to 0.2 (2025)",
+    sources=(
+        "NVIDIA-NeMo/Automodel nemo_automodel/components/_peft/lora.py (dropout 0)",
+        "NVIDIA-NeMo/Automodel examples/benchmark/configs (all linear layers adapted, FSDP2)",
+    ),
+    adapter_dropout=0.0,
+    adapts={"lora": "all", "qlora": "all"},
+    whole_root=False,
+)
 DEEPSPEED = replace(
     TRANSFORMERS,
     name="DeepSpeed ZeRO-3 with transformers",
@@ -234,6 +246,7 @@ RAN: tuple[tuple[str, str, Trainer], ...] = (
     ("AnswerDotAI/fsdp_qlora", "", FSDP_QLORA),
     ("Lightning-AI/litgpt", "", LITGPT),
     ("NVIDIA-NeMo/Megatron-Bridge", "", MEGATRON),
+    ("NVIDIA-NeMo/Automodel", "", AUTOMODEL),
     ("NVIDIA/Megatron-LM", "", MEGATRON),
     ("NVIDIA/NeMo", "", MEGATRON),
     ("bigscience-workshop/bigscience", "V100", MEGATRON_DEEPSPEED_2021),
