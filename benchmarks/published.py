@@ -1,11 +1,11 @@
 """Predicted against published: memory and speed of training runs that others measured, from their settings alone.
 
-    python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2]
+    python benchmarks/published.py --runs IN.csv --gpus GPUS.csv --out OUT.csv [--jobs 2] [--new PREFIX ...]
 
 Each row becomes a recipe (model by its sizes, mesh, micro-batch, precision, techniques), planned for its accelerator as `preheat plan` does.
-What a row leaves open is filled in by the rules of published_rows.py, the same for all. No row's name or source is looked at. Of its notes only which maps
-adapters act on (`adapted`), which memory was read (`gib_of`), fp32 sums of gradients (`half_gradients`), that lengths vary and rows are Alpaca's
-(`leaves_open`, `filled`); of its model's name the sizes where none are stated, and whether it is a GPT (`dropped`). Writes
+What a row leaves open is what its trainer does by default (trainers.py), else what published_rows.py says for all rows. Of a row's notes only these
+are read: which trainer ran (`trainer_of`), which layers adapters act on (`adapted`), which memory was read (`gib_of`), that lengths vary, that rows are
+Alpaca's and that nothing is recomputed (`leaves_open`, `filled`); of its model's name the sizes if none are stated, and whether it is a GPT. Writes
 `id,predicted_gib,low_gib,high_gib,predicted_tok_s,low_tok_s,high_tok_s,seconds,reason` (tokens a second of each accelerator; empty where it
 cannot be said, with the reason) and prints errors by source.
 """
@@ -20,20 +20,18 @@ import re
 import statistics
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from published_rows import (
     LENGTH,
     Open,
-    Row,
+    by_transformer_engine,
     compiled,
     filled,
-    in_megatrons_way,
     keeps_as_transformers,
-    kernels_of_their_own,
     leaves_open,
     mesh_of,
     micro_batches_of,
@@ -41,6 +39,7 @@ from published_rows import (
     recipe_of,
     whole,
 )
+from trainers import Row, trainer_of
 
 COLUMNS = (
     "id",
@@ -85,16 +84,24 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
     from preheat.planning.plan import describe
     from preheat.planning.request import Request
 
-    config, by_hand = hf.configure(recipe, None), kernels_of_their_own(row)
+    config, by_hand = hf.configure(recipe, None), by_transformer_engine(row)
     eights, bits = by_hand, 4 if row["precision"].startswith("nvfp4") else 8
     device = replace(roofline.as_device, expandable=segments_grow(row, recipe, roofline))
+
+    def problems_of(chosen: Any) -> list[Any]:
+        return conflicts_of(chosen.techniques.values(), context_of(chosen, config, device))
+
+    problems = problems_of(recipe)
     for name in ("", *LESS):
-        if name and name not in recipe.techniques:
+        if name and (name not in recipe.techniques or not problems):
             continue
-        recipe = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
+        without = replace(recipe, techniques={k: t for k, t in recipe.techniques.items() if k != name})
+        remaining = problems_of(without) if name else problems
+        if name and len(remaining) == len(problems):
+            continue  # no conflict is about it
+        recipe, problems = without, remaining
         if name == "fp8":
             eights = True
-        problems = conflicts_of(recipe.techniques.values(), context_of(recipe, config, device))
         if not problems:
             seen = observe_few_layers(Request(recipe, device))
             if eights:
@@ -104,18 +111,17 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
             if seen.idle:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
+            if trainer_of(row).overlaps_update:
+                seen = replace(seen, kernels=Counter({_overlapped(k): n for k, n in seen.kernels.items()}))
             seen = replace(seen, compiled=compiled(row))
             return describe(Request(recipe, device, rates=roofline, in_use=0), seen), recipe
     raise Open("; ".join(map(str, problems)))
 
 
 def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:
-    """Whether the allocator's segments grow: who pretrains with sharded weights on CUDA sets it so (torchtitan's run_train.sh, since October 2024).
-
-    AMD's driver cannot. In a pipeline neither kind of segments is believed, see `gib_of`.
-    """
-    cuda = roofline.device.generation != "cdna"
-    return cuda and row["method"] == "pretrain" and "fsdp" in recipe.techniques and whole(row, "pp") == 1
+    """Says whether the allocator's segments grow; AMD's driver cannot. In a pipeline neither kind of segments is believed, see `gib_of`."""
+    trains_sharded = row["method"] == "pretrain" and "fsdp" in recipe.techniques and whole(row, "pp") == 1
+    return trains_sharded and trainer_of(row).expandable_segments and roofline.device.generation != "cdna"
 
 
 def _in_bits(kernel: Any, bits: int) -> Any:
@@ -127,6 +133,13 @@ def _in_bits(kernel: Any, bits: int) -> Any:
     return replace(kernel, dtype="float8", flops=kernel.flops * bits // 8)
 
 
+def _overlapped(kernel: Any) -> Any:
+    """Returns a collective of the update as one that overlaps with compute."""
+    from dataclasses import replace
+
+    return replace(kernel, alone=False) if kernel.group is not None else kernel
+
+
 def _by_cudnn(kernel: Any) -> Any:
     """Attention on Hopper, which plans have at FlashAttention 2's rate, at 1.5 times that: the least that FlashAttention 3 says of itself (arXiv:2407.08608); cuDNN's is taken to be near."""
     from dataclasses import replace
@@ -135,80 +148,63 @@ def _by_cudnn(kernel: Any) -> Any:
 
 
 def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """What the row's tool reports, where it says so: what tensors take, what the allocator reserves, or that with the driver's context.
-
-    Else reserved memory where one pretrains with sharded weights or in a pipeline, which keep pools a stream and blocks of many sizes; what tensors take
-    elsewhere, and in tools for tuning (litgpt, peft and torchtune's ladder say so of theirs).
-    """
+    """What the row's trainer reports, or its notes say it is: what tensors take, what the allocator reserves, or that with the driver's context."""
     words = re.search("nvidia-smi|allocated|active memory|reserved", row["notes"])
+    memory = words[0] if words else trainer_of(row).reports
     reserved, allocated = (
         made[key] + made["overhead"]["workspaces"] for key in ("reserved_gib", "allocated_gib")
     )  # torch's own
     reserved = min(reserved, made["available_gib"] - made["overhead"]["context"])  # it had room
-    sharded, pipeline = ("fsdp" in recipe.techniques, "pipeline_parallel" in recipe.techniques)
-    if (
-        pipeline and not sharded
-    ):  # what a replay keeps in segments of fixed sizes is too much, and none at all too little
+    if "pipeline_parallel" in recipe.techniques and "fsdp" not in recipe.techniques:
+        # What a replay keeps in segments of fixed sizes is too much, and none at all too little.
         reserved = (reserved + allocated) / 2
-    if words:
-        return float(
-            {"nvidia-smi": reserved + made["overhead"]["context"], "reserved": reserved}.get(words[0], allocated)
-        )
-    return float(reserved if pipeline or (sharded and row["method"] == "pretrain") else allocated)
+        if not words:
+            memory = "reserved" if memory == "allocated" else memory
+    context = made["overhead"]["context"]
+    return float({"nvidia-smi": reserved + context, "reserved": reserved}.get(memory, allocated))
 
 
 def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB by which the peak is higher where the whole logits' loss is not ours.
+    """GiB by which the peak is higher because the trainer's loss keeps more of the logits than ours.
 
-    Of a share of the vocabulary ours holds the logits in half precision and their chances in fp32, as Megatron-LM's does of all of them too; of all of
-    them ours has 2 bytes a logit. Torch's `loss_parallel` has four numbers of fp32 in backward, the logits themselves gone (16 bytes; counted by its
-    operators); other losses over shares are taken to have 12. Compiled, torch's loss has the logits and their gradient in half precision (4; by what it saves).
+    Ours holds 6 bytes a logit if the vocabulary is split and 2 if the loss takes all logits at once.
     """
     from preheat.models import hf
 
-    made_at_once, tensor = (
-        whole(row, "micro_batch") * whole(row, "seq_len", LENGTH),
-        recipe.techniques.get("tensor_parallel"),
-    )
-    chunked = recipe.techniques.get("chunked_loss")
-    if tensor is not None:
-        over_shares = 10 if "fsdp" in recipe.techniques else 6
-        more = over_shares if tensor.rows >= made_at_once and not in_megatrons_way(row) else 0
-    elif chunked is None:
+    tokens = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
+    split, chunked = recipe.techniques.get("tensor_parallel"), recipe.techniques.get("chunked_loss")
+    trainer = trainer_of(row)
+    if split is not None:
+        more = trainer.split_logit_bytes - 6 if split.rows >= tokens else 0
+    elif chunked is None or (chunked.rows < tokens and not trainer.loss_in_place):
         more = 0
-    elif in_megatrons_way(row):
-        more = 4
-    elif chunked.rows < made_at_once:
-        more = 0
-    else:  # in chunks as torchtune has it: all logits, or their gradients, in half precision, and an eighth of both in fp32
-        more = 1 if "chunk" in row["fused_or_chunked_ce"] else 2
+    else:
+        chunks = trainer.chunks_logits or "chunk" in row["fused_or_chunked_ce"]
+        more = (trainer.chunked_logit_bytes if chunks else trainer.logit_bytes) - 2
     vocabulary = hf.configure(recipe, None).get_text_config().vocab_size
-    logits = made_at_once * vocabulary / whole(row, "tp") / whole(row, "cp")
+    logits = tokens * vocabulary / whole(row, "tp") / whole(row, "cp")
     return max(made["phases"].get("head and loss", 0.0) + more * logits / 2**30 - made["peak_gib"], 0.0)
 
 
 def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB that preheat's way holds and other tools' data parallel does not, where weights are in half precision.
+    """GiB that preheat holds and other trainers' data parallelism does not, where weights are in half precision.
 
-    torch's `replicate` computes with a second copy of them, as large as the buckets of gradients that DistributedDataParallel has from the beginning; who shares
-    out the optimizer's states sends the sums of gradients themselves (Megatron-LM, DeepSpeed, nanotron's `make_ddp`). And those are fp32 here, which there they
-    are beside bf16 but not beside fp16 (Megatron-LM sets `accumulate_allreduce_grads_in_fp32` for bf16 alone).
+    torch's `replicate` computes with a second copy of them, as large as the buckets that DistributedDataParallel has from the beginning. And sums of
+    gradients are fp32 here, which beside fp16 they are not everywhere.
     """
     if not recipe.techniques["mixed_precision"].mode.endswith("_master") or "data_parallel" not in recipe.techniques:
         return 0.0
+    trainer = trainer_of(row)
     second = float(made["overhead"].get("gathered weights", 0.0))
-    if "zero1" not in recipe.techniques and not in_megatrons_way(row):
+    if "zero1" not in recipe.techniques and trainer.torch_ddp:
         second = 0.0
-    return second + (float(made["memory"]["parameters"]) if row["precision"].startswith("fp16") else 0.0)
+    halves = row["precision"].startswith("fp16") and trainer.fp16_gradients_in_fp16
+    return second + (float(made["memory"]["parameters"]) if halves else 0.0)
 
 
 def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the embedding, gathered from a step's first map to its last, where ours lets go of it between.
-
-    FSDP1 wrapped by layers, as tools for tuning have it (transformers' `auto_wrap`, litgpt, fsdp_qlora), leaves embedding and head to its root, which stays
-    whole until backward is over; the root's share comes from the host beside it where shares are offloaded.
-    """
-    if "fsdp" not in recipe.techniques or row["method"] == "pretrain" or compiled(row):
+    """GiB of embedding and head, which FSDP1's root keeps gathered from a step's first layer to its last; with its shard, if shards are on the host."""
+    if "fsdp" not in recipe.techniques or not trainer_of(row).whole_root or compiled(row):
         return 0.0
     from preheat.models import hf
 
@@ -219,18 +215,10 @@ def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     return float(2 * config.vocab_size * config.hidden_size * shares / 2**30)
 
 
-def half_gradients(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of a micro-batch's gradients in half precision, until its backward is over and they are added to fp32 sums, where a row says that it has such.
-
-    DeepSpeed's BF16_Optimizer does so (update_hp_grads); Megatron-LM adds each as it comes. Others' activations stand beside them in a pipeline alone.
-    """
-    said = "fp32 grad accumulation" in row["notes"] and "pipeline_parallel" in recipe.techniques
-    return float(made["memory"]["parameters"]) if said else 0.0
-
-
 def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the inputs of 4-bit maps, which bitsandbytes kept for nothing before 0.44 (its pull request 1270); where layers are recomputed they are let go of."""
-    if row["method"] != "qlora" or not keeps_as_transformers(row):
+    """GiB of the inputs of 4-bit layers, which bitsandbytes kept for nothing; what is recomputed is not kept."""
+    keeps = trainer_of(row).keeps_quantized_inputs and keeps_as_transformers(row)
+    if row["method"] != "qlora" or not keeps or "activation_checkpointing" in recipe.techniques:
         return 0.0
     from preheat.models import hf
 
@@ -241,39 +229,16 @@ def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     )  # attention keeps the input of the map out of it
 
 
-def last_products(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of each layer's last product, kept where every second product is and no compiler sees that no gradient needs it (torchtitan counts from the first)."""
-    checkpointing = recipe.techniques.get("activation_checkpointing")
-    if checkpointing is None or checkpointing.mode != "selective" or checkpointing.products != 2 or compiled(row):
-        return 0.0
-    width, layers = _hidden(row, recipe)
-    return 2 * width * layers
-
-
 def dropped(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the masks of hidden states, two a layer, of models named GPT in Megatron's way: its default drops a tenth of them (transformer_config.py), as GPT-2 did.
+    """GiB of the masks of hidden states of GPT models, two a layer.
 
     A pipeline's first stage has as many micro-batches on their way as there are stages, so as many masks as all layers have of one.
     """
-    if (
-        not row["model"].startswith("GPT")
-        or not in_megatrons_way(row)
-        or "activation_checkpointing" in recipe.techniques
-    ):
+    drops = row["model"].startswith("GPT") and trainer_of(row).hidden_dropout
+    if not drops or "activation_checkpointing" in recipe.techniques:
         return 0.0
     width, layers = _hidden(row, recipe)
     return 2 * width * layers / (1 if row["sequence_parallel"] == "no" else whole(row, "tp"))
-
-
-def gathered_keys(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of the keys and values of all tokens, repeated for each head, which torch's context parallel gathers as torchtitan sets it (`_AllGatherRotater`).
-
-    In a pipeline alone: without one the peak is at the loss, where none of them stands.
-    """
-    if whole(row, "cp") == 1 or "fsdp" not in recipe.techniques or "pipeline_parallel" not in recipe.techniques:
-        return 0.0
-    width, _ = _hidden(row, recipe)
-    return 2 * 2 * width * whole(row, "cp") / whole(row, "tp")
 
 
 def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
@@ -286,26 +251,13 @@ def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
 
 
 # What is beside what ours has; each: (row, plan, recipe) -> GiB.
-HELD_BY_OTHERS = (
-    loss_of_others,
-    half_gradients,
-    root_of_others,
-    inputs_kept,
-    last_products,
-    dropped,
-    gathered_keys,
-)
+HELD_BY_OTHERS = (loss_of_others, root_of_others, inputs_kept, dropped)
 
 
 def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> tuple[float, float, float]:
     """GiB that a row's tool would report: the least, the prediction, the most; `opened`: what they grow with is a guess."""
-    # Several stages a device keep more of what is on its way (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
-    interleaved = (whole(row, "pp") - 1) / (whole(row, "pp") * whole(row, "vpp")) if whole(row, "vpp") > 1 else 0.0
     gib = (_UNSEEN_OPEN if opened else _UNSEEN) * (
-        interleaved * made["memory"]["activations"]
-        + gib_of(row, made, recipe)
-        + sum(held(row, made, recipe) for held in HELD_BY_OTHERS)
-        - of_ours(row, made, recipe)
+        gib_of(row, made, recipe) + sum(held(row, made, recipe) for held in HELD_BY_OTHERS) - of_ours(row, made, recipe)
     )
     edges = (edge / made["peak_gib"] for edge in made["peak_gib_interval"])
     low, high = (edge * gib for edge in (_OPEN if opened else edges))
@@ -325,7 +277,7 @@ def has_room(row: Row, made: Mapping[str, Any], recipe: Any, roofline: Any) -> b
     Where products are in 8 bits by hand so is what they keep, and buffers are made once: seven tenths are taken there.
     """
     takes = made["allocated_gib"] - of_ours(row, made, recipe)
-    if kernels_of_their_own(row):
+    if by_transformer_engine(row):
         takes *= 0.7
     return bool(takes <= roofline.device.memory / 2**30)
 
@@ -377,6 +329,17 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
         return Roofline(replace(accelerator("RTX-3090"), name=name, memory=int(sized[1]) * 2**30)), False
 
 
+def on_its_network(row: Row, roofline: Any) -> Any:
+    """Returns the roofline with the network between hosts that the row names; its hosts have eight devices."""
+    from dataclasses import replace
+
+    said = re.search(r"inter-node (\d+)x(\d+) Gb|()(\d+) Gbps node-node", row["notes"])
+    if said is None:
+        return roofline
+    gigabits = int(said[1]) * int(said[2]) if said[1] else int(said[4])
+    return replace(roofline, device=replace(roofline.device, network=gigabits * 1e9 / 8 / 8))
+
+
 def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     from dataclasses import replace
 
@@ -387,6 +350,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
         roofline, timed = roofline_of(row["gpu"], gpus)
+        roofline = on_its_network(row, roofline)
         opened, row = leaves_open(row), filled(row)
         recipe = recipe_of(row)
         made, used = planned(row, recipe, roofline)
@@ -411,8 +375,11 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         )  # it had room
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
-            speed = made["tokens_per_second"] / recipe.parallel.devices
-            edges = (edge / made["tokens_per_second"] for edge in made["tokens_per_second_interval"])
+            timed_plan = made
+            if "gradient_accumulation" in used.techniques and micro_batches_of(row, mesh_of(row)[2]) == 1:
+                timed_plan, _ = planned(row, recipe_of(row, kept_sums=False), roofline)
+            speed = timed_plan["tokens_per_second"] / recipe.parallel.devices
+            edges = (edge / timed_plan["tokens_per_second"] for edge in timed_plan["tokens_per_second_interval"])
             low, high = (edge * speed for edge in (_OPEN_SPEED if opened else edges))
             out |= {"predicted_tok_s": speed, "low_tok_s": low, "high_tok_s": high}
         out["made"], out["used"] = made, sorted(used.techniques)
@@ -425,39 +392,62 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     return out
 
 
-def errors(
-    rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], said: str, measured: str
-) -> dict[str, list[float]]:
-    """Source -> predicted over measured, less one, of the rows that were measured and answered."""
-    found: dict[str, list[float]] = defaultdict(list)
+# Name, column of the prediction, of its interval and of the measurement.
+MEASURES = (
+    ("memory", "predicted_gib", "low_gib", "high_gib", "peak_mem_gib"),
+    ("speed", "predicted_tok_s", "low_tok_s", "high_tok_s", "tokens_per_s_per_gpu"),
+)
+
+
+class Error(NamedTuple):
+    source: str
+    relative: float
+    """Predicted over measured, less one."""
+    covered: bool
+    """The measurement lies within the interval."""
+
+
+def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], measure: Sequence[str]) -> list[Error]:
+    """Returns the error of each row that was measured and answered."""
+    found = []
     for row in rows:
-        value, held = answers[row["id"]][said], number(row, measured)
-        if value != "" and held:
-            found[row["source_repo"]].append(float(value) / held - 1)
+        _, predicted, low, high, measured = measure
+        answer, value = answers[row["id"]], number(row, measured)
+        if answer[predicted] != "" and value:
+            covered = float(answer[low]) <= value <= float(answer[high])
+            found.append(Error(row["source_repo"], float(answer[predicted]) / value - 1, covered))
     return found
 
 
-def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> str:
+def summary(name: str, found: Sequence[Error]) -> str:
+    """Returns a line of the tables."""
+    sizes = sorted(abs(e.relative) for e in found)
+    within = (f"{sum(size <= limit for size in sizes) / len(sizes):.0%}" for limit in (0.1, 0.2))
+    low = sum(e.relative < -0.05 for e in found)
+    covered = sum(e.covered for e in found) / len(found)
+    return f"| {name} | {len(found)} | {statistics.median(sizes):.1%} | {' | '.join(within)} | {low} | {covered:.0%} |"
+
+
+def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tuple[str, ...]) -> str:
+    """Returns the tables by source; rows whose ids begin with one of `new` are reported apart."""
+    groups = {
+        "known": [r for r in rows if not r["id"].startswith(new)],
+        "new": [r for r in rows if r["id"].startswith(new)],
+    }
     lines = []
-    for name, said, measured in (
-        ("memory", "predicted_gib", "peak_mem_gib"),
-        ("speed", "predicted_tok_s", "tokens_per_s_per_gpu"),
-    ):
-        found = errors(rows, answers, said, measured)
-        asked = sum(number(row, measured) is not None for row in rows)
-        every = [e for source in found.values() for e in source]
-        if not every:
-            continue
+    for measure in MEASURES:
         lines += [
-            f"| {name} | rows | median error | 90th percentile | more than 5 % too low |",
-            "|---|---|---|---|---|",
+            f"| {measure[0]} | rows | median error | within 10 % | within 20 % | more than 5 % too low | in the interval |",
+            "|---|---|---|---|---|---|---|",
         ]
-        for source, values in [*sorted(found.items()), (f"**all, of {asked} measured**", every)]:
-            size = sorted(abs(e) for e in values)
-            lines.append(
-                f"| {source} | {len(values)} | {statistics.median(size):.1%} | {size[int(0.9 * (len(size) - 1) + 0.5)]:.0%} | "
-                f"{sum(e < -0.05 for e in values)} |"
-            )
+        every = {group: errors(members, answers, measure) for group, members in groups.items()}
+        for group, found in every.items():
+            if found:
+                asked = sum(number(row, measure[-1]) is not None for row in groups[group])
+                lines.append(summary(f"**{group} sources, of {asked} measured**", found))
+        for group, found in every.items():
+            for source in sorted({e.source for e in found}):
+                lines.append(summary(f"{source}, {group}", [e for e in found if e.source == source]))
         lines.append("")
     return "\n".join(lines)
 
@@ -472,6 +462,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--new", nargs="*", default=[], help="how ids of new sources begin, which are reported apart")
     options = parser.parse_args()
     with options.runs.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -488,7 +479,7 @@ def main() -> None:
             answers[made["id"]] = made
             writer.writerow(made)
             file.flush()
-    print(table(rows, answers))
+    print(table(rows, answers, tuple(options.new)))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """A row of published runs as a recipe: the model by its sizes, mesh, micro-batch, precision, techniques.
 
-What a row leaves open is filled in by these rules, the same for all. They are what tools of its kind do, with the source where one was looked up.
+What a row leaves open is what its trainer does (trainers.py), else what these rules say, the same for all rows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
+
+from trainers import Row, trainer_of
 
 __all__ = [
     "LENGTH",
     "Open",
-    "Row",
     "compiled",
     "filled",
-    "in_megatrons_way",
     "keeps_as_transformers",
-    "kernels_of_their_own",
+    "by_transformer_engine",
     "leaves_open",
     "mesh_of",
     "micro_batches_of",
@@ -27,7 +26,6 @@ __all__ = [
     "whole",
 ]
 
-Row = Mapping[str, str]
 LENGTH, VOCABULARY = 2048, 50304  # where a row states none
 _SHORTER = r"variable|shorter|not \d+ tokens"
 
@@ -61,23 +59,28 @@ def whole(row: Row, key: str, default: int = 1) -> int:
 
 
 def filled(row: Row) -> Row:
-    """The row with a micro-batch where it names none, and the length that its rows have where it says that they are shorter than its column has it.
+    """Returns the row with what its trainer does by default, and with what its notes say against its columns.
 
-    Torch's own pipelines cut what a device gets of a step into as many micro-batches as there are stages (torchtitan's
-    `pipeline_parallel_microbatches`, left out). Who pretrains and says neither rows, length nor precision has four rows and bf16 throughout (litgpt's
-    extensions/thunder/pretrain.py). Alpaca's rows, one by one, are cut at 512 tokens by who published them (stanford_alpaca's train.py).
+    Alpaca's rows, one by one, are cut at 512 tokens by its publishers (stanford_alpaca's train.py): one row, +132 % without it.
+    litgpt's script for pretraining has four sequences and bf16 throughout (see trainers.py): two rows, -27 % without it.
     """
-    made = dict(row)
+    trainer = trainer_of(row)
+    changes: dict[str, str] = {}
     if row["method"] == "pretrain" and not any(
         row[key] for key in ("micro_batch", "seq_len", "global_batch_seqs", "precision")
     ):
-        made |= {"micro_batch": "4", "precision": "bf16 (true)"}
+        changes |= {"micro_batch": "4", "precision": "bf16 (true)"}
     stages, rows = whole(row, "pp"), number(row, "global_batch_seqs")
-    if stages > 1 and not row["micro_batch"] and rows and number(row, "zero_stage") == 3:
-        made["micro_batch"] = str(max(1, round(rows / (mesh_of(row)[2] * stages))))
+    if trainer.one_micro_batch_per_stage and stages > 1 and not row["micro_batch"] and rows:
+        changes["micro_batch"] = str(max(1, round(rows / (mesh_of(row)[2] * stages))))
     if "Alpaca" in row["notes"] and row["seq_len"] and re.search(_SHORTER, row["notes"]):
-        made["seq_len"] = str(min(whole(row, "seq_len"), 512))
-    return made
+        changes["seq_len"] = str(min(whole(row, "seq_len"), 512))
+    if not row["activation_checkpointing"]:
+        if "no checkpointing" in row["notes"]:
+            changes["activation_checkpointing"] = "none"
+        elif row["method"] in trainer.recomputes:
+            changes["activation_checkpointing"] = "full"
+    return {**row, **changes}
 
 
 def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,7 +157,7 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
             }
             if replicate > 1 and shard > 1:
                 made["fsdp"]["replicate"] = replicate
-            if row["cpu_offload"] == "params":
+            if row["cpu_offload"] == "params" or (row["cpu_offload"] == "optimizer" and trainer_of(row).host_optimizer):
                 made["fsdp"]["offload"] = True
         else:
             made["data_parallel"] = {}
@@ -165,7 +168,9 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     if tensor > 1:
         made["tensor_parallel"] = {"degree": tensor, "sequence_parallel": row["sequence_parallel"] != "no"}
         again = row["activation_checkpointing"] in ("", "none") and row["method"] not in ("lora", "qlora")
-        made["tensor_parallel"]["regather"] = again and in_megatrons_way(row) and row["sequence_parallel"] == "yes"
+        made["tensor_parallel"]["regather"] = (
+            again and trainer_of(row).gathers_again and row["sequence_parallel"] == "yes"
+        )
         if "chunk" not in row["fused_or_chunked_ce"]:
             made["tensor_parallel"]["rows"] = whole(row, "micro_batch") * whole(row, "seq_len", LENGTH)
     if pipeline > 1:  # of several stages a device, one: as many layers are held, and `answer` shortens the bubble
@@ -175,14 +180,6 @@ def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
     if whole(row, "ep") > 1:
         made["expert_parallel"] = {"degree": whole(row, "ep")}
     return made, devices, rest
-
-
-def in_megatrons_way(row: Row) -> bool:
-    """Says whether sequences are cut, and does not share out weights: Megatron-LM and what is made of it (DeepSpeed's, NeMo, Megatron-Bridge).
-
-    They gather a block's input again in backward, and their loss takes the logits' fp32 copy in place (megatron/core/tensor_parallel: layers.py, cross_entropy.py).
-    """
-    return bool(row["sequence_parallel"]) and whole(row, "dp_shard") == 1
 
 
 def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def precision_of(row: Row, sharded: bool, devices: int) -> dict[str, Any]:
     if adapts:
         mode = "bf16_weights"
     made["mixed_precision"] = {"mode": mode}
-    if in_eights(row) and not kernels_of_their_own(row):
+    if in_eights(row) and not by_transformer_engine(row):
         made["fp8"] = {"recipe": "rowwise" if "row" in said else "tensorwise"}
     return made
 
@@ -207,9 +204,9 @@ def in_eights(row: Row) -> bool:
     return row["precision"].startswith(("fp8", "mxfp8", "nvfp4"))
 
 
-def kernels_of_their_own(row: Row) -> bool:
-    """8 bits with no word of a compiler: what makes the casts is written by hand, within products and norms, and so is attention."""
-    return in_eights(row) and not row["compile"]
+def by_transformer_engine(row: Row) -> bool:
+    """8 bits with no word of a compiler: casts are part of handwritten matmuls and norms, and attention is handwritten too."""
+    return in_eights(row) and trainer_of(row).transformer_engine and not row["compile"]
 
 
 def compiled(row: Row) -> bool:
@@ -222,13 +219,16 @@ def keeps_as_transformers(row: Row) -> bool:
 
     Else norms are one operator: in tools for pretraining, and what a compiler fuses keeps as little (tests/unit/techniques/test_compile.py).
     """
-    return not compiled(row) and row["method"] != "pretrain" and row["activation_checkpointing"] != "full"
+    tunes = row["method"] != "pretrain" and not trainer_of(row).fused_norms
+    return tunes and not compiled(row) and row["activation_checkpointing"] != "full"
 
 
-def techniques_of(row: Row) -> dict[str, Any]:
+def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
+    """Returns the techniques of one device; `layer_norm`: norms are torch's LayerNorm, which is one operator everywhere."""
     said, tunes, keeps = row["fused_or_chunked_ce"], row["method"] != "pretrain", keeps_as_transformers(row)
+    trainer = trainer_of(row)
     made: dict[str, Any] = {}
-    if "fused" in said or not (keeps or row["compile"] == "no"):
+    if layer_norm or "fused" in said or not (keeps or row["compile"] == "no"):
         made["fused_operators"] = {"gate": compiled(row)}
     if "unfused" not in row["attention"] and "eager" not in row["attention"]:
         made["efficient_attention"] = {}
@@ -241,14 +241,13 @@ def techniques_of(row: Row) -> dict[str, Any]:
         made["activation_checkpointing"] = recompute
     at_once = max(1, whole(row, "micro_batch") * whole(row, "seq_len", LENGTH))
     to_host = "chunk" in said and row["cpu_offload"] == "activations"  # what of logits is kept goes too
-    if (
-        "fused linear" in said
-        or to_host
-        or (not said and tunes and not keeps and (whole(row, "n_gpus") == 1 or compiled(row)))
-    ):
-        # Who tunes on one device or with a compiler, memory in mind, has the loss by few rows unless it is said otherwise.
+    if "fused linear" in said or to_host:
         made["chunked_loss"] = {"rows": 512}
-    elif "chunk" in said or (not said and whole(row, "tp") == 1 and in_megatrons_way(row)):
+    elif tunes and not said and trainer.loss_rows:
+        made["chunked_loss"] = {"rows": trainer.loss_rows}
+    elif "chunk" in said or (
+        not said and whole(row, "tp") == 1 and (trainer.loss_in_place or (tunes and trainer.chunks_logits))
+    ):
         made["chunked_loss"] = {"rows": at_once}  # and more, see `loss_of_others`
     elif compiled(row) and not said and row["gpu"].startswith(SINCE_2024):
         # Their compilers fuse the loss too: logits and their gradients in half precision, about what ours takes for all rows at once.
@@ -270,8 +269,8 @@ def techniques_of(row: Row) -> dict[str, Any]:
         made["lora"] = {"rank": whole(row, "lora_rank", 16)} | adapted(row)
     if row["method"] == "qlora":
         made["nf4"] = {}
-    if "lora" in made and keeps:
-        made["lora"]["dropout"] = 0.05
+    if "lora" in made and keeps and trainer.adapter_dropout:
+        made["lora"]["dropout"] = trainer.adapter_dropout
     return made
 
 
@@ -285,14 +284,12 @@ _MAPS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "mlp": r"ml
 
 
 def adapted(row: Row) -> dict[str, str]:
-    """The maps that adapters act on, where the row says so in words ("LoRA on q,v").
-
-    Where it does not, those of the method's authors: queries and values in LoRA (arXiv:2106.09685, peft's default too), all but the head in QLoRA.
-    """
-    words = re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
-    said = words[1] if words else "q,v" if row["method"] == "lora" else "all"
-    maps = [_MAPS[word] for word in said.split(",") if word in _MAPS]
-    return {"target_modules": rf".*\.({'|'.join(maps)})"} if maps else {}
+    """Returns the layers that adapters act on: those of the row's notes ("LoRA on q,v"), else the trainer's."""
+    trainer, words = trainer_of(row), re.search(r"LoRA on (all|[a-z]+(?:,[a-z]+)*)\b", row["notes"])
+    default = "all" if row["model"].startswith(trainer.adapts_all) else trainer.adapts[row["method"]]
+    layers = words[1] if words else default
+    patterns = [_MAPS[layer] for layer in layers.split(",") if layer in _MAPS]
+    return {"target_modules": rf".*\.({'|'.join(patterns)})"} if patterns else {}
 
 
 def micro_batches_of(row: Row, shares: int) -> int:
@@ -302,18 +299,23 @@ def micro_batches_of(row: Row, shares: int) -> int:
     return max(1, round(rows / (micro * shares)))
 
 
-def recipe_of(row: Row) -> Any:
-    """The row as a recipe."""
+def recipe_of(row: Row, *, kept_sums: bool = True) -> Any:
+    """Returns the row as a recipe.
+
+    Trainers that do not shard weights keep sums of gradients in buffers from one step to the next. Ours are there from the second micro-batch, so
+    `kept_sums` adds one to a step that has a single one: right for memory, not for speed.
+    """
     from preheat import recipe as recipes
 
     model, techniques = model_of(row)
     spread, devices, shares = mesh_of(row)
     micro = whole(row, "micro_batch")
     steps = micro_batches_of(row, shares)
-    techniques |= techniques_of(row) | spread | precision_of(row, "fsdp" in spread, devices)
-    if "data_parallel" in spread and row["method"] not in ("lora", "qlora"):
-        # Whoever does not shard weights keeps fp32 gradients in buffers, from one step to the next: some stand beside what a pipeline has on its way.
-        steps = max(steps, 1 + whole(row, "pp"))
+    techniques |= (
+        techniques_of(row, "feed_forward" in techniques) | spread | precision_of(row, "fsdp" in spread, devices)
+    )
+    if "data_parallel" in spread and row["method"] not in ("lora", "qlora") and kept_sums:
+        steps = max(steps, 1 + whole(row, "pp"))  # beside what a pipeline has on its way
     if "pipeline_parallel" in techniques:
         steps = max(steps, 2)
         techniques["pipeline_parallel"]["micro_batches"] = steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         "method": "pretrain",
         "compile": "yes",
     }
+    unsloth = {"method": "qlora", "lora_rank": 8, "source_repo": "unslothai/unsloth", "notes": "Unsloth on OASST"}
     crowded = {"gpu": "Card-2GB", "micro_batch": 128, "compile": "yes"}
-    two_stages = {
-        "precision": "bf16",
-        "pp": 2,
-        "dp_replicate": 2,
-        "n_gpus": 4,
-        "sequence_parallel": "no",
-        "method": "pretrain",
-    }
     rows = [
         row("plain", activation_checkpointing="full", compile="yes"),
         row("measured otherwise", activation_checkpointing="full", compile="yes", peak_mem_gib=77, tokens_per_s_per_gpu=1, source_repo="a/b"),
@@ -86,8 +80,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         row("lengths vary", activation_checkpointing="full", compile="yes", notes="variable lengths"),
         row("queries", method="lora", lora_rank=8, notes="LoRA on q,v"),
         row("all maps", method="lora", lora_rank=8, notes="LoRA on q,k,v,o,mlp"),
-        row("pipeline", **two_stages),
-        row("pipeline, fp32 sums", **two_stages, notes="fp32 grad accumulation (BF16 optimizer)"),
+        row("Unsloth", **unsloth),
+        row("Unsloth recomputes", **unsloth, activation_checkpointing="full"),
+        row("Unsloth keeps", **unsloth, activation_checkpointing="none"),
+        row("FSDP's root", **sharded, activation_checkpointing="full", source_repo="huggingface/peft"),
+        row("no root", **sharded, activation_checkpointing="full", source_repo="stas00/ml-engineering", notes="DeepSpeed"),
         row("512 tokens of a row", notes="variable lengths"),
         row("Alpaca's", seq_len=4096, notes="variable-length Alpaca batches, not 4096 tokens"),
         row("micro-batches of 8", **of_torch, micro_batch=8),
@@ -114,11 +111,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         writer.writerows(rows)
     (folder / "gpus.csv").write_text("gpu,mem_gib\n", encoding="utf-8")
     files = ["--runs", folder / "in.csv", "--gpus", folder / "gpus.csv", "--out", folder / "out.csv"]
-    arguments = [str(ROOT / "benchmarks/published.py"), *map(str, files), "--jobs", "1"]
+    arguments = [str(ROOT / "benchmarks/published.py"), *map(str, files), "--jobs", "1", "--new", "measured"]
     process = Fork(arguments, function="tests.fork_server:script")
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
-    assert "a/b" in out
+    assert re.search(r"\*\*new sources, of 1 measured\*\* \| 1 \| \d", out)
+    assert "| a/b, new | 1 |" in out
+    assert "known sources" not in out  # no other row was measured
     with (folder / "out.csv").open(encoding="utf-8") as file:
         return {found["id"]: found for found in csv.DictReader(file)}
 
@@ -183,13 +182,31 @@ def test_megatrons_gpt_keeps_masks_of_dropped_hidden_states(answers: dict[str, d
     assert more == pytest.approx(ALL_SAID * 2 * 4 * 1024 * 256 / 2**30)
 
 
-def test_sums_of_gradients_that_a_row_says_to_be_fp32_have_those_of_a_micro_batch_beside_them(
-    answers: dict[str, dict[str, str]],
-) -> None:
-    """Two bytes a weight of the first stage: the embedding and three of four layers, since the head costs about two."""
-    stage = 8192 * 256 + 3 * (4 * 256 * 256 + 3 * 256 * 1024)
-    more = gib(answers, "pipeline, fp32 sums")[1] - gib(answers, "pipeline")[1]
-    assert more == pytest.approx(ALL_SAID * 2 * stage / 2**30, rel=0.01)
+def test_trainers_defaults_are_taken_where_a_row_says_nothing(answers: dict[str, dict[str, str]]) -> None:
+    """Unsloth recomputes layers by default; FSDP1's root keeps embedding and head in bf16, DeepSpeed does not."""
+    assert gib(answers, "Unsloth") == gib(answers, "Unsloth recomputes") < gib(answers, "Unsloth keeps")
+    more = gib(answers, "FSDP's root")[1] - gib(answers, "no root")[1]
+    assert more == pytest.approx(ALL_SAID * 2 * 8192 * 256 / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"source_repo": "bigscience-workshop/bigscience", "gpu": "V100-32GB"}, "Megatron-DeepSpeed of 2021"),
+        ({"source_repo": "bigscience-workshop/bigscience", "gpu": "A100-80GB"}, "Megatron-DeepSpeed"),
+        ({"source_repo": "hiyouga/LLaMA-Factory", "notes": "Unsloth+FA2"}, "Unsloth"),
+        ({"source_repo": "hiyouga/LLaMA-Factory", "notes": "HF+FA2"}, "LLaMA-Factory"),
+        ({"source_repo": "a/b"}, "transformers Trainer, TRL"),
+        ({"source_repo": "a/b", "method": "pretrain", "dp_shard": 8}, "torchtitan"),
+        ({"source_repo": "a/b", "method": "pretrain", "sequence_parallel": "no"}, "Megatron-LM, NeMo, Megatron-Bridge"),
+    ],
+)
+def test_the_trainer_of_a_row(said: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import trainers
+
+    assert trainers.trainer_of(row("any", **said)).name == name
+    assert all(trainer.sources for *_, trainer in trainers.RAN)
 
 
 def test_a_guess_has_a_wider_interval(answers: dict[str, dict[str, str]]) -> None:

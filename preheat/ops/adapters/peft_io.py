@@ -197,10 +197,13 @@ class AdapterFolder:
             raise self.fault(
                 f"is a {self.config.peft_type.value.lower()} adapter, the recipe's is {ours.peft_type.value.lower()}"
             )
+        # Projections that the file leaves out are drawn from the key (VeRA, RandLoRA), so it must be the same.
+        drawn = not getattr(self.config, "save_projection", True)
+        free = _FREE - {"projection_prng_key"} if drawn else _FREE
         for field in dataclasses.fields(ours):
             theirs, here = getattr(self.config, field.name, None), getattr(ours, field.name)
             # None, False, [] and {} all mean that a setting is unset.
-            if field.init and field.name not in _FREE and theirs != here and (theirs or here):
+            if field.init and field.name not in free and theirs != here and (theirs or here):
                 name = called.get(field.name, f"settings.{field.name}")
                 raise self.fault(f"has {field.name} {theirs}, the recipe {here}; change {name}, or leave the start out")
 

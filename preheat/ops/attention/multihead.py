@@ -90,7 +90,8 @@ def attention_in_chunks(
     q, k, v = in_compute_dtype(q, k, v)
     if queries >= length:
         # A single chunk saves its scores for backward: nothing is recomputed.
-        return next(_chunks(q, k, mask, scale, dropout, queries))[3](q, k, v, bias)
+        for *_, piece in _chunks(q, k, mask, scale, dropout, queries):
+            return piece(q, k, v, bias)  # inside of the loop, which keeps autocast off
     return _Chunks.apply(q, k, v, bias, mask, scale, dropout, queries)
 
 

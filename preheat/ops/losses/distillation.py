@@ -16,7 +16,6 @@ from preheat.core import RowLoss
 from preheat.ops.losses.cross_entropy import IGNORED, CrossEntropy
 
 __all__ = [
-    "LEAST",
     "CommonHead",
     "Direction",
     "Distilled",
@@ -32,8 +31,6 @@ __all__ = [
 
 Direction = Literal["forward", "reverse"]
 
-LEAST = -20.0
-"""Lower bound of the log-probability of all tokens outside the top k: 2e-9, the size of rounding errors."""
 _BLOCK = 1 << 21
 """Logits per block, in fp32 (8 MiB): computing a block's gradient takes about eight tensors of this size."""
 
@@ -69,9 +66,8 @@ def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
 def _with_rest(values: Tensor) -> Tensor:
     """Appends the log-probability of all other tokens to [..., k]; returns [..., k + 1]."""
     # The clamp below 1 keeps log1p finite if the top k hold all of the probability.
-    # 1 minus the sum of the k is inexact for small remainders, so clamp at LEAST
-    rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7)).clamp(min=LEAST)
-    # Normalized again, since the clamps may have raised the remainder.
+    rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7))
+    # Normalized again, since the clamp may have raised the remainder.
     return torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1)
 
 

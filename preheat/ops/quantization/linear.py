@@ -295,6 +295,10 @@ class Int4Linear(QuantizedMap):
         self._ready = None  # parameters may move or change dtype
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._ready = None  # other codes
+        super()._load_from_state_dict(*arguments)
+
 
 class Fp8Linear(QuantizedMap):
     """fp8 (e4m3) weight with one scale per output; inputs with one scale per token."""

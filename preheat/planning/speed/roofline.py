@@ -3,8 +3,8 @@
 A matmul takes the longer of FLOPs over the sustained rate (with wave quantization) and bytes over memory bandwidth.
 Attention reaches a fraction of the matmul rate that depends on the generation. Everything else takes its bytes over
 bandwidth. Collectives take a latency plus bytes over the link or network. Those of data parallelism (weight
-all-gathers, gradient reductions) overlap with compute; those within a layer (tensor, context, expert parallelism) are
-exposed. If the host launches kernels more slowly than the device runs them, the host decides.
+all-gathers, gradient reductions) overlap with compute; those within a layer (tensor, context, expert parallelism) and
+in the update are exposed. If the host launches kernels more slowly than the device runs them, the host decides.
 
     Roofline.of("H100").seconds(observation).total
 """
@@ -258,8 +258,9 @@ class Roofline:
                 # The layer needs the tokens before it can continue.
                 if "all_to_all" in kernel.operator or "alltoall" in kernel.operator:
                     waiting += seconds  # expert parallelism, also along data-parallel axes
-                # FSDP prefetches the next layer's weights and reduces gradients while the previous layer computes.
-                elif {*DATA, Axis.PIPELINE} & set(axes):
+                # FSDP prefetches the next layer's weights and reduces gradients while the previous layer computes; the
+                # update has nothing to compute while ZeRO-1 gathers the new weights.
+                elif {*DATA, Axis.PIPELINE} & set(axes) and not kernel.alone:
                     overlapped += seconds
                 else:
                     waiting += seconds

@@ -482,3 +482,36 @@ def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pyt
     assert loss == loss_by_peft
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_by_peft, strict=True))
     assert kept < 0.95 * kept_by_peft
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated", "ignore:Specified to not save")
+@pytest.mark.parametrize("method", ["vera", "randlora"])
+def test_projections_that_a_folder_leaves_out_come_from_its_key(
+    folders: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    from peft import get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()]
+    for saved in (True, False):
+        model = transformers.LlamaForCausalLM.from_pretrained(folders["llama"])
+        config = kind(r=4, target_modules=["q_proj"], projection_prng_key=7, save_projection=saved)
+        adapted = get_peft_model(model, config)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for p in adapted.parameters():
+                if p.requires_grad:
+                    p.normal_(std=0.1)
+        adapted.save_pretrained(tmp_path / str(saved))
+
+    def start(saved: bool, key: int) -> Any:
+        settings = f"{{r: 4, projection_prng_key: {key}}}"
+        folder = f"target_modules: [q_proj], start: {tmp_path / str(saved)}"
+        return made(folders["llama"], f"{{peft_adapter: {{method: {method}, settings: {settings}, {folder}}}}}")
+
+    expected = logits(start(True, 7))
+    assert relative(expected, logits(made(folders["llama"], "{}"))) > 1e-4
+    assert torch.equal(logits(start(True, 0)), expected)
+    assert torch.equal(logits(start(False, 7)), expected)
+    with pytest.raises(RecipeError, match="has projection_prng_key 7, the recipe 0; change settings"):
+        start(False, 0)

@@ -198,3 +198,21 @@ def test_a_learned_bias_has_its_gradient(shape: tuple[int, ...]) -> None:
         out = attention_in_chunks(*tensors, mask, 0.3, bias=bias, queries=queries)
         grads.append(torch.autograd.grad(out.square().sum(), [*tensors, bias]))
     assert max(apart(a, b) for a, b in zip(*grads, strict=True)) < 2e-6
+
+
+@pytest.mark.parametrize("queries", [4, 16])
+def test_chunks_compute_outside_of_autocast(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from preheat.ops.attention import multihead
+
+    seen, chunk = [], multihead._chunk
+
+    def recorded(*tensors: torch.Tensor, **settings: Any) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return chunk(*tensors, **settings)
+
+    monkeypatch.setattr(multihead, "_chunk", recorded)
+    q = torch.randn(1, 2, 16, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention_in_chunks(q, q, q, MaskSpec(), 0.3, queries=queries).dtype == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False] * (16 // queries)

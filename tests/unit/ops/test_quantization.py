@@ -356,3 +356,15 @@ def test_a_group_that_does_not_divide_names_the_map_and_the_nearest() -> None:
         ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the nearest that does is 43"
     ):
         group_of("m.down_proj", 172, 32)
+
+
+def test_codes_loaded_after_a_decode_step_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aten's kernel on CPUs reads the weight in an order of its own, which a decode step makes and keeps."""
+    monkeypatch.setattr("preheat.ops.quantization.linear.of_use", lambda: False)
+    torch.manual_seed(0)
+    old, new = (Int4Linear.of(nn.Linear(64, 32, bias=False), group=32) for _ in range(2))
+    x = torch.randn(1, 64, dtype=torch.bfloat16)
+    expected = new(x)
+    assert not torch.equal(old(x), expected)
+    old.load_state_dict(new.state_dict())
+    assert torch.equal(old(x), expected)

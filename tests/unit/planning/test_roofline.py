@@ -301,13 +301,16 @@ def test_what_shares_out_rows_hides_behind_computing_and_exchanges_within_a_laye
     h100 = Roofline.of("H100")
     work = kernel("mm", flops=2 * 8192**3, shapes=((8192, 8192), (8192, 8192)))
 
-    def waiting(operator: str, axis: Axis) -> float:
-        sent = kernel(operator, group=(8, 1), bytes_read=1 << 20, bytes_written=1 << 20)
+    def waiting(operator: str, axis: Axis, **more: Any) -> float:
+        sent = kernel(operator, group=(8, 1), bytes_read=1 << 20, bytes_written=1 << 20, **more)
         seen = SimpleNamespace(
             kernels=Counter({work: 1, sent: 1}), groups={(8, 1): (axis,)}, compiled=False, slowed=1.0, idle=0.0
         )
         return h100.seconds(seen).waiting  # type: ignore[arg-type]
 
     assert waiting("c10d::_allgather_base_", Axis.SHARD) == 0
+    # ZeRO-1 gathers new weights in the update, after everything was computed.
+    update = waiting("_c10d_functional::all_gather_into_tensor", Axis.REPLICATE, alone=True)
+    assert update == pytest.approx(20e-6 + (1 << 20) * 7 / 8 / (450e9 * 0.8))
     assert waiting("c10d::alltoall_base_", Axis.SHARD) > 0  # experts
     assert waiting("_c10d_functional::all_reduce", Axis.TENSOR) > 0

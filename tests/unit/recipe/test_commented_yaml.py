@@ -13,7 +13,8 @@ def test_every_built_in_recipe_reads_back(name: str):
     recipe = recipes.load(name)
     text = brief(recipes.as_values(recipe))
     assert recipes.parse(text) == recipe
-    assert "null" not in text and "…" not in text
+    assert "null" not in text
+    assert "…" not in text
     assert all(len(line) <= 120 for line in text.splitlines() if line.strip().startswith("#"))
 
 
