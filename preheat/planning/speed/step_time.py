@@ -11,6 +11,7 @@ import math
 
 from preheat.hardware.benchmark_rates import FULL, Grid
 from preheat.hardware.rates import Layout, Rates
+from preheat.ops.attention.causal_cpu import RATE, multiplied_in
 from preheat.ops.fused_norm_gate import BY_PIECES
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
@@ -133,6 +134,11 @@ def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
 
 def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
+    if kernel.flops and name.startswith("preheat::causal_attention"):
+        # FLOPs count the whole score matrix, of which half is computed.
+        length, width = kernel.shapes[0][-2:]
+        dtype = multiplied_in(_dtype(kernel, rates))
+        return kernel.flops / 2 / (RATE * rates.matrix_rate(dtype, "forward", length, width, length))
     if kernel.flops and "attention" in name:
         direction = "backward" if "backward" in name else "forward"
         return kernel.flops / rates.attention_rate(
