@@ -26,7 +26,8 @@ __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "u
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _log = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-fPIC", "-shared")
-_VECTOR = ("-O3", "-march=native", "-fopenmp")
+# Without the last flag GCC 12 does not vectorize a choice between two results for AVX2.
+_VECTOR = ("-O3", "-march=native", "-fopenmp", "-fno-trapping-math")
 
 
 @functools.cache
