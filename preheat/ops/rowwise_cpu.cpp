@@ -187,7 +187,7 @@ struct Strides {  // of row, head and token, in elements
 template <class E>
 void rotate(const E* x, Strides at, const E* cos, const E* sin, int64_t table_row, E* out, int64_t rows, int64_t heads,
             int64_t length, int64_t width, bool back, int threads) {
-  const int64_t half = width / 2;
+  const int64_t half = width / 2;  // often 24 or 32: vectors of 16 would leave a rest
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t n = 0; n < rows * length; n++) {
     const int64_t row = n / length, token = n % length;
@@ -196,14 +196,14 @@ void rotate(const E* x, Strides at, const E* cos, const E* sin, int64_t table_ro
       const E* from = x + row * at.row + token * at.token + h * at.head;
       E* to = out + (n * heads + h) * width;
       if (back) {
-#pragma omp simd
+#pragma omp simd simdlen(8)
         for (int64_t d = 0; d < half; d++) {
           const float first = number(from[d]), second = number(from[d + half]);
           to[d] = narrow<E>(first * number(c[d]) + second * number(s[d + half]));
           to[d + half] = narrow<E>(second * number(c[d + half]) - first * number(s[d]));
         }
       } else {
-#pragma omp simd
+#pragma omp simd simdlen(8)
         for (int64_t d = 0; d < half; d++) {
           const float first = number(from[d]), second = number(from[d + half]);
           to[d] = narrow<E>(first * number(c[d]) - second * number(s[d]));

@@ -20,8 +20,18 @@ from preheat.hardware.cpp_build import compiler, quick_library
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
-__all__ = ["cross_entropy_", "gated_silu", "norm_backward", "norm_forward", "rotary", "serves"]
+__all__ = ["IN_CACHE", "cross_entropy_", "gated_silu", "norm_backward", "norm_forward", "rotary", "serves"]
 
+IN_CACHE = {
+    "preheat::cross_entropy_": 65,
+    "preheat::rms_norm": 36,
+    "preheat::rms_norm_backward": 44,
+    "preheat::gated_silu": 70,
+    "preheat::gated_silu_backward": 105,
+    "preheat::rotary": 40,
+}
+"""Operator -> bytes that a simple operator moves in the cache while one of these computes an element (measured: 0.2 to
+0.8 ns at 140 GB/s, about alike in bf16 and fp32); the planner's time model uses it."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a DTensor is a view of other devices' data
 
