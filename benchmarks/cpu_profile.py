@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks" / "_peers"), str(ROOT / "benchmarks")]
 
 from contract import Job  # noqa: E402
-from cpu_vs_peers import EXACT, PREHEAT, SHAPES, Shape, options_of  # noqa: E402
+from cpu_vs_peers import BF16, COMPILED, EXACT, FUSED, SHAPES, Shape, options_of  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::matmul", "aten::li
 INSIDE = {
     "_Chunked": "loss",
     "_ChunkedBackward": "loss",
+    "preheat::cross_entropy_": "loss",
     "_Attend": "attention",
     "_AttendBackward": "attention",
     "update": "update",
@@ -115,7 +116,7 @@ def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], fl
     from preheat.hardware.probe import probe
 
     shape = SHAPES[options.size]
-    techniques = {**(PREHEAT if options.precision == "bf16" else EXACT), **({"compile": {}} if options.compile else {})}
+    techniques = {**(BF16 if options.precision == "bf16" else EXACT), **(COMPILED if options.compile else FUSED)}
     job = Job(
         name="profile",
         model=str(folder / "model"),
@@ -160,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="15M")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--compile", action="store_true", help="with the technique compile")
+    parser.add_argument("--compile", action="store_true", help="with compile instead of fused_operators")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's choice")
     parser.add_argument("--steps", type=int, default=5, help="steps without and then with the profiler (default 5)")
     options = parser.parse_args()

@@ -71,8 +71,6 @@ class FusedOperators(Searchable):
     numerics: ClassVar[Numerics] = "rounding"
     trials: ClassVar[Trials] = Trials(settings=({"gate": False},))
     memory_saving: ClassVar[bool] = True
-    # CPU plans of fused operators have not been validated against enough runs.
-    searched_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_OPERATORS})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.FUSED_LAYERS, Tag.COMPILED_LAYERS})
 
@@ -107,4 +105,5 @@ class FusedOperators(Searchable):
         )
 
     def options(self, context: Context) -> Iterable[Technique]:
-        return [self]
+        # On a CPU without a compiler they are barely faster, and their plans have not been validated.
+        return [self] if context.device.kind == "cuda" or compiler() is not None else []
