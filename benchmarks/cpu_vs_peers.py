@@ -87,7 +87,10 @@ class Contender:
 SLOW = 4
 """Contenders in bf16 are left out where its products have less than one such part of the fp32 rate, unless they are named."""
 EXACT = {"chunked_loss": {"rows": 512}, "efficient_attention": {}}
-PREHEAT = {"mixed_precision": {"mode": "bf16_weights"}, **EXACT}
+BF16 = {"mixed_precision": {"mode": "bf16_weights"}, **EXACT}
+FUSED: dict[str, Any] = {"fused_operators": {}}
+COMPILED: dict[str, Any] = {"compile": {}}
+"""Fuses what `FUSED` does, so that they exclude each other."""
 CONTENDERS = (
     Contender("trainer", "transformers Trainer, its defaults", "trainer_worker.py"),
     Contender(
@@ -132,9 +135,31 @@ CONTENDERS = (
         peer=True,
         bf16=True,
     ),
-    Contender("preheat-fp32", "preheat, fp32, chunked loss", "preheat_worker.py", {"techniques": EXACT}),
     Contender(
-        "preheat", "preheat, bf16 weights, chunked loss", "preheat_worker.py", {"techniques": PREHEAT}, bf16=True
+        "preheat-fp32",
+        "preheat, fp32, chunked loss, fused operators",
+        "preheat_worker.py",
+        {"techniques": {**EXACT, **FUSED}},
+    ),
+    Contender(
+        "preheat-fp32-compile",
+        "preheat, fp32, chunked loss, compile",
+        "preheat_worker.py",
+        {"techniques": {**EXACT, **COMPILED}},
+    ),
+    Contender(
+        "preheat",
+        "preheat, bf16 weights, chunked loss, fused operators",
+        "preheat_worker.py",
+        {"techniques": {**BF16, **FUSED}},
+        bf16=True,
+    ),
+    Contender(
+        "preheat-compile",
+        "preheat, bf16 weights, chunked loss, compile",
+        "preheat_worker.py",
+        {"techniques": {**BF16, **COMPILED}},
+        bf16=True,
     ),
 )
 BASELINES = ("trainer", "trainer-bf16")

@@ -26,7 +26,8 @@ __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "u
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _log = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-fPIC", "-shared")
-_VECTOR = ("-O3", "-march=native", "-fopenmp")
+# Without the last flag GCC 12 does not vectorize a choice between two results for AVX2.
+_VECTOR = ("-O3", "-march=native", "-fopenmp", "-fno-trapping-math")
 
 
 @functools.cache
@@ -46,12 +47,17 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
     home = Path(torch.__file__).parent
     # -march=native code crashes on other CPUs, so their instruction sets are part of the key.
     about = f"{torch.__version__} {home} {_cpu() if vector else platform.machine()}"
+    flags: tuple[str, ...] = _VECTOR if vector else ("-O2",)
+    # torch can be limited to AVX2 (ATEN_CPU_CAPABILITY), and our kernels then keep to it as well.
+    if vector and "avx512f" in about and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        flags = (*flags, "-mno-avx512f")
+        about += " without AVX512"
     key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()
     built = _folder() / f"{source.stem}-{key[:16]}.so"
     if (reason := _reject_reason(built, key)) is not None:
         if built.exists() or built.is_symlink():
             _log.warning("%s: is not loaded (%s); it is built again", built, reason)
-        _build(source, built, home, ("-O2",) if not vector else _VECTOR, key)
+        _build(source, built, home, flags, key)
     try:
         return ctypes.CDLL(str(built))
     except OSError as error:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from preheat.core import Phase
+from preheat.ops.attention.causal_cpu import scratch_bytes
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.fake_tensor_cache import run, tensors
 from preheat.planning.speed.flop_formulas import flops_of, formula_of
@@ -427,6 +428,8 @@ class Recorder(TorchDispatchMode):
         # One partial sum per chunk; every tensor gets as many as the largest.
         if operator.name == "aten::_foreach_norm" and not self.casts:
             sizes = (4 * len(inputs) * max(-(-t.numel() // _CHUNK) for t in inputs),)
+        elif operator.name == "preheat::causal_attention_backward":
+            sizes = (scratch_bytes(inputs[1]),)
         if self.casts and operator.pointwise and where == "device" and (cast := _cast_bytes(inputs, written)):
             return (*sizes, cast), cast
         return sizes, 0
@@ -497,7 +500,7 @@ _BLAS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm"
 _ADDING = {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_"}
 _CASTS = {"aten::copy_", "aten::_to_copy"}  # the output is the cast
 # Forward-only custom operators, which torch always runs without grad mode.
-_FORWARD = {"preheat::grouped_linear", "preheat::varlen_attention"}
+_FORWARD = {"preheat::causal_attention", "preheat::grouped_linear", "preheat::varlen_attention"}
 _LINK: dict[str, Place] = {
     "preheat::to_host": "out",
     "preheat::copy_to_host_": "out",

@@ -4,8 +4,8 @@ What: blockwise scaled-dot-product attention with an explicit kernel; grouped qu
 without copies; causal masking by an argument; packed documents separately (on CUDA in one call of flash attention's
 variable-length form); windows by kernels that skip masked blocks.
 Helps: memory linear in length instead of quadratic (benchmarks/results/attention_memory.md), and less memory traffic.
-On a CPU in bf16, `blocks` (batched matmuls over blocks of queries) is 1.1 to 2 times as fast as torch's own kernel up
-to 2,048 tokens.
+On a CPU `blocks` is 1.4 to 3.5 times as fast as torch's own kernel up to 4,096 tokens with its C++ kernel, and in bf16
+1.1 to 2 times up to 2,048 without a compiler (benchmarks/results/attention_cpu.md).
 Hurts: no known disadvantage if a fused kernel exists; the order of sums differs, so results agree up to rounding, and
 `blocks` rounds scores to bf16 too. No kernel has been run on a GPU yet.
 Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention:
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from preheat.core import Axis, Build, Change, Context, MaskSpec, Numerics, Searchable, Slot, Stage, Tag, Trials
+from preheat.hardware.cpp_build import compiler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -151,19 +152,20 @@ class EfficientAttentionTechnique(Searchable):
 
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
     """The kernel; auto takes the fastest that supports the model: on a CPU blocks for windows, capped scores (Gemma 2)
-    and bf16 up to 2,048 tokens, otherwise flash; on CUDA flash in half precision (cudnn for rows of one document if
-    torch prefers it: Hopper), efficient in fp32, and flex for capped scores, global tokens, and windows in fp32. flash2
-    and flash3 are separate packages. The run records the choice."""
+    and up to 4,096 tokens (without a C++ compiler 2,048 in bf16), otherwise flash; on CUDA flash in half precision
+    (cudnn for rows of one document if torch prefers it: Hopper), efficient in fp32, and flex for capped scores, global
+    tokens, and windows in fp32. flash2 and flash3 are separate packages. The run records the choice."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
             return self.kernel
+        from preheat.ops.attention.causal_cpu import UP_TO
         from preheat.ops.attention.multihead import BLOCKS_UP_TO
 
-        # On a CPU torch's kernel has no window and no cap, and is slower than blocks for short rows in bf16.
+        # On a CPU torch's kernel has no window and no cap, and is slower than blocks for short rows.
         if context.device.kind == "cpu":
-            fast = Tag.BF16_COMPUTE in context.tags and context.recipe.batch.seq_len <= BLOCKS_UP_TO
-            return "blocks" if _beyond_causal(context) or fast else "flash"
+            fast = UP_TO if _compiles(context) else BLOCKS_UP_TO if Tag.BF16_COMPUTE in context.tags else 0
+            return "blocks" if _beyond_causal(context) or context.recipe.batch.seq_len <= fast else "flash"
         # An unknown capability, as of a device given by its figures, counts as recent.
         if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
             return "cudnn" if _prefers_cudnn(context) else "flash"
@@ -255,6 +257,11 @@ def _windowed(context: Context | Build) -> bool:
 def _beyond_causal(context: Context | Build) -> bool:
     """Returns True if attention is more than plain causal attention: windowed, or with capped scores."""
     return _windowed(context) or context.model.score_softcap is not None
+
+
+def _compiles(context: Context | Build) -> bool:
+    """Returns True if blocks compute plain causal attention with their C++ kernel."""
+    return compiler() is not None and context.model.head_dim % 16 == 0
 
 
 def _flash_supports(context: Context | Build) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from preheat.core import MaskSpec
 from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.causal_cpu import serves
 from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
 from preheat.ops.attention.varlen import varlen_serves
 
@@ -45,7 +46,8 @@ def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float
     # Flash takes half precision only; the memory-efficient kernel also takes fp32.
     if cuda:
         return sdpa_attention(q, k, v, mask, scale, kernel="flash" if half else "efficient")
-    return (blocked_attention if half and length <= BLOCKS_UP_TO else sdpa_attention)(q, k, v, mask, scale)
+    blocks = (half and length <= BLOCKS_UP_TO) or serves(q, k, v)
+    return (blocked_attention if blocks else sdpa_attention)(q, k, v, mask, scale)
 
 
 def attend_any(

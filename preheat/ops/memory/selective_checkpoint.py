@@ -49,7 +49,7 @@ Contexts = tuple[contextlib.AbstractContextManager[object], contextlib.AbstractC
 """Contexts of a layer's forward pass and of its recomputation, as `torch.utils.checkpoint` takes them."""
 
 ATTENTION = "attention"
-_OURS = {"preheat::attention", "preheat::varlen_attention"}
+_OURS = {"preheat::attention", "preheat::causal_attention", "preheat::varlen_attention"}
 
 _FLOPS_A_BYTE = 50
 """Cost of moving a byte, in FLOPs: roughly the ratio of matmul rate to memory bandwidth, about 10 on a CPU and 200 on a

@@ -55,6 +55,10 @@ def formula_of(operator: OpOverload) -> Formula | None:
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         # Five products in backward (scores again, dV, dP, dQ, dK) for two in forward.
         return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
+    if operator._schema.name == "preheat::causal_attention":
+        return lambda q, k, v, *_, out_val: _attention_flops(q, k, v)
+    if operator._schema.name == "preheat::causal_attention_backward":
+        return lambda _, q, k, v, *more, out_val: _attention_flops(q, k, v) * 5 // 2
     if operator._schema.name.startswith(FUSED):
         return lambda inputs, sizes, ranks, dtypes, flops, *, out_val: flops  # it states them
     # Torch registers no in-place matmuls.

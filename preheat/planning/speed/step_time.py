@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 
 from preheat.hardware.benchmark_rates import FULL, Grid
+from preheat.hardware.cpp_build import compiler
 from preheat.hardware.rates import Layout, Rates
+from preheat.ops.attention.causal_cpu import RATE, multiplied_in
 from preheat.ops.fused_norm_gate import BY_PIECES
+from preheat.ops.rowwise_cpu import IN_CACHE
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.roofline import fused_share, link_seconds
@@ -129,11 +132,16 @@ def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moves = kernel.operator, kernel.bytes_read + kernel.bytes_written > 0
     if kernel.flops or name == "_fused_adamw_":
         return 0.0
-    return rates.launch * (_CUSTOM if moves and name in BY_PIECES else 1)
+    return rates.launch * (_CUSTOM if moves and (name in BY_PIECES or name in IN_CACHE) else 1)
 
 
 def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
+    if kernel.flops and name.startswith("preheat::causal_attention"):
+        # FLOPs count the whole score matrix, of which half is computed.
+        length, width = kernel.shapes[0][-2:]
+        dtype = multiplied_in(_dtype(kernel, rates))
+        return kernel.flops / 2 / (RATE * rates.matrix_rate(dtype, "forward", length, width, length))
     if kernel.flops and "attention" in name:
         direction = "backward" if "backward" in name else "forward"
         return kernel.flops / rates.attention_rate(
@@ -148,8 +156,8 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     if moved == 0:
         return 0.0
     # Our fused CPU operators work on blocks that stay in cache, so memory bandwidth does not bound them.
-    if name in BY_PIECES and rates.near is not None:
-        return BY_PIECES[name] * math.prod(kernel.shapes[0]) / rates.near
+    if rates.near is not None and (size := _bytes_in_cache(name)) is not None:
+        return size * math.prod(kernel.shapes[0]) / rates.near
     dtype = _dtype(kernel, rates)
     if name in _SPARSE:
         # Practically free: the operands' bytes say nothing about the few elements touched.
@@ -175,6 +183,11 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     elif name == "where":
         dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
     return moved / rates.moved_rate(mover, dtype, moved)
+
+
+def _bytes_in_cache(name: str) -> int | None:
+    """Returns the bytes per element that one of our CPU operators moves in the cache; None for all others."""
+    return IN_CACHE.get(name) if name in IN_CACHE and compiler() is not None else BY_PIECES.get(name)
 
 
 def _broadcast(kernel: Kernel) -> str:
