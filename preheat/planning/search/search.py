@@ -246,8 +246,15 @@ class _Search:
         """Returns the candidates of a layout with the kinds that no other compatible one dominates."""
         sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
         assert sizes is not None, "only meshes of all devices are candidates"
-        possible = {n: k for n, k in enumerate(kinds) if self._is_compatible(k, layout)}
-        return self._candidates_of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
+        undominated: set[int] = set()
+        # The least dominated first: most others then need no check of their own.
+        for n in sorted(range(len(kinds)), key=lambda n: len(kinds[n].better)):
+            better = kinds[n].better
+            if better & undominated or any(self._is_compatible(kinds[other], layout) for other in better):
+                continue
+            if self._is_compatible(kinds[n], layout):
+                undominated.add(n)
+        return self._candidates_of(layout, sizes, [kinds[n] for n in sorted(undominated)])
 
     def _is_compatible(self, kind: Combination, layout: Settings) -> bool:
         """True if a kind is compatible with a layout, with the largest or the smallest micro-batches."""
