@@ -177,7 +177,7 @@ def _operator(func: OpOverload) -> _Operator:
     operator = _operators.get(id(func))
     if operator is None:
         name = func._schema.name
-        how = "like" if name in _LIKE else "pure"
+        how: str | None = "like" if name in _LIKE else "pure"
         if func.namespace not in _OURS or name in _CHANGING or _TAGS & set(func.tags):
             how = None
         # It holds the operator, so no other one can get its id.
