@@ -18,6 +18,7 @@ from preheat.core import (
     Context,
     Device,
     Mesh,
+    ModelFacts,
     Order,
     Problem,
     ProblemCode,
@@ -81,11 +82,19 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
     return sorted(chosen, key=lambda t: (t.stage, t.name()))
 
 
-def context_of(recipe: Recipe, config: PretrainedConfig, device: Device, world: int | None = None) -> Context:
+def context_of(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    device: Device,
+    world: int | None = None,
+    *,
+    facts: ModelFacts | None = None,
+) -> Context:
     """Returns the context that the techniques' checks read.
 
     Args:
         world: number of devices; `world_of(recipe)` by default.
+        facts: `hf.facts(config)`, for a caller that checks many recipes of one model; read here by default.
 
     Raises:
         RecipeError: the mesh axes do not multiply to the number of devices.
@@ -103,7 +112,7 @@ def context_of(recipe: Recipe, config: PretrainedConfig, device: Device, world: 
             f"batch.size: {recipe.batch.size} rows cannot be split across {devices} devices; use {devices} or more, "
             "or fewer devices"
         )
-    facts = hf.facts(config)
+    facts = facts or hf.facts(config)
     # A sink is a token at the start of each document that all of it sees (models/sinks.py).
     return Context(recipe, facts, device, tags | {Tag.GLOBAL_TOKENS} if facts.sinks else tags, sizes)
 

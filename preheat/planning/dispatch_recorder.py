@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,6 +58,13 @@ class Kernel:
     def unmasked_flops(self) -> float:
         """FLOPs that the result needs: half of `flops` in a causal attention."""
         return self.flops / 2 if self.causal and "attention" in self.operator else self.flops
+
+    def __hash__(self) -> int:
+        return self._hash  # each call is counted by its kernel
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
 
 class Mark(NamedTuple):
@@ -129,6 +136,7 @@ def _storage(t: Tensor) -> torch.UntypedStorage:
 class _Operator:
     """Properties of an operator that hold for every call."""
 
+    func: OpOverload  # held, so that its id stays its own
     name: str
     free: bool  # allocates nothing and moves nothing
     simple: bool  # neither collective nor a copy between device and host, and on the main stream
@@ -339,7 +347,7 @@ class Recorder(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and _is_wrapper(kind):
                 return NotImplemented  # called again with the local shards of a DTensor, or a quantized tensor's parts
-        inputs = list(tensors((args, kwargs) if kwargs else args))
+        inputs = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
         out, entry = run(func, args, kwargs, inputs)
         # Global shapes are no memory of this rank.
         if self.spread and _in_shape_propagation():
@@ -350,7 +358,7 @@ class Recorder(TorchDispatchMode):
         operator = _operator(func)
         if operator.free:
             return out
-        outputs = list(tensors(out))
+        outputs = tensors(out)
         # Layouts alone decide what else follows, unless a storage is on the host.
         notes = None
         if entry is not None and operator.simple and not self._host:
@@ -466,11 +474,18 @@ class Recorder(TorchDispatchMode):
             self.recomputed += kernel.flops
 
 
-@functools.cache
 def _operator(func: OpOverload) -> _Operator:
+    # By id, because torch computes the hash of an operator in Python.
+    if (operator := _operators.get(id(func))) is None:
+        operator = _operators[id(func)] = _describe(func)
+    return operator
+
+
+def _describe(func: OpOverload) -> _Operator:
     name, written = func._schema.name, enumerate(func._schema.arguments)
     simple = func.namespace in ("aten", "preheat") and name not in _LINK and name not in _TO_HOST
     return _Operator(
+        func,
         name,
         func.is_view or name in _FREE,
         simple and not name.endswith("::split_with_sizes_copy"),
@@ -483,6 +498,7 @@ def _operator(func: OpOverload) -> _Operator:
     )
 
 
+_operators: dict[int, _Operator] = {}  # by the id of the operator
 _DEVICE = torch.ops.prim.device.default
 _CHUNK = 1 << 16
 """Elements per block of torch's foreach kernels (kChunkSize of MultiTensorApply.cuh)."""

@@ -7,10 +7,9 @@ only; torch executes everything else.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device
 """Shape, strides, storage offset, dtype and device."""
 
 
-@dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     """One output of an operator: an input itself, a view of an input, or a new tensor.
 
     Attributes:
@@ -42,15 +40,16 @@ class _Result:
     what: _Layout | None = None
 
     def make(self, inputs: Sequence[Tensor], mode: FakeTensorMode) -> Tensor:
-        if self.itself is not None:
-            return inputs[self.itself]
-        assert self.what is not None
-        shape, stride, offset, dtype, device = self.what
+        itself, shares, what = self
+        if itself is not None:
+            return inputs[itself]
+        assert what is not None
+        shape, stride, offset, dtype, device = what
         # As torch makes fake tensors: a meta tensor inside, allocated without the modes that are active.
         with torch._C._DisableTorchDispatch():
             plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if self.shares is not None:
-                plain.set_(inputs[self.shares].untyped_storage(), offset, shape, stride)
+            if shares is not None:
+                plain.set_(inputs[shares].untyped_storage(), offset, shape, stride)
         return _fake(mode, plain, device)
 
 
@@ -82,6 +81,8 @@ class Outputs:
     notes: dict[Hashable, Any] = field(default_factory=dict)
 
     def rebuild(self, inputs: Sequence[Tensor], mode: FakeTensorMode) -> object:
+        if self.kind is None and (only := self.results[0]) is not None:
+            return only.make(inputs, mode)
         tensors = [None if result is None else result.make(inputs, mode) for result in self.results]
         return tensors[0] if self.kind is None else self.kind(tensors)
 
@@ -90,6 +91,7 @@ class _Unknown(Exception):
     """Raised for an argument whose effect on the outputs is unknown, so that the call cannot be cached."""
 
 
+_operators: dict[int, _Operator] = {}  # by id
 _made: dict[Hashable, Outputs | None] = {}  # None: not cacheable, torch executes it
 _PLAIN = frozenset((int, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format))
 # They replace the storage or the shape of an argument, or make the output a constant (lift).
@@ -101,16 +103,21 @@ _LIKE = {"aten::empty_like", "aten::zeros_like"}
 _OURS = ("aten", "preheat")  # namespaces whose operators are functions of their arguments
 
 
-def tensors(values: object) -> Iterator[Tensor]:
-    """Yields the tensors among an operator's arguments or outputs, in order."""
+def tensors(values: object) -> list[Tensor]:
+    """Returns the tensors among an operator's arguments or outputs, in order."""
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from tensors(value)
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for value in values:
+        if type(value) is FakeTensor:
+            found.append(value)
+        elif type(value) not in _PLAIN:
+            found += tensors(value)
+    return found
 
 
 def run(
@@ -121,13 +128,13 @@ def run(
     Args:
         inputs: `tensors` of the arguments.
     """
-    how = _cacheable(func)
-    if how is None:
+    operator = _operator(func)
+    if operator.how is None:
         return func(*args, **kwargs), None
     first = inputs[0] if inputs else None
     if type(first) is FakeTensor:
         mode = first.fake_mode
-    elif first is None or how == "like":
+    elif first is None or operator.how == "like":
         # A factory: the mode that will make its result.
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is None:
@@ -135,9 +142,9 @@ def run(
     else:
         return func(*args, **kwargs), None
     # The default dtype decides that of results that mix integers and Python floats.
-    key: list[Hashable] = [func, torch.get_default_dtype()]
+    key: list[Hashable] = [operator, torch.get_default_dtype()]
     try:
-        _sign(args, mode, key, how == "like")
+        _sign(args, mode, key, operator.how == "like")
         for name, value in kwargs.items():
             key.append(name)
             _sign((value,), mode, key, False)
@@ -154,13 +161,28 @@ def run(
     return out, None
 
 
-@functools.cache
-def _cacheable(func: OpOverload) -> str | None:
-    """Returns None for an operator that torch must execute; `like` for one that may take a tensor that is not fake."""
-    name = func._schema.name
-    if func.namespace not in _OURS or name in _CHANGING or _TAGS & set(func.tags):
-        return None
-    return "like" if name in _LIKE else "pure"
+@dataclass(frozen=True, eq=False)
+class _Operator:
+    """An operator as part of a key: its hash is that of the object, while torch computes the one of an `OpOverload`.
+
+    Attributes:
+        how: None for an operator that torch must execute; `like` for one that may take a tensor that is not fake.
+    """
+
+    func: OpOverload
+    how: str | None
+
+
+def _operator(func: OpOverload) -> _Operator:
+    operator = _operators.get(id(func))
+    if operator is None:
+        name = func._schema.name
+        how: str | None = "like" if name in _LIKE else "pure"
+        if func.namespace not in _OURS or name in _CHANGING or _TAGS & set(func.tags):
+            how = None
+        # It holds the operator, so no other one can get its id.
+        operator = _operators[id(func)] = _Operator(func, how)
+    return operator
 
 
 def _sign(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like: bool) -> None:

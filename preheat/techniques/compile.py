@@ -70,8 +70,11 @@ class CompiledLayers:
         # torch caches graphs by code object: use our own copy, so that graphs of other models are neither used nor
         # counted.
         own = types.FunctionType(layer.__code__.replace(), globals())
-        self._compiled = torch.compile(
-            own, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
+        # At the first call: a dry run compiles nothing, and should not import the compiler.
+        self._compiled = functools.cache(
+            lambda: torch.compile(
+                own, backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic, fullgraph=fullgraph
+            )
         )
         self._attention: OpaqueAttention | None = None
 
@@ -110,7 +113,7 @@ class CompiledLayers:
                 # Hides torch's own deprecation warnings, and those of .grad access, which torch's filter does not hide
                 # under -W error.
                 warnings.filterwarnings("ignore", module=r"torch\.")
-                return self._compiled(forward, args, self._opaque_attention(args, kwargs))
+                return self._compiled()(forward, args, self._opaque_attention(args, kwargs))
         except Unsupported as error:
             raise RunError(
                 "techniques.compile.fullgraph: torch.compile cannot make one graph of a "

@@ -108,7 +108,7 @@ class Space:
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
         """Returns the context of a recipe; raises RecipeError if the mesh does not match the number of devices."""
-        return context_of(recipe, self.request.config, self.device, world or self.world)
+        return context_of(recipe, self.request.config, self.device, world or self.world, facts=self.model)
 
     def allowed(self, technique: Technique) -> bool:
         if technique.name() in self.left_open:

@@ -18,13 +18,13 @@ from typing import Literal
 from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
+from preheat.planning.layer_extrapolation import ENOUGH
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
 from preheat.planning.search.ranking import Guess, estimate
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
-from preheat.planning.worker_pool import is_serial
 
 __all__ = ["AIMS", "Aim", "least_estimate", "search"]
 
@@ -35,7 +35,7 @@ _LAYOUTS = 40  # layouts whose candidates are all estimated
 _ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
 _MIN_DRY_RUNS = 3  # dry runs at least, however long they take
 _OVERTIME = 3.0  # times the search's seconds: time allowed for candidates that promise more than `_FINE`
-_CONFIRM = 1.5  # of the search's seconds: time allowed to confirm the best with all its layers
+_CONFIRM = 4  # layers per second of the search's time: up to this many, the best is confirmed with all its layers
 _ALTERNATIVES = 3  # alternatives to report
 _GAIN = 1.01  # speedup that another candidate must promise to be dry-run
 _FINE = 1.02  # speedup for which settings between the sampled ones are observed too
@@ -145,7 +145,6 @@ class _Search:
         # By (kind, layout): why the two are incompatible.
         self._conflicts: dict[tuple[Settings, Settings], Problem | None] = {}
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
-        self._seconds_per_dry_run = 0.0  # of the last dry run of few layers
         # By (kind, layout): the smallest micro-batch that did not fit.
         self._too_large: dict[tuple[Settings, Settings], int] = {}
 
@@ -247,8 +246,15 @@ class _Search:
         """Returns the candidates of a layout with the kinds that no other compatible one dominates."""
         sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
         assert sizes is not None, "only meshes of all devices are candidates"
-        possible = {n: k for n, k in enumerate(kinds) if self._is_compatible(k, layout)}
-        return self._candidates_of(layout, sizes, [k for k in possible.values() if not k.better & possible.keys()])
+        undominated: set[int] = set()
+        # The least dominated first: most others then need no check of their own.
+        for n in sorted(range(len(kinds)), key=lambda n: len(kinds[n].better)):
+            better = kinds[n].better
+            if better & undominated or any(self._is_compatible(kinds[other], layout) for other in better):
+                continue
+            if self._is_compatible(kinds[n], layout):
+                undominated.add(n)
+        return self._candidates_of(layout, sizes, [kinds[n] for n in sorted(undominated)])
 
     def _is_compatible(self, kind: Combination, layout: Settings) -> bool:
         """True if a kind is compatible with a layout, with the largest or the smallest micro-batches."""
@@ -533,7 +539,6 @@ class _Search:
             self._reject(describe_techniques(c.added, c.micro), str(why[0]))
             return None
         self.tell(describe_techniques(c.added, c.micro))
-        began = time.perf_counter()
         try:
             plan = describe(request, observe_cached(request, how="few"))
         except RecipeError as error:  # found by the build only, or the device has no rate for this precision
@@ -541,7 +546,6 @@ class _Search:
             return None
         evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(evaluated)
-        self._seconds_per_dry_run = time.perf_counter() - began
         memory, speed = plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second
         self._corrections.append(_Correction(c.kind, c.names, c.micro, memory, speed))
         self._similar.clear()
@@ -564,7 +568,7 @@ class _Search:
     # Result
 
     def _confirm(self, best: EvaluatedPlan) -> tuple[EvaluatedPlan, bool]:
-        """Dry-runs the best with all its layers if there is time, else with enough for the allocator.
+        """Dry-runs the best with all its layers if they are not too many, else with enough for the allocator.
 
         Continues with the next best if it does not fit.
 
@@ -572,9 +576,11 @@ class _Search:
             The best, and whether it was dry-run with all its layers.
         """
         layers = self.space.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
-        # The dry run was of 4 and of 5 layers.
-        quick = self._seconds_per_dry_run * layers / (9 if is_serial() else 5) <= _CONFIRM * self.seconds
-        how = "whole" if quick else "enough"
+        # By their number and not by the clock, so that a busy machine gives the same answer. Enough layers are as many
+        # as the two dry runs have together: fewer are quicker all at once.
+        on_cpu = self.space.device.kind == "cpu"  # where all layers were dry-run already, for the heap
+        all_ = on_cpu or layers <= max(_CONFIRM * self.seconds, 2 * ENOUGH[0] + ENOUGH[1])
+        how = "whole" if all_ else "enough"
         for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
@@ -582,7 +588,7 @@ class _Search:
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
             if plan["fits"]:
-                return confirmed, quick
+                return confirmed, all_
             self._reject(
                 describe_techniques(s.added, s.micro),
                 f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",

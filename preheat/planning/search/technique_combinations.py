@@ -198,6 +198,7 @@ class TechniqueCombinations:
             if place is not None:
                 # The cost without `t` on the same techniques, so that the difference is that of `t` alone.
                 rest = self._servable(place)  # some techniques may need `t`
+                self._prepare([(*place, t), rest])
                 return Option(t, self._observe((*place, t)), self._observe(rest))
         except RecipeError as error:  # found by the build only
             problems = [Problem(t.name(), ProblemCode.BUILD, str(error).splitlines()[0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import signal
@@ -65,6 +66,35 @@ def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
     assert tight.best.plan["tokens_per_second"] <= wide.best.plan["tokens_per_second"]
     again = plan(Request(tight.best.recipe, gpu(650).as_device, rates=gpu(650)))
     assert tight.best.plan["peak_gib"] == pytest.approx(again["peak_gib"], rel=0.01)
+
+
+@pytest.mark.parametrize(("layers", "seconds", "how"), [(20, 4, "whole"), (21, 4, "enough"), (80, 25, "whole")])
+def test_the_number_of_layers_decides_how_the_best_is_confirmed(
+    monkeypatch: pytest.MonkeyPatch, layers: int, seconds: int, how: str
+) -> None:
+    module = importlib.import_module("preheat.planning.search.search")  # the package has the function of this name
+    recipe, rates, kinds = override(small(), f"model.num_layers={layers}"), gpu(8192), []
+    monkeypatch.setattr(module, "observe_cached", lambda request, *, how: kinds.append(how))
+    monkeypatch.setattr(module, "describe", lambda request, observation: {"fits": True})
+    one = _Search(Space(Request(recipe, rates.as_device, world=1, rates=rates)), "fastest", seconds, print)
+    best = EvaluatedPlan(recipe, {"fits": True, "tokens_per_second": 1.0}, "exact", 1, ())
+    one.seen = [best]
+    assert one._confirm(best) == (replace(best, plan={"fits": True}), how == "whole")
+    assert kinds == [how]
+
+
+def test_an_observation_is_read_from_disk_unless_its_file_is_damaged() -> None:
+    request = Request(small(), gpu(8192).as_device, world=1, rates=gpu(8192))
+    first = recalling.observe_cached(request, how="step")
+    path = recalling._path_of(request, "step", 0)
+    recalling.clear()
+    again = recalling.observe_cached(request, how="step")
+    assert not again.log, "the log is not on disk"
+    assert (again.kernels, again.at, again.peak) == (first.kernels, first.at, first.peak)
+    for damaged in (path.read_text().replace("passing", "gassing"), '{"observation": {}}', "{"):
+        recalling.clear()
+        path.write_text(damaged)
+        assert recalling.observe_cached(request, how="step").log
 
 
 def test_nothing_is_traded_without_leave_and_what_is_stated_stays() -> None:
