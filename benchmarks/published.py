@@ -271,7 +271,7 @@ def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> t
 
 
 # What other programs hold that neither a row says nor ours has, more of it where a row says less: 1.0 has the least median error, 4.0 %, but 27 rows more than 5 % too
-# low, which is what kills runs; these two have 8 for 1.5 points (benchmarks/results/published.md).
+# low, which is what kills runs; these two had 8 for 1.5 points.
 _UNSEEN, _UNSEEN_OPEN = 1.05, 1.10
 
 _OPEN, _OPEN_SPEED = (0.55, 1.5), (0.53, 1.6)  # where what they grow with is a guess
