@@ -228,7 +228,7 @@ def techniques_of(row: Row, layer_norm: bool) -> dict[str, Any]:
     said, tunes, keeps = row["fused_or_chunked_ce"], row["method"] != "pretrain", keeps_as_transformers(row)
     trainer = trainer_of(row)
     made: dict[str, Any] = {}
-    if layer_norm or "fused" in said or not (keeps or row["compile"] == "no"):
+    if "fused" in said or (row["compile"] != "no" and (layer_norm or not keeps)):
         made["fused_operators"] = {"gate": compiled(row)}
     if "unfused" not in row["attention"] and "eager" not in row["attention"]:
         made["efficient_attention"] = {}

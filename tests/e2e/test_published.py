@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +208,16 @@ def test_the_trainer_of_a_row(said: dict[str, Any], name: str, monkeypatch: pyte
 
     assert trainers.trainer_of(row("any", **said)).name == name
     assert all(trainer.sources for *_, trainer in trainers.RAN)
+
+
+def test_deepspeeds_gradients_stand_in_bf16_beside_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import published
+
+    plan, recipe = {"memory": {"parameters": 3.0}}, SimpleNamespace(techniques={"pipeline_parallel": None})
+    for precision, source, gib in (("bf16", "bigscience", 3.0), ("fp16", "bigscience", 0.0), ("bf16", "other", 0.0)):
+        said = row("any", precision=precision, source_repo=f"bigscience-workshop/{source}", gpu="A100-80GB")
+        assert published.half_gradients(said, plan, recipe) == gib
 
 
 def test_a_guess_has_a_wider_interval(answers: dict[str, dict[str, str]]) -> None:
