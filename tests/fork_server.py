@@ -91,13 +91,15 @@ class Fork:
             "ignored": [int(number) for number in ignored],
             "session": session,
         }
-        socket.send_fds(_server()[0], [json.dumps(request).encode()], [reads, *self._printed, status])
+        task = self._file(None)  # of any length, where a message has a limit
+        os.pwrite(task, json.dumps(request).encode(), 0)
+        socket.send_fds(_server()[0], [b"fork"], [reads, *self._printed, task, status])
         os.close(reads)
         os.close(status)
         weakref.finalize(self, os.close, self._status)
         self.returncode: int | None = None
         self._rest = b""
-        self.pid = int(self._line(60) or 0)
+        self.pid = int(self._line(300) or 0)  # the first also waits for the imports
         assert self.pid, "the fork server has ended"
 
     def _file(self, path: Path | None) -> int:
@@ -154,8 +156,7 @@ class Fork:
 @functools.cache
 def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Starts the process that forks; it ends with this one."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
     path = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
     command = [sys.executable, "-c", _SERVE, str(theirs.fileno())]
@@ -175,7 +176,8 @@ def _serve(control: int) -> None:
     requests = socket.socket(fileno=control)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to wait for the processes that wait
     while True:
-        message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 4)
+        # One message at a time: the next comes once the process's id is known.
+        message, descriptors, *_ = socket.recv_fds(requests, len(b"fork"), 5)
         if not message:
             os._exit(0)
         if os.fork():
@@ -194,9 +196,12 @@ def _serve(control: int) -> None:
                 os.write(status, f"{code}\n".encode())
             os._exit(0)
         os.close(status)
+        task = descriptors.pop()
+        request = json.loads(os.pread(task, os.fstat(task).st_size, 0))
+        os.close(task)
         code = 1
         try:
-            _become(json.loads(message), descriptors)
+            _become(request, descriptors)
             code = 0
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1

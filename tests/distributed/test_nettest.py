@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +29,14 @@ def start(*arguments: str, **environment: str) -> Fork:
     return Fork(["nettest", *arguments], environment={**os.environ, "OMP_NUM_THREADS": "1"} | environment)
 
 
-def end(process: Fork) -> tuple[int, str, str]:
+def start_alone(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """No fork: what torch logs is decided when it is imported."""
+    known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "preheat", "nettest", *arguments]
+    return subprocess.Popen(command, env=known | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: Fork | subprocess.Popen[str]) -> tuple[int, str, str]:
     out, error = process.communicate(timeout=150)
     return process.wait(), out, error
 
@@ -107,12 +116,12 @@ def test_what_it_refuses_is_one_line(tmp_path: Path) -> None:
                 "--sizes: 1,024.0 GiB takes 2 buffers on each of 2 processes",
             ),
             (
-                start("--timeout", "2", **nobody, MASTER_PORT=port, RANK="0"),
+                start_alone("--timeout", "2", **nobody, MASTER_PORT=port, RANK="0"),
                 1,
                 f"rendezvous 127.0.0.1:{port}: the port is in use",
             ),
             (
-                start("--timeout", "2", **nobody, MASTER_PORT=str(closed.getsockname()[1]), RANK="1"),
+                start_alone("--timeout", "2", **nobody, MASTER_PORT=str(closed.getsockname()[1]), RANK="1"),
                 1,
                 f"rendezvous 127.0.0.1:{closed.getsockname()[1]}: rank 1 of 2 did not meet the others within 2 s",
             ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
@@ -10,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -84,12 +84,15 @@ class InThisProcess:
         from preheat.cli import main
 
         out, error = io.StringIO(), io.StringIO()
+        # A run's curves take a third of a second to draw; runs in processes of their own and the unit tests draw them.
+        drawn = mock.patch("preheat.report.svg.drawn", return_value="") if arguments[0] == "train" else nullcontext()
         with (
-            contextlib.chdir(self.folder),
+            drawn,
+            chdir(self.folder),
             mock.patch.dict(os.environ, self.environment),
             mock.patch.object(sys, "stdin", io.StringIO(said)),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(error),
+            redirect_stdout(out),
+            redirect_stderr(error),
             pytest.raises(SystemExit) as ended,
         ):
             main(list(arguments))

@@ -143,9 +143,11 @@ def test_lora_run_exports_merged(preheat: Command) -> None:
 
 
 def test_help_is_fast_and_every_command_has_an_example(preheat: Command) -> None:
-    begun = time.perf_counter()
+    before = os.times()
     out, _ = preheat.start_alone("--help").communicate()
-    assert time.perf_counter() - begun < 2.0  # 0.25 s on a quiet machine; a busy one must not fail the test
+    used = os.times()
+    # 0.4 s; the time that passes is longer on a busy machine.
+    assert used.children_user + used.children_system - before.children_user - before.children_system < 1.5
     assert "train" in out
     for command in ("plan", "train", "report", "eval", "generate", "export", "demo", "init", "calibrate"):
         assert "Example" in preheat.here(command, "--help")[0], command

@@ -164,6 +164,15 @@ def test_a_long_text_file_is_cut_at_blank_lines_without_loss(tmp_path):
     assert open_source(whole).key() != open_source(cut).key()
 
 
+def test_the_standard_library_is_its_sources_without_packages_and_tests(tmp_path, monkeypatch):
+    for name in ("b.py", "a.py", "json/c.py", "json/x.txt", "site-packages/p.py", "test/t.py", "json/tests/u.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "_sysconfigdata_here.py").touch()
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert sources._stdlib_files() == [tmp_path / name for name in ("a.py", "b.py", "json/c.py")]
+
+
 def test_built_in_sources_are_real_and_repeatable(monkeypatch):
     library = [d.text for d in open_source(Data()).read()]
     assert len(library) > 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,11 +18,12 @@ from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, store_address
+from preheat.hardware.interrupts import Interrupted, raising
 from preheat.planning.request import Request
 from preheat.training.launch.local import start
 from preheat.training.process_group import Ranks, _roll_call, rendezvous
 
-from ...conftest import tiny
+from ...conftest import tiny, within
 from ...fork_server import Fork
 
 
@@ -129,6 +131,15 @@ def test_a_process_that_differs_says_in_what() -> None:
     Ranks(1, 2, store=store).require_equal({"version of torch": "2.13.0", "data": "a"})
     with pytest.raises(RunError, match=r"rank 1 on .*: its version of torch is 2.11.0, and that of rank 0 is 2.13.0"):
         Ranks(1, 2, store=store).require_equal({"version of torch": "2.11.0", "data": "a"})
+
+
+def test_a_rank_that_waits_for_the_first_heeds_a_signal() -> None:
+    def wait() -> None:
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start()
+        Ranks(1, 2, store=dist.HashStore()).fetch("never")
+
+    with within(20), pytest.raises(Interrupted), raising():
+        wait()
 
 
 def test_more_devices_than_rows_are_refused() -> None:
