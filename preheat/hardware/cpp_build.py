@@ -139,7 +139,12 @@ def is_built(source: Path) -> bool:
 
 
 def compiler() -> str | None:
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    return _found(os.environ.get("CXX") or "c++", os.environ.get("PATH"))
+
+
+@functools.cache  # kernels ask in every call; `path` is a key only
+def _found(name: str, path: str | None) -> str | None:
+    return next((cxx for n in (name, "g++", "clang++") if (cxx := shutil.which(n))), None)
 
 
 def _cpu() -> str:

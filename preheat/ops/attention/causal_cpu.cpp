@@ -3,7 +3,7 @@
 //
 // Scores are computed as [keys, queries], so that maxima and sums of a query are plain vector operations over the rows.
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -199,16 +199,17 @@ void by_rows(const E* x, int64_t token, int64_t count, int64_t rows, int64_t wid
 // Transposed: [width / DEEP, rows]; the sum runs over the width.
 template <class T, class E>
 void transposed(const E* x, int64_t token, int64_t count, int64_t rows, int64_t width, T* into) {
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t d = 0; d < width / DEEP<T>; d++) {
-      T& place = into[d * rows + i];
-      if (i >= count)
-        place = T{};
-      else if constexpr (std::is_same_v<T, float>)
-        place = number(x[i * token + d]);
-      else
-        std::memcpy(&place, x + i * token + 2 * d, 4);
-    }
+  if (count < rows) std::memset((void*)into, 0, rows * width / DEEP<T> * sizeof(T));
+  constexpr int64_t STRIP = 16;  // bytes of a cache line are written together
+  for (int64_t from = 0; from < count; from += STRIP)
+    for (int64_t d = 0; d < width / DEEP<T>; d++)
+      for (int64_t i = from; i < std::min(count, from + STRIP); i++) {
+        T& place = into[d * rows + i];
+        if constexpr (std::is_same_v<T, float>)
+          place = number(x[i * token + d]);
+        else
+          std::memcpy(&place, x + i * token + 2 * d, 4);
+      }
 }
 
 // Interleaved: [rows / DEEP, width]; the sum runs over the rows.
@@ -219,10 +220,15 @@ void interleaved(const E* x, int64_t token, int64_t count, int64_t rows, int64_t
       for (int64_t d = 0; d < width; d++) into[d] = i < count ? number(x[i * token + d]) : 0.0f;
     } else {
       const E *first = x + 2 * i * token, *second = first + token;
-      if (2 * i + 1 < count)
-        for (int64_t d = 0; d < width; d++) into[d] = {first[d], second[d]};
-      else
-        for (int64_t d = 0; d < width; d++) into[d] = {2 * i < count ? first[d] : uint16_t(0), uint16_t(0)};
+      if (2 * i >= count) {
+        std::memset((void*)into, 0, width * sizeof(T));
+        continue;
+      }
+      const bool both = 2 * i + 1 < count;
+      for (int64_t d = 0; d < width; d++) {
+        const uint32_t word = first[d] | (both ? uint32_t(second[d]) << 16 : 0);
+        std::memcpy(into + d, &word, 4);
+      }
     }
   }
 }
@@ -233,6 +239,9 @@ Ints seen(int64_t column, int64_t i) {
   for (int n = 0; n < WIDE; n++) lanes[n] = n;
   return lanes + int32_t(column * WIDE) >= Ints{} + int32_t(i);
 }
+
+// The first vector of queries of which one is not before key `i`, counted from the block's first query.
+int64_t first_seen(int64_t i) { return i <= 0 ? 0 : std::min(i / WIDE, COLUMNS); }
 
 // Two rows of `columns` vectors, keys i and i + 1, interleaved: [queries] pairs.
 template <class T>
@@ -254,10 +263,10 @@ T* room(std::vector<T>& buffer, int64_t count) {
 }
 
 // Maxima of the scaled scores of each query over the keys up to itself.
-void maxima(const float* scores, int64_t keys, int64_t first, float scale, Floats* peak) {
+void maxima(const float* scores, int64_t keys, int64_t first, int64_t columns, float scale, Floats* peak) {
   for (int n = 0; n < COLUMNS; n++) peak[n] = Floats{} - std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < keys; i++)
-    for (int n = 0; n < COLUMNS; n++) {
+    for (int64_t n = first_seen(i - first); n < columns; n++) {
       Floats score = load(scores + i * QUERIES + n * WIDE) * scale;
       if (i > first) score = seen(n, i - first) ? score : peak[n];
       peak[n] = score > peak[n] ? score : peak[n];
@@ -279,15 +288,17 @@ void forward_head(const Sizes& s, const E* q, Strides qs, const E* k, Strides ks
   interleaved<T>(v, vs.token, s.length, all, width, values);
   for (int64_t h = 0; h < group; h++)
     for (int64_t first = 0; first < s.length; first += QUERIES) {
-      const int64_t count = std::min(QUERIES, s.length - first), columns = padded(count, 16);
+      const int64_t count = std::min(QUERIES, s.length - first), columns = padded(count, 16), many = columns / WIDE;
       const int64_t near = padded(first + count, PAD);
       const E* block = q + h * qs.head + first * qs.token;
       transposed<T>(block, qs.token, count, QUERIES, width, queries);
       product<false>(near, columns, keys, {width / D, 1}, queries, QUERIES, width / D, scores, QUERIES);
       Floats peak[COLUMNS], total[COLUMNS] = {};
-      maxima(scores, near, first, s.scale, peak);
-      for (int64_t i = 0; i < near; i += D)
-        for (int n = 0; n < COLUMNS; n++) {
+      maxima(scores, near, first, many, s.scale, peak);
+      for (int64_t i = 0; i < near; i += D) {
+        const int64_t begin = first_seen(i - first);
+        std::memset((void*)(chances + i / D * QUERIES), 0, begin * WIDE * sizeof(T));
+        for (int64_t n = begin; n < many; n++) {
           Floats e[D];
           for (int j = 0; j < D; j++) {
             e[j] = exponential(load(scores + (i + j) * QUERIES + n * WIDE) * s.scale - peak[n]);
@@ -299,6 +310,7 @@ void forward_head(const Sizes& s, const E* q, Strides qs, const E* k, Strides ks
           else
             store_pair(chances + i / 2 * QUERIES + n * WIDE, e[0], e[1]);
         }
+      }
       product<false>(padded(count, PAD), width, chances, {1, QUERIES}, values, width, near / D, sums, width);
       float one[QUERIES];
       for (int n = 0; n < COLUMNS; n++) store(one + n * WIDE, 1 / total[n]);
@@ -335,7 +347,7 @@ void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Stride
   interleaved<T>(k, ks.token, s.length, all, width, keys_in);
   for (int64_t h = 0; h < group; h++)
     for (int64_t first = 0; first < s.length; first += QUERIES) {
-      const int64_t count = std::min(QUERIES, s.length - first), columns = padded(count, 16);
+      const int64_t count = std::min(QUERIES, s.length - first), columns = padded(count, 16), many = columns / WIDE;
       const int64_t near = padded(first + count, PAD);
       const E* block = q + h * qs.head + first * qs.token;
       const E* slope = grad + h * gs.head + first * gs.token;
@@ -347,9 +359,11 @@ void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Stride
       // dP = V dO^T
       product<false>(near, columns, values, {width / D, 1}, slopes, QUERIES, width / D, slope_scores, QUERIES);
       Floats peak[COLUMNS], total[COLUMNS] = {}, along[COLUMNS] = {};
-      maxima(scores, near, first, s.scale, peak);
-      for (int64_t i = 0; i < near; i++)
-        for (int n = 0; n < COLUMNS; n++) {
+      maxima(scores, near, first, many, s.scale, peak);
+      for (int64_t i = 0; i < near; i++) {
+        const int64_t begin = first_seen(i - first);
+        std::memset(scores + i * QUERIES, 0, begin * WIDE * sizeof(float));
+        for (int64_t n = begin; n < many; n++) {
           float* place = scores + i * QUERIES + n * WIDE;
           Floats e = exponential(load(place) * s.scale - peak[n]);
           if (i > first) e = seen(n, i - first) ? e : Floats{};
@@ -357,10 +371,11 @@ void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Stride
           along[n] += e * load(slope_scores + i * QUERIES + n * WIDE);
           store(place, e);
         }
+      }
       for (int n = 0; n < COLUMNS; n++) total[n] = 1 / total[n], along[n] *= total[n];
       // dS = P (dP - sum over keys of P dP) * scale
       for (int64_t i = 0; i < near; i += D)
-        for (int n = 0; n < COLUMNS; n++) {
+        for (int64_t n = 0; n < many; n++) {
           Floats p[D], g[D];
           for (int j = 0; j < D; j++) {
             const int64_t at = (i + j) * QUERIES + n * WIDE;
