@@ -8,7 +8,9 @@ JOBS ?= 2
 # What running needs, and what testing and developing needs beside it.
 RUNNING := $(if $(filter .venv/%,$(RUN)),.venv/installed)
 INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed-dev)
-# Python compiles what it imports: to compile all packages beforehand takes longer than the demo's start.
+# Python compiles what it imports and keeps it: to compile all packages beforehand takes longer than the demo's start.
+# Where this variable is set, as in many containers, it would keep nothing and compile at each start.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := .venv/bin/python -m pip install --quiet --no-compile
 
 .PHONY: help .venv demo test test-slow test-pairs test-presets test-scale architectures check bench gpu-check docs
