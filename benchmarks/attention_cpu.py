@@ -31,11 +31,11 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash": sdpa_attention, "blo
 
 
 def once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float:
-    begun = time.perf_counter()
+    begun = time.process_time()
     q, k, v = tensors
     out = KERNELS[kernel](q, k, v, MaskSpec(), tensors[0].shape[-1] ** -0.5)
     torch.autograd.grad(out, tensors, slope)
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def errors(shape: tuple[int, ...]) -> dict[str, float]:
@@ -68,7 +68,7 @@ def main() -> None:
     lines = [
         "# Attention kernels on a CPU",
         "",
-        "`python benchmarks/attention_cpu.py`: forward and backward, causal, milliseconds: median (least to most), in alternation.",
+        "`python benchmarks/attention_cpu.py`: forward and backward, causal, milliseconds of CPU: median (least to most), in alternation.",
         f"torch {torch.__version__}, {torch.get_num_threads()} threads.",
         "",
         "| dtype | rows x heads / shared x length x head_dim | flash | blocks | flash / blocks | error against fp64: eager, flash, blocks |",
