@@ -151,7 +151,8 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
     """Stopped in the middle of a step, not killed: nothing tells the other, which says after most of the time-out who stands where."""
     preheat.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"  # a stopped process takes no SIGTERM
     settings = ("--set", "stop.max_steps=100000", "--set", "techniques={fsdp: {}}", "--set", "parallel.timeout=10")
-    agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--out", "stuck")
+    # Not as forks, whose environment in /proc is that of their parent.
+    agent = preheat.start_alone("train", "r.yaml", *settings, "--nproc", "2", "--out", "stuck")
     log = preheat.folder / "stuck" / "metrics.jsonl"
     try:
         end = time.time() + 250
