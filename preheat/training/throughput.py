@@ -35,7 +35,7 @@ class ThroughputMeter:
         if self.session.ranks.world > 1:
             return None
         # A GPU is driven by one thread of the host.
-        return self._use.use(1 if self.session.plan["device"].get("kind") == "cuda" else torch.get_num_threads())
+        return self._use.use(1 if self.session.device.kind == "cuda" else torch.get_num_threads())
 
     def memory(self) -> int:
         """Returns the bytes in use: allocated tensors on a GPU, resident memory minus that of the imports on a CPU."""

@@ -122,6 +122,9 @@ def _product(kernel: Kernel, rates: Rates) -> float:
     return kernel.flops / rates.matrix_rate(kernel.dtype if kernel.dtype in known else "fp32", layout, n, k, m)
 
 
+_CAUSAL = "preheat::causal_attention"  # and its backward pass
+
+
 def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
     """Returns the seconds of one call: on a CPU including the launch, on a GPU the device time only."""
     return (0.0 if rates.of_gpu else _launch_seconds(kernel, rates)) + _device_seconds(kernel, rates)
@@ -137,7 +140,7 @@ def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
 
 def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
-    if kernel.flops and name.startswith("preheat::causal_attention"):
+    if kernel.flops and name.startswith(_CAUSAL):
         # FLOPs count the whole score matrix, of which half is computed.
         length, width = kernel.shapes[0][-2:]
         dtype = multiplied_in(_dtype(kernel, rates))
@@ -222,6 +225,8 @@ def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Gr
         if kernel.flops and "attention" in kernel.operator:
             rows, heads, length, head_dim = kernel.shapes[0]
             attention.add((rows, heads, length, head_dim))
+            if kernel.operator.startswith(_CAUSAL):
+                shapes.add((length, head_dim, length))  # its time follows from this matmul's
         elif kernel.flops:
             _, n, k, m = _layer_of(kernel)
             shapes.add((n, k, m))

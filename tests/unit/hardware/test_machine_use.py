@@ -129,7 +129,7 @@ def test_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("this container does not show what other processes use")
     cpus = len(os.sched_getaffinity(0))
     monkeypatch.setattr(torch, "get_num_threads", lambda: cpus)
-    session: Any = SimpleNamespace(ranks=SimpleNamespace(world=1), plan={"device": {"kind": "cpu"}})
+    session: Any = SimpleNamespace(ranks=SimpleNamespace(world=1), device=SimpleNamespace(kind="cpu"))
     with burning(seconds=30):
         meter, run, parts = UseMeter(), ThroughputMeter(session), _Parts(cpus, 0.0, lambda what, done: None)
         parts.measure(lambda: time.sleep(1.5))
