@@ -7,7 +7,8 @@ Helps: activations of about two layers on the device instead of all, without rec
 checkpointing, the layers' inputs are offloaded too.
 Hurts: the device waits if a layer computes for less time than its activations take over the link (short sequences, slow
 links); pinned memory cannot be swapped. The plan takes the link's bandwidth from its data sheet and counts the part of
-the transfer that compute does not hide as waiting. Not yet run on a GPU.
+the transfer that compute does not hide as waiting. On an H200 its gradients were those of a CPU; its
+speed was not measured.
 Source: Rhu et al. 2016, "vDNN" (arXiv:1602.08124); torch.autograd.graph.saved_tensors_hooks.
 """
 

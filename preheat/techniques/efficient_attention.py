@@ -7,7 +7,8 @@ Helps: memory linear in length instead of quadratic (benchmarks/results/attentio
 On a CPU `blocks` is 1.4 to 3.5 times as fast as torch's own kernel up to 4,096 tokens with its C++ kernel, and in bf16
 1.1 to 2 times up to 2,048 without a compiler (benchmarks/results/attention_cpu.md).
 Hurts: no known disadvantage if a fused kernel exists; the order of sums differs, so results agree up to rounding, and
-`blocks` rounds scores to bf16 too. No kernel has been run on a GPU yet.
+`blocks` without its C++ kernel rounds scores to bf16 too. On an H200 all kernels but those of the flash-attn packages,
+which were not run, agree with fp64 (benchmarks/results/gpu_check-correct.md).
 Source: Dao et al. 2022 (arXiv:2205.14135); FlashAttention 2 (arXiv:2307.08691) and 3 (arXiv:2407.08608); FlexAttention:
 Dong et al. 2024 (arXiv:2412.05496); grouped queries: Ainslie et al. 2023 (arXiv:2305.13245).
 """

@@ -6,7 +6,7 @@ rounded from the fp32 weights on the host.
 Helps: 8 bytes per parameter less on the device, 12 with bf16 weights; for models whose optimizer does not fit.
 Hurts: gradients and weights cross the link to the host in each step, and the device waits for the host's update:
 seconds per step for billions of parameters. The plan takes the link's bandwidth from its data sheet and the host's
-update speed from a published rate. Not yet run on a GPU.
+update speed from a published rate. On an H200 its gradients were those of a CPU; its speed was not measured.
 Source: Ren et al. 2021, "ZeRO-Offload" (arXiv:2101.06840).
 """
 

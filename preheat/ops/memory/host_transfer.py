@@ -6,8 +6,7 @@ from them; `preheat::lies_on_host` marks tensors that others move there (FSDP2's
 
 `HostCopy` copies synchronously on any device; `AsyncHostCopy` overlaps copies with compute on CUDA. Device memory is
 allocated and freed in the order of the compute stream, which waits for a copy's event before it drops the source.
-Allocations therefore do not depend on when a copy finishes, and the peak equals that of the dry run. `AsyncHostCopy`
-has not been run on a GPU yet.
+Allocations therefore do not depend on when a copy finishes, and the peak equals that of the dry run.
 """
 
 from __future__ import annotations
