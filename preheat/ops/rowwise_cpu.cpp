@@ -59,42 +59,42 @@ constexpr int64_t IGNORED = -100;
 
 // Overwrites a row of logits by softmax(row) - onehot(label); returns logsumexp - logits[label].
 template <class E>
-float entropy(E* row, int64_t label, int64_t pieces, float* scratch) {
+float entropy(E* row, int64_t label, int64_t vocabulary, float* scratch) {
   const float score = number(row[label]);
   float peak = -std::numeric_limits<float>::infinity(), sum = 0;
 #pragma omp simd reduction(max : peak)
-  for (int64_t i = 0; i < pieces; i++) peak = std::max(peak, number(row[i]));
+  for (int64_t i = 0; i < vocabulary; i++) peak = std::max(peak, number(row[i]));
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < pieces; i++) {
+  for (int64_t i = 0; i < vocabulary; i++) {
     const float e = exponential(number(row[i]) - peak);
     scratch[i] = e;
     sum += e;
   }
-  const float one = 1 / sum, chance = scratch[label] * one;
+  const float one = 1 / sum, prob = scratch[label] * one;
 #pragma omp simd
-  for (int64_t i = 0; i < pieces; i++) row[i] = narrow<E>(scratch[i] * one);
-  row[label] = narrow<E>(chance - 1);
+  for (int64_t i = 0; i < vocabulary; i++) row[i] = narrow<E>(scratch[i] * one);
+  row[label] = narrow<E>(prob - 1);
   return peak + std::log(sum) - score;
 }
 
 template <class E>
-void entropies(E* logits, const int64_t* labels, float* losses, int64_t rows, int64_t pieces, int threads,
+void entropies(E* logits, const int64_t* labels, float* losses, int64_t rows, int64_t vocabulary, int threads,
                int64_t* wrong) {
   for (int64_t i = 0; i < rows; i++)
-    if (labels[i] != IGNORED && (labels[i] < 0 || labels[i] >= pieces)) {
+    if (labels[i] != IGNORED && (labels[i] < 0 || labels[i] >= vocabulary)) {
       *wrong = i;
       return;
     }
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scratch(pieces);
+    std::vector<float> scratch(vocabulary);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < rows; i++) {
-      E* row = logits + i * pieces;
+      E* row = logits + i * vocabulary;
       if (labels[i] != IGNORED)
-        losses[i] = entropy(row, labels[i], pieces, scratch.data());
+        losses[i] = entropy(row, labels[i], vocabulary, scratch.data());
       else
-        losses[i] = 0, std::memset(row, 0, pieces * sizeof(E));
+        losses[i] = 0, std::memset(row, 0, vocabulary * sizeof(E));
     }
   }
 }
@@ -151,17 +151,17 @@ inline float sigmoid(float x) {
   return (x < 0 ? e : 1) / (1 + e);
 }
 
-constexpr int64_t PIECE = 4096;  // elements
+constexpr int64_t BLOCK = 4096;  // elements
 
 template <class F>
-void in_pieces(int64_t count, int threads, F each) {
+void in_blocks(int64_t count, int threads, F each) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t from = 0; from < count; from += PIECE) each(from, std::min(count, from + PIECE));
+  for (int64_t from = 0; from < count; from += BLOCK) each(from, std::min(count, from + BLOCK));
 }
 
 template <class E>
 void gate(const E* a, const E* b, E* out, int64_t count, int threads) {
-  in_pieces(count, threads, [=](int64_t from, int64_t to) {
+  in_blocks(count, threads, [=](int64_t from, int64_t to) {
 #pragma omp simd
     for (int64_t i = from; i < to; i++) out[i] = narrow<E>(number(a[i]) * sigmoid(number(a[i])) * number(b[i]));
   });
@@ -169,7 +169,7 @@ void gate(const E* a, const E* b, E* out, int64_t count, int threads) {
 
 template <class E>
 void gate_backward(const E* grad, const E* a, const E* b, E* by_a, E* by_b, int64_t count, int threads) {
-  in_pieces(count, threads, [=](int64_t from, int64_t to) {
+  in_blocks(count, threads, [=](int64_t from, int64_t to) {
 #pragma omp simd
     for (int64_t i = from; i < to; i++) {
       const float x = number(a[i]), given = number(grad[i]), s = sigmoid(x);
@@ -221,12 +221,12 @@ using Half = uint16_t;
 extern "C" {
 
 // wrong: becomes the first row whose label is no column; nothing is computed then.
-void preheat_cross_entropy(void* logits, const int64_t* labels, float* losses, int64_t rows, int64_t pieces, int half,
-                           int threads, int64_t* wrong) {
+void preheat_cross_entropy(void* logits, const int64_t* labels, float* losses, int64_t rows, int64_t vocabulary,
+                           int half, int threads, int64_t* wrong) {
   if (half)
-    entropies((Half*)logits, labels, losses, rows, pieces, threads, wrong);
+    entropies((Half*)logits, labels, losses, rows, vocabulary, threads, wrong);
   else
-    entropies((float*)logits, labels, losses, rows, pieces, threads, wrong);
+    entropies((float*)logits, labels, losses, rows, vocabulary, threads, wrong);
 }
 
 void preheat_norm(const void* x, const float* weight, void* out, float* scale, int64_t rows, int64_t width, float eps,
@@ -261,14 +261,15 @@ void preheat_gate_backward(const void* grad, const void* a, const void* b, void*
 }
 
 // table_row: elements between the rows of cos and sin; 0: one for all rows.
-void preheat_rotate(const void* x, const int64_t* strides, const void* cos, const void* sin, int64_t table_row, void* out,
-                    int64_t rows, int64_t heads, int64_t length, int64_t width, int64_t back, int half, int threads) {
+void preheat_rotate(const void* x, const int64_t* strides, const void* cos, const void* sin, int64_t table_row,
+                    void* out, int64_t rows, int64_t heads, int64_t length, int64_t width, int64_t back, int half,
+                    int threads) {
   const Strides at{strides[0], strides[1], strides[2]};
   if (half)
     rotate((const Half*)x, at, (const Half*)cos, (const Half*)sin, table_row, (Half*)out, rows, heads, length, width,
            back, threads);
   else
-    rotate((const float*)x, at, (const float*)cos, (const float*)sin, table_row, (float*)out, rows, heads, length, width,
-           back, threads);
+    rotate((const float*)x, at, (const float*)cos, (const float*)sin, table_row, (float*)out, rows, heads, length,
+           width, back, threads);
 }
 }

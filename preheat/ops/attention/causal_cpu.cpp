@@ -1,5 +1,6 @@
 // Causal attention on a CPU, forward and backward, for a head at a time: scores and their gradients stay in the core's
-// cache. Sums, maxima and exponentials in fp32; probabilities are rounded to bf16 where the CPU multiplies pairs of bf16.
+// cache. Sums, maxima and exponentials in fp32; probabilities are rounded to bf16 where the CPU multiplies pairs
+// of bf16.
 //
 // Scores are computed as [keys, queries], so that maxima and sums of a query are plain vector operations over the rows.
 
@@ -252,7 +253,7 @@ void store_pair(T* into, Floats first, Floats second) {
 
 template <class T>
 struct Room {  // a thread's buffers
-  std::vector<T> keys, values, keys_in, values_in, queries, slopes, queries_in, slopes_in, chances, chances_in, grads;
+  std::vector<T> keys, values, keys_in, values_in, queries, slopes, queries_in, slopes_in, probs, probs_in, grads;
   std::vector<float> scores, slope_scores, sums, grad_keys, grad_values;
 };
 
@@ -281,7 +282,7 @@ void forward_head(const Sizes& s, const E* q, Strides qs, const E* k, Strides ks
   T* keys = room(room_.keys, all * width);
   T* values = room(room_.values_in, all * width);
   T* queries = room(room_.queries, width * QUERIES);
-  T* chances = room(room_.chances, all * QUERIES);
+  T* probs = room(room_.probs, all * QUERIES);
   float* scores = room(room_.scores, all * QUERIES);
   float* sums = room(room_.sums, QUERIES * width);
   by_rows<T>(k, ks.token, s.length, all, width, keys);
@@ -297,7 +298,7 @@ void forward_head(const Sizes& s, const E* q, Strides qs, const E* k, Strides ks
       maxima(scores, near, first, many, s.scale, peak);
       for (int64_t i = 0; i < near; i += D) {
         const int64_t begin = first_seen(i - first);
-        std::memset((void*)(chances + i / D * QUERIES), 0, begin * WIDE * sizeof(T));
+        std::memset((void*)(probs + i / D * QUERIES), 0, begin * WIDE * sizeof(T));
         for (int64_t n = begin; n < many; n++) {
           Floats e[D];
           for (int j = 0; j < D; j++) {
@@ -306,12 +307,12 @@ void forward_head(const Sizes& s, const E* q, Strides qs, const E* k, Strides ks
             total[n] += e[j];
           }
           if constexpr (D == 1)
-            store(chances + i * QUERIES + n * WIDE, e[0]);
+            store(probs + i * QUERIES + n * WIDE, e[0]);
           else
-            store_pair(chances + i / 2 * QUERIES + n * WIDE, e[0], e[1]);
+            store_pair(probs + i / 2 * QUERIES + n * WIDE, e[0], e[1]);
         }
       }
-      product<false>(padded(count, PAD), width, chances, {1, QUERIES}, values, width, near / D, sums, width);
+      product<false>(padded(count, PAD), width, probs, {1, QUERIES}, values, width, near / D, sums, width);
       float one[QUERIES];
       for (int n = 0; n < COLUMNS; n++) store(one + n * WIDE, 1 / total[n]);
       E* into = out + h * os.head + first * os.token;
@@ -321,8 +322,9 @@ void forward_head(const Sizes& s, const E* q, Strides qs, const E* k, Strides ks
 }
 
 template <class T, class E>
-void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Strides qs, const E* k, Strides ks, const E* v,
-                   Strides vs, E* grad_q, Strides gq, E* grad_k, Strides gk, E* grad_v, Strides gv, Room<T>& room_) {
+void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Strides qs, const E* k, Strides ks,
+                   const E* v, Strides vs, E* grad_q, Strides gq, E* grad_k, Strides gk, E* grad_v, Strides gv,
+                   Room<T>& room_) {
   const int64_t all = padded(s.length, PAD), width = s.width, group = s.heads / s.shared;
   constexpr int64_t D = DEEP<T>;
   T* keys = room(room_.keys, all * width);
@@ -332,9 +334,9 @@ void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Stride
   T* slopes = room(room_.slopes, width * QUERIES);
   T* queries_in = room(room_.queries_in, width * QUERIES);
   T* slopes_in = room(room_.slopes_in, width * QUERIES);
-  T* chances = room(room_.chances, all * QUERIES);      // [keys, queries / D]
+  T* probs = room(room_.probs, all * QUERIES);      // [keys, queries / D]
   T* grads = room(room_.grads, all * QUERIES);          // the same of the scores' gradient
-  T* grads_in = room(room_.chances_in, all * QUERIES);  // [keys / D, queries]
+  T* grads_in = room(room_.probs_in, all * QUERIES);  // [keys / D, queries]
   float* scores = room(room_.scores, all * QUERIES);
   float* slope_scores = room(room_.slope_scores, all * QUERIES);
   float* sums = room(room_.sums, QUERIES * width);
@@ -383,7 +385,7 @@ void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Stride
             g[j] = p[j] * (load(slope_scores + at) - along[n]) * s.scale;
           }
           if constexpr (D == 1) {
-            store(chances + i * QUERIES + n * WIDE, p[0]);
+            store(probs + i * QUERIES + n * WIDE, p[0]);
             store(grads + i * QUERIES + n * WIDE, g[0]);
           } else {
             store_pair(grads_in + i / 2 * QUERIES + n * WIDE, g[0], g[1]);
@@ -391,14 +393,14 @@ void backward_head(const Sizes& s, const E* grad, Strides gs, const E* q, Stride
               const int64_t at = ((i + j) * QUERIES + n * WIDE) / 2;
               const Halves a = __builtin_convertvector(upper(p[j]) >> 16, Halves);
               const Halves b = __builtin_convertvector(upper(g[j]) >> 16, Halves);
-              std::memcpy(chances + at, &a, sizeof a);
+              std::memcpy(probs + at, &a, sizeof a);
               std::memcpy(grads + at, &b, sizeof b);
             }
           }
         }
       // dV += P^T dO, dK += dS^T Q, dQ = dS K. Columns of the last block beyond its queries are not computed.
       const int64_t deep = columns / D;
-      product<true>(near, width, chances, {QUERIES / D, 1}, slopes_in, width, deep, to_values, width);
+      product<true>(near, width, probs, {QUERIES / D, 1}, slopes_in, width, deep, to_values, width);
       product<true>(near, width, grads, {QUERIES / D, 1}, queries_in, width, deep, to_keys, width);
       product<false>(padded(count, PAD), width, D == 1 ? grads : grads_in, {1, QUERIES}, keys_in, width, near / D, sums,
                      width);
@@ -458,9 +460,9 @@ using Half = float;
 extern "C" {
 
 // Tensors [rows, heads, length, width]; strides: three of each tensor in the order of the arguments.
-void preheat_causal_forward(const void* q, const void* k, const void* v, void* out, const int64_t* strides, int64_t rows,
-                            int64_t heads, int64_t shared, int64_t length, int64_t width, float scale, int half,
-                            int threads) {
+void preheat_causal_forward(const void* q, const void* k, const void* v, void* out, const int64_t* strides,
+                            int64_t rows, int64_t heads, int64_t shared, int64_t length, int64_t width, float scale,
+                            int half, int threads) {
   const Sizes s{rows, heads, shared, length, width, scale};
   const Strides* t = reinterpret_cast<const Strides*>(strides);
   if (half)
