@@ -1,4 +1,4 @@
-"""Where a training step on this machine's CPU spends its time, by kind of work, beside what the work's FLOPs need.
+"""Profiles a training step on this machine's CPU by kind of work, and compares each with the time that its FLOPs need.
 
     python benchmarks/cpu_profile.py [--size 15M|110M] [--precision bf16|fp32] [--compile] [--threads N] [--steps 5]
 
@@ -130,16 +130,16 @@ def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], fl
         settings={"techniques": techniques},
     )
     install_heap()
-    made = build(preheat_worker.recipe_of(job), vocabulary=None, device=probe("cpu"))
-    rows = preheat_worker.batches(job, made.slot(Slot.BATCH_SHAPE)(0.0).micro)
+    model_build = build(preheat_worker.recipe_of(job), vocabulary=None, device=probe("cpu"))
+    rows = preheat_worker.batches(job, model_build.slot(Slot.BATCH_SHAPE)(0.0).micro)
 
     def steps(count: int) -> Iterator[float]:
         for _ in range(count):
             batch, start = next(rows), time.process_time()
             with record_function("step"):
-                loss = gradients(made, batch)
+                loss = gradients(model_build, batch)
                 with record_function("update"):
-                    stats = update(made, job.lr)
+                    stats = update(model_build, job.lr)
                 torch.cat([(loss.total / loss.weight).float().reshape(1), stats]).tolist()
             yield time.process_time() - start
 

@@ -148,7 +148,7 @@ def _by_cudnn(kernel: Any) -> Any:
 
 
 def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """What the row's trainer reports, or its notes say it is: what tensors take, what the allocator reserves, or that with the driver's context."""
+    """Returns the memory that the row's trainer reports: allocated, reserved, or reserved with the driver's context; its notes may name which."""
     words = re.search("nvidia-smi|allocated|active memory|reserved", row["notes"])
     memory = words[0] if words else trainer_of(row).reports
     reserved, allocated = (
@@ -156,7 +156,7 @@ def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     )  # torch's own
     reserved = min(reserved, made["available_gib"] - made["overhead"]["context"])  # it had room
     if "pipeline_parallel" in recipe.techniques and "fsdp" not in recipe.techniques:
-        # What a replay keeps in segments of fixed sizes is too much, and none at all too little.
+        # A replay with segments of fixed sizes reserves too much, and one without segments too little.
         reserved = (reserved + allocated) / 2
         if not words:
             memory = "reserved" if memory == "allocated" else memory
@@ -415,23 +415,25 @@ class Error(NamedTuple):
 
 def errors(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], measure: Sequence[str]) -> list[Error]:
     """Returns the error of each row that was measured and answered."""
-    found = []
+    results = []
     for row in rows:
         _, predicted, low, high, measured = measure
         answer, value = answers[row["id"]], number(row, measured)
         if answer[predicted] != "" and value:
             covered = float(answer[low]) <= value <= float(answer[high])
-            found.append(Error(row["source_repo"], float(answer[predicted]) / value - 1, covered))
-    return found
+            results.append(Error(row["source_repo"], float(answer[predicted]) / value - 1, covered))
+    return results
 
 
-def summary(name: str, found: Sequence[Error]) -> str:
+def summary(name: str, results: Sequence[Error]) -> str:
     """Returns a line of the tables."""
-    sizes = sorted(abs(e.relative) for e in found)
+    sizes = sorted(abs(e.relative) for e in results)
     within = (f"{sum(size <= limit for size in sizes) / len(sizes):.0%}" for limit in (0.1, 0.2))
-    low = sum(e.relative < -0.05 for e in found)
-    covered = sum(e.covered for e in found) / len(found)
-    return f"| {name} | {len(found)} | {statistics.median(sizes):.1%} | {' | '.join(within)} | {low} | {covered:.0%} |"
+    low = sum(e.relative < -0.05 for e in results)
+    covered = sum(e.covered for e in results) / len(results)
+    return (
+        f"| {name} | {len(results)} | {statistics.median(sizes):.1%} | {' | '.join(within)} | {low} | {covered:.0%} |"
+    )
 
 
 def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tuple[str, ...]) -> str:
@@ -447,13 +449,13 @@ def table(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]], new: tu
             "|---|---|---|---|---|---|---|",
         ]
         every = {group: errors(members, answers, measure) for group, members in groups.items()}
-        for group, found in every.items():
-            if found:
+        for group, results in every.items():
+            if results:
                 asked = sum(number(row, measure[-1]) is not None for row in groups[group])
-                lines.append(summary(f"**{group} sources, of {asked} measured**", found))
-        for group, found in every.items():
-            for source in sorted({e.source for e in found}):
-                lines.append(summary(f"{source}, {group}", [e for e in found if e.source == source]))
+                lines.append(summary(f"**{group} sources, of {asked} measured**", results))
+        for group, results in every.items():
+            for source in sorted({e.source for e in results}):
+                lines.append(summary(f"{source}, {group}", [e for e in results if e.source == source]))
         lines.append("")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What each trainer does that the settings of a run do not say: one entry per trainer, with the sources that were read.
+"""Defaults of each trainer that the settings of a run leave out: one entry per trainer, with the sources that were read.
 
 An entry holds only facts that change memory or speed. A fact is listed if five rows of the published table depend on it, or if fewer rows would be more
 than 20 % wrong without it; the comment beside it says so. `trainer_of` finds the entry of a row, by its repository or else by what it is like.
@@ -40,7 +40,7 @@ class Trainer:
     loss_rows: int | None = None
     """Tokens per chunk of head and loss together when it fine-tunes."""
     chunks_logits: bool = False
-    """Head and loss are chunked one after the other when it fine-tunes, so that all logits stand in half precision."""
+    """Head and loss are chunked one after the other when it fine-tunes, so all logits are in memory in half precision."""
     gathers_again: bool = False
     """Sequence parallelism gathers a block's input again in backward."""
     torch_ddp: bool = True
@@ -272,9 +272,9 @@ RAN: tuple[tuple[str, str, Trainer], ...] = (
 
 def trainer_of(row: Row) -> Trainer:
     """Returns the trainer that ran a row, else the one that trains with such settings."""
-    words = f"{row['notes']} {row['gpu']}"
+    text = f"{row['notes']} {row['gpu']}"
     for repository, word, trainer in RAN:
-        if row["source_repo"] == repository and word in words:
+        if row["source_repo"] == repository and word in text:
             return trainer
     sharded = (row["dp_shard"] or "1") not in ("1", "1.0")
     if row["method"] != "pretrain":

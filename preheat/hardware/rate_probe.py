@@ -92,12 +92,12 @@ def probe_rates(known: Rates, threads: int) -> Present | None:
     shapes = _suitable(known)
     if not shapes:
         return None
-    found: list[Present] = []
+    results: list[Present] = []
     # In a thread of its own: OpenMP's threads end with it, and the search may fork this process afterwards.
-    probing = Thread(target=lambda: found.append(_probe(shapes, threads)))
+    probing = Thread(target=lambda: results.append(_probe(shapes, threads)))
     probing.start()
     probing.join()
-    return found[0]
+    return results[0]
 
 
 def _suitable(known: Rates) -> list[MatrixRate]:

@@ -111,13 +111,13 @@ def tensors(values: object) -> list[Tensor]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         return []
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     for value in values:
         if type(value) is FakeTensor:
-            found.append(value)
+            leaves.append(value)
         elif type(value) not in _PLAIN:
-            found += tensors(value)
-    return found
+            leaves += tensors(value)
+    return leaves
 
 
 def run(
