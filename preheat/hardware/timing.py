@@ -47,11 +47,9 @@ class Stopwatch:
 
     def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
         """Returns the seconds of one call: the median of a few samples, which is closer to a run than the minimum."""
-        # The warm-up. A call of more than a second is not repeated; its warm-up is a small part of it.
-        first = self._once(call)
-        if first > 1:
-            return first
-        second = self._once(call)
+        # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass or
+        # optimizer step, which takes seconds after an installation.
+        first, second = self._once(call), self._once(call)
         # Two long calls are enough: the noise of a scheduler is small compared with them.
         if second > 0.03:
             return min(first, second)
