@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -94,8 +95,9 @@ class Live(Alarms):
         )
         self._task: Any = None
         self._drawn = 0.0
-        # Of the last 20 steps: their mean follows a change of pace, without the noise of one step.
-        self._seconds: list[float] = []
+        # Seconds, tokens and MFU of the last 20 steps: a mean follows a change of pace, without the noise of one step.
+        self._recent = deque[tuple[float, float, float]](maxlen=20)
+        self._warm = False
         self._validation = ""
 
     def __enter__(self) -> Live:
@@ -126,22 +128,33 @@ class Live(Alarms):
             self.screen.print(picture(plan, self.name))
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
-        self._seconds = [*self._seconds[-19:], metrics["seconds"]]
-        # Redrawing at every step would take longer than a short step.
-        if time.monotonic() - self._drawn < 0.25 and metrics["step"] != total:
+        # The first step of a process takes several times as long as any other, so that it says nothing about them.
+        if self._warm:
+            self._recent.append((metrics["seconds"], metrics["tokens_per_second"], metrics["mfu"]))
+        self._warm = True
+        # On a screen, redrawing at every step would take longer than a short step. A log gets the first and the last step,
+        # every fiftieth, and one a minute.
+        step, since = metrics["step"], time.monotonic() - self._drawn
+        due = since >= 0.25 if self.screen.is_terminal else step == 1 or step % 50 == 0 or since >= 60
+        if not due and step != total:
             return
-        self._drawn = time.monotonic()
-        left = (total - metrics["step"]) * sum(self._seconds) / len(self._seconds) if total else None
+        self._drawn += since
+        speed, left = "warming up", None
+        if self._recent:
+            seconds = sum(recent[0] for recent in self._recent)
+            tokens, mfu = (sum(recent[0] * recent[value] for recent in self._recent) / seconds for value in (1, 2))
+            speed = f"{rate(tokens)} tok/s  MFU {mfu:.0%}"
+            left = (total - step) * seconds / len(self._recent) if total else None
         line = (
-            f"step {metrics['step']:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
-            f"{rate(metrics['tokens_per_second'])} tok/s  MFU {metrics['mfu']:.0%}  {memory(metrics['memory'] / 2**30)}"
+            f"step {step:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
+            f"{speed}  {memory(metrics['memory'] / 2**30)}"
             + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
             + (f"  {duration(left)} left" if left is not None else "")
         )
-        self._bar.update(self._task, completed=metrics["step"], total=total, words=line)
-        self._bar.refresh()
-        # In a log: the first and the last step, and every fiftieth.
-        if not self.screen.is_terminal and (metrics["step"] in (1, total) or metrics["step"] % 50 == 0):
+        if self.screen.is_terminal:
+            self._bar.update(self._task, completed=step, total=total, words=line)
+            self._bar.refresh()
+        else:
             self.screen.print(line, soft_wrap=True)
 
     def evaluated(self, step: int, loss: float, scores: Mapping[str, float] | None = None) -> None:

@@ -833,6 +833,18 @@ def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: 
     assert Stopwatch(cuda=False)(call) == pytest.approx(9e-6)
 
 
+def test_a_slow_first_call_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the first backward pass after an installation, while Python compiles what torch imports for it.
+    wall, calls = 0.0, iter([2.0])
+
+    def call() -> None:
+        nonlocal wall
+        wall += next(calls, 0.05)
+
+    monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
+    assert Stopwatch(cuda=False)(call) == pytest.approx(0.05)
+
+
 def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     large, small = (grid_of(Device("cuda", "a GPU", memory << 30)) for memory in (80, 12))
     assert (4096, 14336) in large.layers
