@@ -41,8 +41,10 @@ ALL = [
     *FAMILIES,
     "qwen2_5_vl",
     "gemma3",
+    "gemma4",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5", "mistral3", "smolvlm")),
 ]
+LENGTH = {"gemma4": 160}  # an image is scaled up to 60 or 70 tokens
 MORE = [pytest.param(name, marks=pytest.mark.slow) if name.endswith(("moe", "n2_vl")) else name for name in QWEN]
 
 
@@ -94,6 +96,11 @@ def expanded_by_transformers(config: Any, seen: Any) -> str:
             patch.setattr("transformers.processing_utils.ProcessorMixin.__init__", lambda *_, **__: None)
             Gemma3Processor.__init__(processor, None, tokenizer, image_seq_length=config.mm_tokens_per_image)
         return str(processor.replace_image_token(seen, 0))
+    if config.model_type == "gemma4":
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+        marks = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+        return str(Gemma4Processor.replace_image_token(SimpleNamespace(**marks), seen, 0))  # type: ignore[arg-type]
     if config.model_type == "mistral3":
         # PixtralProcessor cannot be imported without torchvision: its replace_image_token, in one line.
         height, width = (int(side) // (2 * config.vision_config.patch_size) for side in seen["image_sizes"][0])
@@ -121,6 +128,7 @@ def squares_by_transformers(folder: Path, rows: list[dict[str, Any]], images: Pa
     model.train()
     name, cls, mark, begin = {
         "gemma3": ("gemma3", "Gemma3", "<start_of_image>", "model\n"),
+        "gemma4": ("gemma4", "Gemma4", "<|image|>", "model\n"),
         "mistral3": ("pixtral", "Pixtral", "[IMG]", "[/INST]"),
         "smolvlm": ("smolvlm", "SmolVLM", "<image>", "Assistant:"),
     }[model.config.model_type]
@@ -150,9 +158,10 @@ def squares_by_transformers(folder: Path, rows: list[dict[str, Any]], images: Pa
         prompt = len(tokenizer(text[: text.rindex(begin) + len(begin)], add_special_tokens=False)["input_ids"])
         labels = ids.clone()
         labels[:, :prompt] = -100
-        kinds = {"token_type_ids": (ids == model.config.image_token_id).int()} if name == "gemma3" else {}
+        kind = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}.get(name)
+        kinds = {kind: (ids == model.config.image_token_id).int()} if kind else {}
         # Every image by itself, and their features at once: batches of several sizes would be padded.
-        names = ("pixel_values", "image_sizes", "pixel_attention_mask")
+        names = ("pixel_values", "image_sizes", "pixel_attention_mask", "image_position_ids")
         given = [{key: value for key, value in each.items() if key in names} for each in seen]
         features = [model.base_model.get_image_features(**each, return_dict=True).pooler_output for each in given]
         whole = torch.cat([part.flatten(0, -2) for each in features for part in each])
@@ -250,7 +259,7 @@ def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
 ) -> None:
     rows, source = questions_of_two_images(tmp_path)
     loss, wanted = squares_by_transformers(folders[family], rows, tmp_path)
-    for length in (120, 240):
+    for length in (256, 512) if family == "gemma4" else (120, 240):
         recipe = recipe_of(folders[family], source, length=length)
         found, grads = taken(made(recipe), batches_of(recipe))
         assert found == pytest.approx(loss, abs=2e-6)
@@ -282,7 +291,7 @@ def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl", *SQUARES])
 def test_no_step_waits_for_the_device(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)))
+    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)), length=LENGTH.get(family, 64))
     assert waits_of(made(recipe), batches_of(recipe)[:2]) == []
 
 
@@ -329,11 +338,11 @@ TECHNIQUES = (
 
 
 @pytest.mark.parametrize(
-    "family", [*MORE, "gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "smolvlm"))]
+    "family", [*MORE, "gemma3", "gemma4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "smolvlm"))]
 )
 def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
-    plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
+    plain, changed = (recipe_of(folders[family], source, t, LENGTH.get(family, 64)) for t in ("{}", TECHNIQUES))
     batches = batches_of(plain)
     loss, wanted = taken(made(plain), batches)
     found, grads = taken(made(changed), batches)
@@ -542,7 +551,9 @@ GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
 @pytest.mark.parametrize("family", ALL)
 def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     # Gemma 3 makes one square of an image, SmolVLM here four and a fifth of all of it.
-    length, pixels = {"gemma3": (48, 16 * 16), "smolvlm": (80, 5 * 16 * 16)}.get(family, (48, 32 * 32))
+    length, pixels = {"gemma3": (48, 16 * 16), "gemma4": (128, 64 * 64), "smolvlm": (80, 5 * 16 * 16)}.get(
+        family, (48, 32 * 32)
+    )
     rows = questions(tmp_path)
     for row in rows:
         draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
