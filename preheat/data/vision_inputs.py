@@ -186,7 +186,9 @@ class ImageProcessor:
             >>> ImageProcessor.planned(vision, settings, 1024 * 1024) // 512**2  # four squares, and the whole once more
             5
         """
-        rows, columns = cls(vision, _limited(vision, processor, pixels), ())._grid(math.isqrt(pixels), math.isqrt(pixels))
+        rows, columns = cls(vision, _limited(vision, processor, pixels), ())._grid(
+            math.isqrt(pixels), math.isqrt(pixels)
+        )
         return rows * columns * vision.patch**2
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
@@ -206,7 +208,9 @@ class ImageProcessor:
             from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
             image = np.empty((1, height, width), np.bool_)  # of which the shape is read
-            height, width = get_resize_output_image_size(image, settings["size"]["longest_edge"], side, "channels_first")
+            height, width = get_resize_output_image_size(
+                image, settings["size"]["longest_edge"], side, "channels_first"
+            )
         elif vision.layout == "gemma4":
             from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 

@@ -255,8 +255,7 @@ def _attention(
     blocks, mask = mask.blocks, replace(mask, blocks=None)
     # Of Gemma 4 the tokens of an image see each other in layers with a window alone.
     if blocks is not None and sliding_window is None:
-        config: Any = module.config
-        blocks = None if getattr(config, "use_bidirectional_attention", None) == "vision" else blocks
+        blocks = None if getattr(module.config, "use_bidirectional_attention", None) == "vision" else blocks
     if s_aux is not None:
         out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
     else:

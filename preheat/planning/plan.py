@@ -133,10 +133,10 @@ def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
 
-def _unused_experts(request: Request, observation: Observation) -> int:
-    """Returns the weights of the experts that a token is not sent to."""
+def active_parameters(request: Request, observation: Observation) -> int:
+    """Returns the weights that compute for a token: all but those of the experts that it is not sent to."""
     count, chosen, _ = moe.sizes_of(request.config.get_text_config())
-    return round(observation.experts * (1 - chosen / count)) if count else 0
+    return observation.parameters - (round(observation.experts * (1 - chosen / count)) if count else 0)
 
 
 def describe(request: Request, observation: Observation) -> JsonObject:
@@ -198,7 +198,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "tokens_per_step": observation.tokens,
         "parameters": {
             "total": observation.parameters,
-            "active": observation.parameters - _unused_experts(request, observation),
+            "active": active_parameters(request, observation),
             "trained": observation.trained,
         },
         "steps": steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from preheat.core import Batch, Build, Device, MaskSpec
 from preheat.data.loader import collate
-from preheat.data.vision_inputs import mrope_positions
+from preheat.data.tokenizer import load_tokenizer
+from preheat.data.vision_inputs import ImageProcessor, mrope_positions
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
@@ -30,6 +32,7 @@ from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
 from preheat.training.image_counts import with_images
+from preheat.training.plan_request import request_of
 from preheat.training.session import data_of
 
 from ...conftest import DEVICE, difference
@@ -263,7 +266,35 @@ def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
         recipe = recipe_of(folders[family], source, length=length)
         found, grads = taken(made(recipe), batches_of(recipe))
         assert found == pytest.approx(loss, abs=2e-6)
-        assert difference(without_key_biases(grads), without_key_biases(wanted)) < 2e-5
+        # Gemma 4 does not scale the scores of its tower, which amplifies rounding; below it is compared in fp64.
+        bound = 5e-5 if family == "gemma4" else 2e-5
+        assert difference(without_key_biases(grads), without_key_biases(wanted)) < bound
+
+
+@pytest.mark.parametrize("sees", ["vision", None])
+def test_gemma4_is_that_of_transformers_in_fp64(
+    sees: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, softmax = tiny_folder(tmp_path / "gemma4", "gemma4"), torch.softmax
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = sees
+    (folder / "config.json").write_text(json.dumps(config))
+    # Both compute some of it in fp32 whatever the model's dtype.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for module in (torch, torch.nn.functional):
+        monkeypatch.setattr(module, "softmax", lambda x, dim=None, **_: softmax(x, dim=dim))
+    loaded = AutoModelForImageTextToText.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForImageTextToText, "from_pretrained", lambda *args, **kwargs: loaded(*args, **kwargs).double()
+    )
+    rows, source = questions_of_two_images(tmp_path)
+    loss, wanted = squares_by_transformers(folder, rows, tmp_path)
+    recipe = recipe_of(folder, source, length=512)
+    b = made(recipe)
+    b.parts["trained"][0].double()
+    found, grads = taken(b, batches_of(recipe))
+    assert found == pytest.approx(loss, abs=1e-12)
+    assert difference(grads, wanted) < 1e-10
 
 
 def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
@@ -571,6 +602,25 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
     assert seen.model_flops == pytest.approx(counter.get_total_flops(), **near)
     without = replace(counted, data=replace(counted.data, images=0.0))
     assert observe(Request(without, DEVICE)).model_flops < 0.95 * seen.model_flops
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", *SQUARES])
+def test_a_plan_without_data_assumes_what_the_processor_makes_of_an_image(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    vision = vision_of(AutoConfig.from_pretrained(folders[family]))
+    assert vision is not None
+    settings, tokenizer = processor_of(vision, str(folders[family])), load_tokenizer(str(folders[family]))
+    for side in (32, 45, 64, 101):
+        draw(tmp_path, "square.png", (9, 9, 9), (side, side))
+        seen, _ = ImageProcessor.of(vision, settings, side * side, tokenizer).look(tmp_path / "square.png")
+        planned = ImageProcessor.planned(vision, settings, side * side)
+        assert planned == seen.patches * vision.patch**2
+        assert math.prod(vision.grid(planned)) == seen.patches
+    recipe = recipe_of(folders[family], tmp_path, more="image_pixels: 10201")
+    request = request_of(recipe, "RTX-4090")
+    assert request.observed.data.image_pixels == planned
+    assert request.recipe == recipe
 
 
 def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
