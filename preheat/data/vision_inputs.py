@@ -65,8 +65,8 @@ class ImageProcessor:
         vision: the model's vision settings.
         processor: settings of transformers' image processor of that layout, including the maximum size of an image.
         marks: texts of the image token and of the layout's further tokens: those at the start and end of an image
-            (Qwen-VL, Gemma 3 and 4), at the end of a line and of an image (Pixtral), around a square and before the whole
-            image (SmolVLM).
+            (Qwen-VL, Gemma 3 and 4), at the end of a line and of an image (Pixtral), around a square and before the
+            whole image (SmolVLM).
     """
 
     vision: Vision

@@ -30,9 +30,11 @@ __all__ = [
     "copy_processor",
     "drawn_image",
     "embedded",
+    "is_clipped",
     "replace_deepstack",
     "processor_of",
     "reading",
+    "set_attention",
     "tower",
     "tower_blocks",
     "unread_parts",
@@ -276,6 +278,14 @@ def unread_parts(model: PreTrainedModel) -> list[nn.Module]:
     return [module for name, module in model.base_model.named_children() if "audio" in name]
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Sets transformers' attention of a model in place; parts that read sound keep their own, which has one form."""
+    if unread_parts(model):
+        model.set_attn_implementation({"": name, "text_config": name, "vision_config": name})
+    else:
+        model.set_attn_implementation(name)
+
+
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the vision tower, in order; [] without one."""
     from torch import nn
@@ -293,9 +303,17 @@ def without_adapters(model: PreTrainedModel, *, tower: bool) -> str | None:
         tower: those that only images go through are among them.
     """
     parts = {id(part) for part in (*unread_parts(model), *(vision_part(model)[0].values() if tower else ()))}
-    if not parts:
-        return None
-    return "|".join(re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts)
+    named = [re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts]
+    # Around a linear layer, which has the adapter in its place.
+    named += [re.escape(name) for name, module in model.named_modules() if is_clipped(module)]
+    return "|".join(named) or None
+
+
+def is_clipped(module: nn.Module) -> bool:
+    """True for a module around a linear layer of which it bounds inputs and outputs (Gemma 4's tower)."""
+    from torch import nn
+
+    return [name for name, _ in module.named_children()] == ["linear"] and isinstance(module.linear, nn.Linear)
 
 
 def replace_deepstack(model: PreTrainedModel) -> None:

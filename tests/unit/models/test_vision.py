@@ -428,6 +428,29 @@ def test_what_of_the_tower_is_trained(
     assert grads.keys() == {name for name, _ in b.parameters()}
 
 
+@pytest.mark.parametrize(
+    ("techniques", "trained"),
+    [
+        ("{}", {"language_model", "vision_tower", "embed_vision"}),
+        ("{vision_tower: {train: projectors}}", {"language_model", "embed_vision"}),
+        ("{lora: {rank: 2}}", {"language_model", "vision_tower", "embed_vision"}),
+        ("{lora: {rank: 2, target_modules: [q_proj]}}", {"language_model", "vision_tower"}),
+        ("{lora: {rank: 2}, vision_tower: {}}", {"language_model"}),
+        ("{peft_adapter: {method: loha, settings: {r: 2}}}", {"language_model", "vision_tower", "embed_vision"}),
+    ],
+)
+def test_the_part_that_reads_sound_is_not_trained(
+    techniques: str, trained: set[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = recipe_of(folders["gemma4"], written(tmp_path, questions(tmp_path)), techniques, length=160)
+    b = made(recipe)
+    assert {
+        re.sub(r".*?model\.(?=[a-z])", "", name, count=1).partition(".")[0] for name, _ in b.parameters()
+    } == trained
+    _, grads = taken(b, batches_of(recipe)[:1])
+    assert grads.keys() == {name for name, _ in b.parameters()}
+
+
 USER = {"role": "user", "content": "<image>What?"}
 ANSWER = {"role": "assistant", "content": "This."}
 
