@@ -120,7 +120,7 @@ PLAN_KEYS = {
         "FLOP/s of fp32 matmuls, if the recipe computes in bf16 and this device is slower in it; None otherwise"
     ),
     "flops_per_step": "counted by the dry run",
-    "parameters": "{total, trained}",
+    "parameters": "{total, active, trained}; active: all but those of the experts that a token is not sent to",
     "steps": "steps of the run",
     "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
     "seconds_total": "predicted time to finish",
@@ -531,7 +531,7 @@ _FILES: dict[str, dict[str, _Check]] = {
         "memory": _none_or(_map(_real)),
         "phases": _none_or(_map(_real)),
         "overhead": _none_or(_map(_real)),
-        "parameters": _none_or(_may_have(total=_real, trained=_real)),
+        "parameters": _none_or(_may_have(total=_real, active=_real, trained=_real)),
         **dict.fromkeys(
             ("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real
         ),

@@ -35,10 +35,11 @@ from preheat.core.technique import (
     Technique,
 )
 from preheat.core.trials import Trials
-from preheat.core.vision import ImageLayout, Images, Vision
+from preheat.core.vision import IMAGE_BUDGETS, ImageLayout, Images, Vision
 
 __all__ = [
     "DATA",
+    "IMAGE_BUDGETS",
     "STEP",
     "Axis",
     "Batch",

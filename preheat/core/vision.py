@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ImageLayout", "Images", "Vision"]
+__all__ = ["IMAGE_BUDGETS", "ImageLayout", "Images", "Vision"]
 
-ImageLayout = Literal["qwen2_vl", "gemma3", "pixtral", "smolvlm"]
+ImageLayout = Literal["qwen2_vl", "gemma3", "gemma4", "pixtral", "smolvlm"]
 """The families of transformers' image processors, which decide an image's size, its tiles and its tokens."""
+
+IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
+"""The numbers of tokens that Gemma 4's processor in transformers can scale an image to."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,26 @@ class Vision:
         return self.layout == "qwen2_vl"
 
     def grid(self, pixels: int) -> tuple[int, int]:
-        """Returns the rows and columns of patches of a square image of at most `pixels` pixels.
+        """Returns the rows and columns of patches of an image of `pixels` pixels, as the processor hands it over.
+
+        It is as near to a square as its number of tokens allows; with windows, whose number depends on the shape, it
+        is the largest square.
 
         Example:
             >>> Vision(2, 16, 2, 3, 2, 48, 3, 0, 1, 2).grid(1024 * 1024)
             (64, 64)
+            >>> Vision(2, 16, 1, 3, 3, 0, 0, 0, 1, 2, layout="gemma4").grid(10 * 48 * 48)
+            (6, 15)
         """
         if self.tile:
             squares = -(-pixels // (self.tile * self.patch) ** 2) if self.layout == "smolvlm" else 1
             return squares * self.tile, self.tile
-        side = max(int(pixels**0.5) // (self.patch * self.merge), 1) * self.merge
-        return side, side
+        tokens = max(pixels // (self.patch * self.merge) ** 2, 1)
+        rows = columns = math.isqrt(tokens)
+        if not self.window:
+            rows = next(n for n in range(rows, 0, -1) if tokens % n == 0)
+            columns = tokens // rows
+        return rows * self.merge, columns * self.merge
 
     @property
     def blank(self) -> tuple[int, int]:
@@ -103,8 +116,8 @@ class Images:
     the device.
 
     Attributes:
-        patches: [patches, values of a patch] fp32; of layouts other than `qwen2_vl` the pixels of each image,
-            [channels, height, width], in rows of that many values.
+        patches: [patches, values of a patch] fp32; of layouts other than `qwen2_vl` and `gemma4` the pixels of each
+            image, [channels, height, width], in rows of that many values.
         inputs: further inputs of the tower, by transformers' names: `position_ids` [patches, 2] int64, each patch's row
             and column in its image; with learned positions `interp_indices` and `interp_weights` [patches, 4], the
             learned positions around a patch (int64) and their weights (fp32); with windows `window_index` [tokens]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from preheat.core import Images, Vision
+from preheat.core import IMAGE_BUDGETS, Images, Vision
 from preheat.data.chat.messages import PLACE, Message, Unreadable
 from preheat.data.rows.file_readers import kind_of
 from preheat.errors import DataError
@@ -64,8 +65,8 @@ class ImageProcessor:
         vision: the model's vision settings.
         processor: settings of transformers' image processor of that layout, including the maximum size of an image.
         marks: texts of the image token and of the layout's further tokens: those at the start and end of an image
-            (Qwen-VL, Gemma 3), at the end of a line and of an image (Pixtral), around a square and before the whole
-            image (SmolVLM).
+            (Qwen-VL, Gemma 3 and 4), at the end of a line and of an image (Pixtral), around a square and before the
+            whole image (SmolVLM).
     """
 
     vision: Vision
@@ -99,15 +100,7 @@ class ImageProcessor:
                     "tokenizer"
                 )
             marks = (*marks, *more)
-        if vision.layout != "qwen2_vl":
-            return cls(vision, _limited(vision, processor, pixels), marks)  # type: ignore[arg-type]
-        # The pixels of one token: `merge` x `merge` patches become one.
-        least = (vision.patch * vision.merge) ** 2
-        # In the settings of Qwen2-VL's processor both "edges" are numbers of pixels.
-        size = dict(processor["size"])
-        size["longest_edge"] = max(min(size["longest_edge"], pixels), least)
-        size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
-        return cls(vision, {**processor, "size": size}, marks)  # type: ignore[arg-type]
+        return cls(vision, _limited(vision, processor, pixels), marks)  # type: ignore[arg-type]
 
     def key(self) -> str:
         """Returns everything that decides the number of tokens of an image, as a cache key."""
@@ -134,7 +127,14 @@ class ImageProcessor:
         image = _decoded(path)
         if self.vision.layout != "qwen2_vl":
             return self._processed(image, path)[:2]
-        picture = ImageRef(str(path), *self._grid(image.height, image.width, path))
+        try:
+            picture = ImageRef(str(path), *self._grid(image.height, image.width))
+        except ValueError:
+            raise Unreadable(
+                "images",
+                f"image {path} has {image.width} x {image.height} pixels, and the model's processor takes no side 200 "
+                "times the other",
+            ) from None
         piece, start, end = self.marks
         return picture, f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
 
@@ -152,6 +152,14 @@ class ImageProcessor:
                 f"({str(error).splitlines()[0][:120]})",
             ) from None
         pixels = np.asarray(features["pixel_values"], dtype=np.float32)
+        if vision.layout == "gemma4":
+            # Position -1 is padding. The patches of a token become neighbours.
+            wide, high = (int(last) + 1 for last in features["image_position_ids"][0].max(axis=0))
+            blocks = (high // vision.merge, vision.merge, wide // vision.merge, vision.merge, vision.values)
+            patches = pixels[0, : high * wide].reshape(blocks).swapaxes(1, 2).reshape(-1, vision.values)
+            piece, start, end = self.marks
+            tokens = piece * (high * wide // vision.merge**2)
+            return ImageRef(str(path), high, wide), f"{start}{tokens}{end}", patches
         high, wide = pixels.shape[-2] // vision.patch, pixels.shape[-1] // vision.patch
         squares = pixels.size // (vision.values * high * wide)
         picture = ImageRef(str(path), squares * high, wide)
@@ -168,20 +176,53 @@ class ImageProcessor:
             text = get_image_prompt_string(down, across, (vision.tile // vision.merge) ** 2, first, piece, second)
         return picture, text, pixels.reshape(-1, vision.values)
 
-    def _grid(self, height: int, width: int, path: Path) -> tuple[int, int]:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    @classmethod
+    def planned(cls, vision: Vision, processor: JsonObject, pixels: int) -> int:
+        """Returns the pixels of all that the processor makes of a square image of `pixels` pixels.
 
-        size, side = self.processor["size"], self.vision.patch * self.vision.merge
-        try:
+        Example:
+            >>> vision = Vision(2, 16, 1, 3, 2, 0, 0, 0, 1, 2, layout="smolvlm", tile=32)
+            >>> settings = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+            >>> ImageProcessor.planned(vision, settings, 1024 * 1024) // 512**2  # four squares, and the whole once more
+            5
+        """
+        rows, columns = cls(vision, _limited(vision, processor, pixels), ())._grid(
+            math.isqrt(pixels), math.isqrt(pixels)
+        )
+        return rows * columns * vision.patch**2
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Returns rows and columns of patches of an image of this size, by transformers' own arithmetic.
+
+        Raises:
+            ValueError: the processor does not take such an image.
+        """
+        vision, settings = self.vision, self.processor
+        side = vision.patch * vision.merge
+        if vision.layout == "gemma3":
+            return vision.tile, vision.tile
+        if vision.layout == "smolvlm":
+            squares, _, _ = self._processor.get_number_of_image_patches(height, width)
+            return max(squares, 1) * vision.tile, vision.tile
+        if vision.layout == "pixtral":
+            from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+            image = np.empty((1, height, width), np.bool_)  # of which the shape is read
+            height, width = get_resize_output_image_size(
+                image, settings["size"]["longest_edge"], side, "channels_first"
+            )
+        elif vision.layout == "gemma4":
+            from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+            budget = settings["max_soft_tokens"] * vision.merge**2
+            height, width = get_aspect_ratio_preserving_size(height, width, vision.patch, budget, vision.merge)
+        else:
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+            size = settings["size"]
             height, width = smart_resize(height, width, side, size["shortest_edge"], size["longest_edge"])
-        except ValueError:
-            raise Unreadable(
-                "images",
-                f"image {path} has {width} x {height} pixels, and the model's processor takes no side 200 "
-                "times the other",
-            ) from None
-        # In patches, a multiple of `merge` on both axes: smart_resize rounds to `side`.
-        return height // self.vision.patch, width // self.vision.patch
+        # In patches, a multiple of `merge` on both axes: each of them rounds to `side`.
+        return height // vision.patch, width // vision.patch
 
     def patches(self, picture: ImageRef) -> np.ndarray:
         """Returns [patches, values per patch] in fp32 from transformers' processor.
@@ -211,6 +252,7 @@ class ImageProcessor:
         module, name = {
             "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
             "gemma3": ("gemma3", "Gemma3"),
+            "gemma4": ("gemma4", "Gemma4"),
             "pixtral": ("pixtral", "Pixtral"),
             "smolvlm": ("smolvlm", "SmolVLM"),
         }[self.vision.layout]
@@ -226,6 +268,17 @@ def _limited(vision: Vision, processor: JsonObject, pixels: int) -> JsonObject:
     """Returns the settings of an image processor that scales images down to a square of at most `pixels`."""
     if vision.layout == "gemma3":  # all images have one size
         return processor
+    if vision.layout == "gemma4":  # scales all images up or down to about one number of tokens
+        most = min(processor["max_soft_tokens"], pixels // (vision.patch * vision.merge) ** 2)
+        return {**processor, "max_soft_tokens": max(n for n in IMAGE_BUDGETS if n <= max(most, IMAGE_BUDGETS[0]))}
+    if vision.layout == "qwen2_vl":
+        # The pixels of one token: `merge` x `merge` patches become one.
+        least = (vision.patch * vision.merge) ** 2
+        # In the settings of Qwen2-VL's processor both "edges" are numbers of pixels.
+        size = dict(processor["size"])
+        size["longest_edge"] = max(min(size["longest_edge"], pixels), least)
+        size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
+        return {**processor, "size": size}
     least = vision.patch * (vision.tile or vision.merge)
     size = {**processor["size"]}
     size["longest_edge"] = max(min(size["longest_edge"], int(pixels**0.5)), least)
@@ -454,8 +507,10 @@ def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) 
     if vision.tile:
         return Images(torch.from_numpy(patches), {}, positions, sizes)
     grids = torch.tensor([(1, *size) for size in sizes])
-    # Patches that become one token are neighbours for Qwen-VL; elsewhere patches go line by line.
-    inputs = {"position_ids": vision_utils.get_vision_position_ids(grids, vision.merge if vision.mrope else 1)}
+    # Patches that become one token are neighbours for Qwen-VL and Gemma 4; those of Pixtral go line by line.
+    inputs = {
+        "position_ids": vision_utils.get_vision_position_ids(grids, 1 if vision.layout == "pixtral" else vision.merge)
+    }
     if vision.side:
         inputs["interp_indices"], inputs["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
             grids, num_grid_per_side=vision.side, mode="bilinear", align_corners=True, spatial_merge_size=vision.merge

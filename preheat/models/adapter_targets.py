@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import SettingError
 from preheat.models.moe import experts_of, routers
 from preheat.models.token_mixers import attentions_of, recurrent_mixers
-from preheat.models.vision import tower
+from preheat.models.vision import is_clipped, tower
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def resolve(model: nn.Module, targets: str | Sequence[str]) -> tuple[str | tuple
     if isinstance(targets, str) and targets != ALL and targets not in KINDS:
         return targets, False
     named = (targets,) if isinstance(targets, str) else tuple(targets)
+    clipped = [f".{name}" for name, module in model.named_modules() if is_clipped(module)]
+    named += tuple(f"{target}.linear" for target in named if any(name.endswith(f".{target}") for name in clipped))
     if ALL not in named and not set(KINDS) & {*named}:
         return named, False
     kinds = _kinds(model, _linear(model))

@@ -253,6 +253,9 @@ def _attention(
         value = torch.nn.functional.pad(value, (0, lacks))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     blocks, mask = mask.blocks, replace(mask, blocks=None)
+    # Of Gemma 4 the tokens of an image see each other in layers with a window alone.
+    if blocks is not None and sliding_window is None:
+        blocks = None if getattr(module.config, "use_bidirectional_attention", None) == "vision" else blocks
     if s_aux is not None:
         out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
     else:
@@ -365,6 +368,8 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     model.config.use_cache = False
     replace_rotary(model)
     vision.replace_deepstack(model)
+    for unread in vision.unread_parts(model):
+        unread.requires_grad_(False)
     if (cap := facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
     # Packed rows hold several documents, so every layer must be able to keep them apart.

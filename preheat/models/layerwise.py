@@ -14,6 +14,7 @@ from preheat.errors import RecipeError
 from preheat.models.generation.generate import patterned
 from preheat.models.hf import STANDALONE, anatomy, head
 from preheat.models.module_lookup import base_of
+from preheat.models.vision import set_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,14 +52,14 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     plain = "eager" if capped or not model._supports_sdpa else "sdpa"
     # preheat's slot-based attention needs a mask that only a build's forward hands to the layers.
-    model.set_attn_implementation(STANDALONE if patterned(model) else plain)
+    set_attention(model, STANDALONE if patterned(model) else plain)
     model.config.use_cache = False
     try:
         with torch.no_grad():
             yield
     finally:
         model.config.use_cache = cached
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)
         model.train(training)
 
 

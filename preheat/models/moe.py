@@ -29,6 +29,7 @@ __all__ = [
     "RouterRecorder",
     "biases",
     "coefficient",
+    "all_experts",
     "compute_by",
     "expert_layers",
     "have_experts",
@@ -157,6 +158,11 @@ def register() -> str:
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """Each layer's experts: modules of stacked weights whose function transformers' registry gives."""
     return [m for m in model.modules() if hasattr(m, "is_transposed") and "down_proj" in m._parameters]
+
+
+def all_experts(model: nn.Module) -> list[nn.Module]:
+    """Each layer's experts, in whatever form: stacked, as a list of modules, packed in 4 bits, with adapters."""
+    return [m for name, m in model.named_modules() if name.rpartition(".")[2] == "experts"]
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

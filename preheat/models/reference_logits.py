@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from preheat.models.moe import experts_of
+from preheat.models.vision import set_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     # Eager attention is plain matmuls and a softmax, which is what other implementations are compared with.
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     grouped = experts_of(model) and model.config.get_text_config()._experts_implementation == "grouped_mm"
     if grouped:  # torch has no grouped_mm in fp64
         model.set_experts_implementation("eager")
@@ -43,7 +44,7 @@ def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tens
             # fp64 models are references for rounding, so their logits keep their precision.
             return logits if logits.dtype == torch.float64 else logits.float()
     finally:
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)
         if grouped:
             model.set_experts_implementation("grouped_mm")
         model.train(training)

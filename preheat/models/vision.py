@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preheat.core import ImageLayout, Images, MaskSpec, Vision
+from preheat.core import IMAGE_BUDGETS, ImageLayout, Images, MaskSpec, Vision
 from preheat.errors import RecipeError
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,20 +30,24 @@ __all__ = [
     "copy_processor",
     "drawn_image",
     "embedded",
+    "is_clipped",
     "replace_deepstack",
     "processor_of",
     "reading",
+    "set_attention",
     "tower",
     "tower_blocks",
-    "tower_modules",
+    "unread_parts",
     "vision_of",
     "vision_part",
+    "without_adapters",
 ]
 
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose tower takes the patches of all images as one sequence."""
 _SQUARES: dict[str, tuple[ImageLayout, bool]] = {
     "gemma3": ("gemma3", True),
+    "gemma4": ("gemma4", False),
     "mistral3": ("pixtral", False),
     "smolvlm": ("smolvlm", True),
 }
@@ -73,6 +78,10 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
             window=getattr(c, "window_size", 0) // (c.patch_size * c.spatial_merge_size),
         )
     layout, fixed = _SQUARES[config.model_type]
+    if c is None:
+        raise RecipeError(
+            f"model: this {config.model_type} has no vision_config, so it has no vision part; set model.part: text"
+        )
     if (layer := getattr(config, "vision_feature_layer", -1)) != -1:
         raise RecipeError(
             f"model: {config.model_type} takes images' features from layers {layer} of its tower, and preheat trains "
@@ -80,13 +89,14 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
         )
     tile = c.image_size // c.patch_size if fixed else 0
     merge = getattr(config, "spatial_merge_size", None) or getattr(config, "scale_factor", None)
+    merge = merge or getattr(c, "pooling_kernel_size", None)
     if merge is None:  # Gemma 3 states the tokens that are left of a square
         merge = tile // int(config.mm_tokens_per_image**0.5)
     return Vision(
         blocks=c.num_hidden_layers,
         patch=c.patch_size,
         temporal=1,
-        channels=c.num_channels,
+        channels=getattr(c, "num_channels", 3),
         merge=merge,
         side=0,
         deep=0,
@@ -95,7 +105,8 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
         end=getattr(config, "eoi_token_id", None),
         layout=layout,
         tile=tile,
-        bidirectional=layout == "gemma3",
+        bidirectional=layout == "gemma3"
+        or getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision",
     )
 
 
@@ -114,6 +125,7 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
             "merge_size": vision.merge,
         },
         "gemma3": {"size": {"height": square, "width": square}, "do_pan_and_scan": False},
+        "gemma4": {"patch_size": vision.patch, "pooling_kernel_size": vision.merge},
         "smolvlm": {"max_image_size": {"longest_edge": square}},
         "pixtral": {},
     }
@@ -121,6 +133,8 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
     settings: JsonObject = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], **fixed}
     if vision.layout == "qwen2_vl":
         settings["size"] = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
+    elif vision.layout == "gemma4":  # its sizes follow from a number of tokens
+        settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "max_soft_tokens": 280}
     elif vision.layout != "gemma3":
         settings["size"] = {"longest_edge": 4 * square or 1540}
     file = _processor_file(folder)
@@ -145,7 +159,8 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
             "do_image_splitting",
         )
         settings |= {key: value for key in known if (value := values.get(key)) is not None}
-        settings["size"] = {**settings["size"], **size}
+        if "size" in settings:
+            settings["size"] = {**settings["size"], **size}
         if settings.get("do_pan_and_scan"):
             raise RecipeError(
                 f"model.path: {file} has do_pan_and_scan true: crops of images are not supported; set it to false"
@@ -156,6 +171,11 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
                     f"model.path: {file} has {key} {settings[key]}, but config.json {wanted}; the folder's files do "
                     "not belong together"
                 )
+    if vision.layout == "gemma4" and settings["max_soft_tokens"] not in IMAGE_BUDGETS:
+        raise RecipeError(
+            f"model.path: {file} has max_soft_tokens {quoted(settings['max_soft_tokens'])}; its processor takes "
+            f"{', '.join(map(str, IMAGE_BUDGETS))}"
+        )
     if vision.layout == "pixtral":  # its processor sets that of the image processor too
         settings["patch_size"] = {"height": vision.patch * vision.merge, "width": vision.patch * vision.merge}
     return settings
@@ -211,6 +231,14 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
             "pixel_values": torch.randn(rows * columns, vision.values, generator=generator),
             "image_grid_thw": torch.tensor([[1, rows, columns]]),
         }
+    if vision.layout == "gemma4":
+        positions = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)  # column, row
+        return {
+            "input_ids": tokens,
+            "mm_token_type_ids": (tokens == vision.image).int(),
+            "pixel_values": torch.rand(1, rows * columns, vision.values, generator=generator),
+            "image_position_ids": positions[None],
+        }
     high, wide = rows * vision.patch, columns * vision.patch
     pixels = torch.randn(1, vision.channels, high, wide, generator=generator)
     row = {"input_ids": tokens, "pixel_values": pixels[None] if vision.layout == "smolvlm" else pixels}
@@ -238,9 +266,24 @@ def vision_part(model: PreTrainedModel) -> tuple[dict[str, nn.Module], tuple[str
     inner = {name: child for name, child in seeing.named_children() if name in PROJECTORS}
     if inner:
         return dict(seeing.named_children()), tuple(inner)
-    text = model.get_decoder()
-    beside = {n: m for n, m in model.base_model.named_children() if m is not seeing and m is not text}
+    others = (seeing, model.get_decoder(), *unread_parts(model))
+    beside = {n: m for n, m in model.base_model.named_children() if not any(m is other for other in others)}
     return {"tower": seeing, **beside}, tuple(beside)
+
+
+def unread_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a model with images that read sound, which no row has: they stay as they are."""
+    if model.config.model_type not in FAMILIES:
+        return []
+    return [module for name, module in model.base_model.named_children() if "audio" in name]
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Sets transformers' attention of a model in place; parts that read sound keep their own, which has one form."""
+    if unread_parts(model):
+        model.set_attn_implementation({"": name, "text_config": name, "vision_config": name})
+    else:
+        model.set_attn_implementation(name)
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -253,12 +296,24 @@ def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return next(list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == vision.blocks)
 
 
-def tower_modules(model: PreTrainedModel) -> str | None:
-    """A regular expression for the names of the modules that only images go through; None for text models."""
-    parts = {id(part) for part in vision_part(model)[0].values()}
-    if not parts:
-        return None
-    return "|".join(re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts)
+def without_adapters(model: PreTrainedModel, *, tower: bool) -> str | None:
+    """A regular expression for the names of the modules that get no adapters; None: there are none.
+
+    Args:
+        tower: those that only images go through are among them.
+    """
+    parts = {id(part) for part in (*unread_parts(model), *(vision_part(model)[0].values() if tower else ()))}
+    named = [re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts]
+    # Around a linear layer, which has the adapter in its place.
+    named += [re.escape(name) for name, module in model.named_modules() if is_clipped(module)]
+    return "|".join(named) or None
+
+
+def is_clipped(module: nn.Module) -> bool:
+    """True for a module around a linear layer of which it bounds inputs and outputs (Gemma 4's tower)."""
+    from torch import nn
+
+    return [name for name, _ in module.named_children()] == ["linear"] and isinstance(module.linear, nn.Linear)
 
 
 def replace_deepstack(model: PreTrainedModel) -> None:
@@ -292,11 +347,28 @@ def embedded(
     count = len(
         images.positions
     )  # features of a blank image come after these and are dropped: their gradients are zeros
+    more: dict[str, Any] = {}
+    text: Any = model.get_decoder()
+    if vision.layout == "gemma4":
+        tokens = _without_placeholders(model.config, tokens)
+    if getattr(text.config, "hidden_size_per_layer_input", 0):  # looked up here, where the tokens are known
+        more["per_layer_inputs"] = text.get_per_layer_inputs(tokens)
     embeddings = model.get_input_embeddings()(tokens)
     features = features[:count].to(embeddings.dtype)
     merged = embeddings.flatten(0, 1).index_copy(0, images.positions, features).view_as(embeddings)
     deep = [each[:count] for each in deep]
-    return merged, {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep} if deep else {}
+    if deep:
+        more |= {"visual_pos_masks": images.positions, "deepstack_visual_embeds": deep}
+    return merged, more
+
+
+def _without_placeholders(config: PretrainedConfig, tokens: Tensor) -> Tensor:
+    """The tokens with padding in place of images, videos and sounds, as Gemma 4 looks up its embeddings."""
+    import torch
+
+    for token in (config.image_token_id, config.video_token_id, config.audio_token_id):
+        tokens = torch.where(tokens == token, config.get_text_config().pad_token_id, tokens)
+    return tokens
 
 
 def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
@@ -362,24 +434,56 @@ def _of_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attentio
     ]
     patches = torch.cat(pieces).to(next(seeing.parameters()).dtype)
     hidden = seeing.ln_pre(seeing.patch_conv(patches).flatten(1)[None])
-
-    def apart(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-        each = zip(*(t.split(images.sizes, dim=2) for t in (q, k, v)), strict=True)
-        return torch.cat([attention(*image, mask, scale) for image in each], dim=2)
-
     hidden = seeing.transformer(
         hidden,
         attention_mask=None,
         position_embeddings=seeing.patch_positional_embedding(hidden, images.inputs["position_ids"]),
-        preheat_attention=apart,
+        preheat_attention=_apart(images, attention),
         preheat_mask=MaskSpec(causal=False),
     ).last_hidden_state
     pixels = [(rows * size, columns * size) for rows, columns in images.grids]
     return base.multi_modal_projector(hidden.squeeze(0), pixels)  # type: ignore[no-any-return]
 
 
+def _of_gemma4(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+    """One sequence of the patches of all images; those of a token are neighbours, so that they are pooled by a mean.
+
+    transformers' forward pads images to one size and pools by a matrix of patches and tokens.
+    """
+    base: Any = model.base_model
+    seeing = base.vision_tower
+    positions = images.inputs["position_ids"].flip(-1)[None]  # column, row
+    hidden = seeing.patch_embedder(images.patches[None], positions, positions.new_zeros(positions.shape[:2]).bool())
+    dtype = hidden.dtype
+    hidden = seeing.encoder(
+        inputs_embeds=hidden,
+        attention_mask=None,
+        pixel_position_ids=positions,
+        preheat_attention=_apart(images, attention),
+        preheat_mask=MaskSpec(causal=False),
+    ).last_hidden_state
+    # In fp32 as there: scaled features exceed fp16.
+    pooled = hidden[0].unflatten(0, (-1, vision.merge**2)).float().mean(1).to(dtype).float()
+    pooled = pooled * seeing.pooler.root_hidden_size
+    if seeing.config.standardize:
+        pooled = (pooled - seeing.std_bias.float()) * seeing.std_scale.float()
+    return base.embed_vision(inputs_embeds=pooled.to(dtype))  # type: ignore[no-any-return]
+
+
+def _apart(images: Images, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The attention of one sequence of patches in which each image attends to itself."""
+    import torch
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+        each = zip(*(t.split(images.sizes, dim=2) for t in (q, k, v)), strict=True)
+        return torch.cat([attention(*image, mask, scale) for image in each], dim=2)
+
+    return apart
+
+
 _FEATURES: dict[str, Callable[..., Tensor]] = {
     "gemma3": _of_gemma3,
+    "gemma4": _of_gemma4,
     "smolvlm": _of_smolvlm,
     "pixtral": _of_pixtral,
 }

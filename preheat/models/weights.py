@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
@@ -379,6 +380,7 @@ class WeightSource:
 
     def _read_one(self, names: Names, plain: str, target: Tensor) -> bool:
         """Copies a value from the folder into a tensor, or its local shard; returns False if the folder lacks it."""
+        from torch import nn
         from torch.distributed.tensor import DTensor
 
         # A technique assembles this parameter from other tensors (experts from a dense block).
@@ -388,7 +390,9 @@ class WeightSource:
             stored = names.find(plain)
             if stored is None:
                 return False
-            value, where = self._value(plain, stored), self._files[stored.keys[0]].name
+            # A buffer of one number may bound activations (Gemma 4's tower), and be infinite.
+            limit = target.ndim == 0 and not isinstance(target, nn.Parameter)
+            value, where = self._value(plain, stored, limit=limit), self._files[stored.keys[0]].name
         # Maps may change the shape (pooled heads, added tokens), so the comparison of shapes follows them.
         for pattern, change in self._maps:
             if pattern.search(plain):
@@ -418,11 +422,11 @@ class WeightSource:
                 places |= set(pair)
         return places
 
-    def _value(self, name: str, stored: Stored) -> Tensor:
+    def _value(self, name: str, stored: Stored, *, limit: bool = False) -> Tensor:
         """The value of a parameter, assembled from the tensors of the files."""
         assert self._names is not None
         try:
-            return self._names.value(name, stored, self._tensor)
+            return self._names.value(name, stored, functools.partial(self._tensor, limit=limit))
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
             if isinstance(error, RecipeError):
                 raise
@@ -468,10 +472,10 @@ class WeightSource:
             raise RecipeError(f"{self.knob}: {self.folder} has no {name}")
         return self._value(name, stored)
 
-    def _tensor(self, key: str) -> Tensor:
+    def _tensor(self, key: str, *, limit: bool = False) -> Tensor:
         file = self._files[key]
         with open_tensors(file, self.knob) as opened:
-            return finite(opened.get_tensor(key), key, file, self.knob)
+            return finite(opened.get_tensor(key), key, file, self.knob, limit=limit)
 
     def _poison(self, model: PreTrainedModel) -> None:
         """Fills buffers with a sentinel, so that uninitialized ones are detected instead of trained with."""

@@ -82,7 +82,7 @@ def size_of(recipe: Recipe) -> ModelSize:
         if m is not None
     }
     count, chosen, _ = moe.sizes_of(config.get_text_config())
-    experts = sum(p.numel() for m in moe.experts_of(model) for p in m.parameters())
+    experts = sum(p.numel() for m in moe.all_experts(model) for p in m.parameters())
     parameters = sum(p.numel() for p in model.parameters())
     return ModelSize(config, parameters, sum(ends.values()), experts, chosen / count if count else 1.0)
 

@@ -20,6 +20,7 @@ from preheat.core import DATA, STEP, Axis, Batch, Build, Phase, Shape, Slot, Tag
 from preheat.core.mesh import pretended
 from preheat.engine import builder
 from preheat.engine.step import gradients, update
+from preheat.models import moe
 from preheat.models.hf import anatomy
 from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.distributed.fully_shard import gathering, reducing
@@ -72,7 +73,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     # Constants that modules hold as real tensors (small tables, for example) may mix with fake ones.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Sizes are rounded as the target's allocator does: torch's CPU allocator aligns to 64 bytes, CUDA's to 512.
-    recipe, cpu = request.recipe, request.device.kind == "cpu"
+    recipe, cpu = request.observed, request.device.kind == "cpu"
     recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
     # The builder enters `dry` around its own work, so that parameters and optimizer states are recorded too.
     build = builder.build(
@@ -171,6 +172,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         model_flops=sum(flops.values()) - recorder.recomputed,
         parameters=sum(parameter_counts(part)[1] for part in build.trained),
         trained=sum(p.numel() for _, p in build.parameters()),
+        experts=sum(parameter_counts(m)[1] for part in build.trained for m in moe.all_experts(part)),
         tokens=shape.rows * shape.length,
         passing=passing,
         log=list(recorder.log),  # a copy: later garbage collection would append frees that are not part of the step

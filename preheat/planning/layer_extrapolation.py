@@ -177,6 +177,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         model_flops=on(one.model_flops, two.model_flops),
         parameters=on(one.parameters, two.parameters),
         trained=on(one.trained, two.trained),
+        experts=on(one.experts, two.experts),
         tokens=one.tokens,
         passing=on(one.passing, two.passing),
         slots=one.slots,

@@ -30,6 +30,7 @@ class Observation:
         flops: {dtype: FLOPs} of one optimizer step.
         model_flops: FLOPs of one optimizer step without the recomputation of activation checkpointing.
         parameters, trained: number of weights; a 4-bit weight counts as one weight, whatever its storage.
+        experts: those of `parameters` that belong to experts.
         tokens: tokens of one optimizer step.
         passing: peak in bytes of everything except parameters, gradients and optimizer states.
         log: every allocation and release, in order: (block, bytes allocated or -bytes freed, phase).
@@ -51,6 +52,7 @@ class Observation:
     parameters: int
     trained: int
     tokens: int
+    experts: int = 0
     passing: int = 0
     log: list[tuple[int, int, Phase]] = field(default_factory=list)
     slots: dict[str, str] = field(default_factory=dict)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
-_FORMAT = 5
+_FORMAT = 6
 # Sections of a recipe that no dry run depends on.
 _IRRELEVANT = (
     "name",
@@ -145,7 +145,7 @@ def _observe_all(calls: list[Task]) -> list[Observation]:
 
 
 def _key(request: Request, how: str, rank: int) -> str:
-    values = {key: value for key, value in recipes.as_values(request.recipe).items() if key not in _IRRELEVANT}
+    values = {key: value for key, value in recipes.as_values(request.observed).items() if key not in _IRRELEVANT}
     # The name of the device is not part of the key: kind and capability decide which kernels run.
     parts = [
         _FORMAT,
@@ -176,6 +176,7 @@ def _values(observation: Observation) -> JsonObject:
         "flops",
         "model_flops",
         "parameters",
+        "experts",
         "trained",
         "tokens",
         "passing",

@@ -17,6 +17,7 @@ from preheat.core import STEP, Batch, Build, Images, MaskSpec, Phase, Shape, Slo
 from preheat.data.rows.example_kinds import examples_of
 from preheat.engine.async_checkpoint import room
 from preheat.engine.step import forward, transform
+from preheat.models.vision import set_attention
 from preheat.planning.dispatch_recorder import Recorder
 from preheat.recipe import Recipe
 
@@ -190,9 +191,9 @@ def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
     model: Any = build.trained[0]
     attention = model.config._attn_implementation
     # The build's attention function takes packed training batches; generation uses transformers' own.
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    set_attention(model, "sdpa" if model._supports_sdpa else "eager")
     try:
         with torch.no_grad():
             model(**given, use_cache=True)
     finally:
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)

@@ -11,6 +11,7 @@ from preheat.core import Device, Searchable, Stage, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
 from preheat.hardware.rates import Present
+from preheat.models import moe
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
@@ -132,6 +133,12 @@ def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
     return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
 
 
+def active_parameters(request: Request, observation: Observation) -> int:
+    """Returns the weights that compute for a token: all but those of the experts that it is not sent to."""
+    count, chosen, _ = moe.sizes_of(request.config.get_text_config())
+    return observation.parameters - (round(observation.experts * (1 - chosen / count)) if count else 0)
+
+
 def describe(request: Request, observation: Observation) -> JsonObject:
     """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
     recipe, device, rates = request.recipe, request.device, request.rates
@@ -189,7 +196,11 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "flops_per_step": sum(observation.flops.values()),
         "model_flops_per_step": observation.model_flops,
         "tokens_per_step": observation.tokens,
-        "parameters": {"total": observation.parameters, "trained": observation.trained},
+        "parameters": {
+            "total": observation.parameters,
+            "active": active_parameters(request, observation),
+            "trained": observation.trained,
+        },
         "steps": steps,
         "seconds_to_start": start,
         "seconds_total": total,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,8 @@ class Request:
             for a dry run.
         rows: number of training rows if known; `stop.epochs` needs it.
         in_use: bytes of the device in use before the run (on a CPU by the imports).
+        image_pixels: pixels per image as the model's processor hands them over, for a plan without data; None: those
+            that the recipe's data has.
         source_config: the model's configuration as read, once per request; None for a new model, which has no file.
     """
 
@@ -45,6 +47,7 @@ class Request:
     rates: Rates | Roofline | None = None
     rows: int | None = None
     in_use: int = 0
+    image_pixels: int | None = None
     source_config: PretrainedConfig | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +64,13 @@ class Request:
     def config(self) -> PretrainedConfig:
         """The model's configuration with the changes of the recipe and its techniques."""
         return hf.configure(self.recipe, self.vocabulary, self.source_config)
+
+    @property
+    def observed(self) -> Recipe:
+        """The recipe with the size of the images that a dry run makes."""
+        if self.image_pixels is None:
+            return self.recipe
+        return replace(self.recipe, data=replace(self.recipe.data, image_pixels=self.image_pixels))
 
     @property
     def context(self) -> Context:

@@ -102,6 +102,7 @@ def _basis(plan: JsonObject) -> str:
 
 def _tiles(plan: JsonObject) -> str:
     p, cost, money = plan["parameters"], plan["cost"], plan.get("currency", "USD")
+    active = f"{count(p['active'])} active, " if p.get("active", p["total"]) != p["total"] else ""
     tiles = [
         ("Peak memory", gib(plan["peak_gib"]), f"of {gib(plan['available_gib'])}, in {plan['peak_phase']}"),
         (
@@ -111,7 +112,7 @@ def _tiles(plan: JsonObject) -> str:
         ),
         ("A step", duration(plan["seconds_per_step"]), f"{count(plan['tokens_per_step'])} tokens"),
         ("Model FLOPs utilisation", percent(plan["mfu"]), f"of {plan['matrix_rate'] / 1e12:,.4g} TFLOP/s"),
-        ("Parameters", count(p["total"]), f"{count(p['trained'])} trained{plan.get('of_stage', '')}"),
+        ("Parameters", count(p["total"]), f"{active}{count(p['trained'])} trained{plan.get('of_stage', '')}"),
     ]
     if plan["seconds_total"] and plan["steps"]:
         tiles.append(("Time", duration(plan["seconds_total"]), f"{grouped(plan['steps'])} steps"))

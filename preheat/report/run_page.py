@@ -127,6 +127,9 @@ def _tiles(figures: JsonObject) -> str:
 
     total = number(predicted["seconds_total"])
     first, trained = summary["first_loss"], number(parameters.get("trained"))
+    weights, active = number(parameters.get("total")), number(parameters.get("active"))
+    idle = active is not None and weights is not None and active < weights
+    shares = [f"{count(active)} active"] * idle + ([f"{count(trained)} trained"] if trained is not None else [])
     entries = (
         ("Training loss", loss(summary["loss"]), f"from {loss(first)}" if first is not None else ""),
         (
@@ -144,7 +147,7 @@ def _tiles(figures: JsonObject) -> str:
         ),
         ("Steps", grouped(summary["steps"]), f"{count(tokens)} tokens" if tokens is not None else ""),
         ("Model FLOPs utilisation", percent(measured["mfu"]), against("mfu", percent)),
-        ("Parameters", count(parameters.get("total")), f"{count(trained)} trained" if trained is not None else ""),
+        ("Parameters", count(weights), ", ".join(shares)),
     )
     return page.tiles(entries)
 

@@ -284,12 +284,12 @@ class Lora(Technique):
         from preheat.models import configs
         from preheat.models.adapter_targets import describe, resolve
         from preheat.models.text_part import name_in_text
-        from preheat.models.vision import tower_modules
+        from preheat.models.vision import without_adapters
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
 
         # Under the tag of `vision_tower`, the tower gets no adapters.
-        exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
+        exclude = without_adapters(part, tower=Tag.NO_TOWER_ADAPTERS in build.tags)
         try:
             start = _initialization(self.variant, self.pissa_iterations)
             targets, experts = resolve(part, self.target_modules)

@@ -197,12 +197,12 @@ class PeftAdapter(Technique):
         from preheat.models import configs
         from preheat.models.adapter_targets import describe
         from preheat.models.text_part import name_in_text
-        from preheat.models.vision import tower_modules
+        from preheat.models.vision import without_adapters
         from preheat.ops.adapters.peft_io import begin
         from preheat.ops.adapters.peft_layers import parameter_counts
 
         # With `vision_tower` in the recipe, the tower gets no adapters.
-        exclude = tower_modules(part) if Tag.NO_TOWER_ADAPTERS in build.tags else None
+        exclude = without_adapters(part, tower=Tag.NO_TOWER_ADAPTERS in build.tags)
         try:
             config, names = _add(part, self.method, self.settings, self.target_modules, exclude)
         except ValueError as error:

@@ -1,8 +1,9 @@
-"""Copies the maximum number of images per row from the data into the recipe, for planning."""
+"""The images per row and their size that a plan counts: those of the data, or those that the recipe assumes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.model_folder import vocabulary_size
@@ -14,7 +15,24 @@ if TYPE_CHECKING:
 
     from preheat.data.preparation import PreparedData
 
-__all__ = ["with_images"]
+__all__ = ["assumed_pixels", "with_images"]
+
+
+def assumed_pixels(recipe: Recipe, vocabulary: int, source_config: PretrainedConfig | None = None) -> int | None:
+    """Returns the pixels that the model's image processor makes of a square image of `data.image_pixels` pixels, for a
+    plan without data; None for text-only models.
+
+    Args:
+        source_config: what `configs.source` gave for the recipe's model; it is read when not given.
+    """
+    from preheat.data.vision_inputs import ImageProcessor
+    from preheat.models.vision import reading
+
+    config = hf.configure(recipe, vocabulary, source_config)
+    # Of a model on the hub the family's own settings are assumed: a plan downloads no more than config.json.
+    folder = recipe.model.path if recipe.model.path and Path(recipe.model.path).is_dir() else None
+    settings = reading(config, folder)
+    return ImageProcessor.planned(**settings, pixels=recipe.data.image_pixels) if settings else None
 
 
 def with_images(recipe: Recipe, data: PreparedData, source_config: PretrainedConfig | None = None) -> Recipe:

@@ -26,6 +26,7 @@ from preheat.models import configs, presets
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
+from preheat.training.image_counts import assumed_pixels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -229,6 +230,7 @@ def request_of(
         rates=rates,
         rows=rows_of(recipe, source_config) if count_rows else None,
         in_use=used,
+        image_pixels=assumed_pixels(recipe, vocabulary, source_config),
         source_config=source_config,
     )
 

@@ -26,14 +26,16 @@ CASES = [
     ("qwen3_vl", "{fsdp: {}, lora: {rank: 2}, vision_tower: {}}", "{lora: {rank: 2}, vision_tower: {}}"),
     ("qwen3_vl_moe", "{fsdp: {}, expert_parallel: {degree: 2}}", "{}"),
     ("gemma3", "{fsdp: {}, activation_checkpointing: {}}", "{}"),
+    ("gemma4", "{fsdp: {}, activation_checkpointing: {}}", "{}"),
     ("mistral3", "{fsdp: {}, lora: {rank: 2}}", "{lora: {rank: 2}}"),
 ]
+LENGTH = {"gemma4": 128}  # an image has up to 70 tokens
 
 
 def recipe_of(folder: Path, family: str, techniques: str) -> Recipe:
     """Rows of one conversation: some of the two processes' micro-batches have images, others text alone."""
     return parse(
-        f"model: {{path: {folder / family}, part: whole}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, seq_len: 48}}\n"
+        f"model: {{path: {folder / family}, part: whole}}\ndata: {{source: {folder / 'rows.jsonl'}, validation: 0}}\nbatch: {{size: 4, seq_len: {LENGTH.get(family, 48)}}}\n"
         f"optimizer: {{lr: 0.01}}\nstop: {{max_steps: {STEPS}}}\ntechniques: {techniques}\n"
     )
 
@@ -43,7 +45,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     b = build(recipe, vocabulary=None, device=DEVICE)
     share = (b.mesh.index(*DATA), b.mesh.size(*DATA))
     losses, norms, blank = [], [], 0
-    read = batches(rows, seed=1, committed=0, shape=lambda step: Shape(4, 48, 1), share=share)
+    read = batches(rows, seed=1, committed=0, shape=lambda step: Shape(4, recipe.batch.seq_len, 1), share=share)
     for _ in range(STEPS):
         step = next(read)
         blank += sum(not len(batch.images.positions) for batch in step if batch.images is not None)

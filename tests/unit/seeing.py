@@ -97,6 +97,12 @@ _GEMMA_TEMPLATE = (
     "{% if p.type == 'image' %}<start_of_image>{% else %}{{ p.text | trim }}{% endif %}{% endfor %}{% endif %}"
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+_GEMMA4_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% if m.content is string %}{{ m.content | trim }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}\n\n<|image|>\n\n{% else %}{{ p.text | trim }}{% endif %}{% endfor %}{% endif %}"
+    "<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
 _MISTRAL_TEMPLATE = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}[IMG]{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
@@ -122,6 +128,50 @@ SQUARES: dict[str, dict[str, Any]] = {
         },
         "text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2},
         "processor": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+    },
+    "gemma4": {
+        "class": "Gemma4ForConditionalGeneration",
+        "marks": ["<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>"],
+        "template": _GEMMA4_TEMPLATE,
+        "config": lambda piece: {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 160,
+                "standardize": True,
+            },
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [4, 4],
+                "output_proj_dims": 16,
+            },
+            "boi_token_id": piece("<|image>"),
+            "eoi_token_id": piece("<image|>"),
+            "image_token_id": piece("<|image|>"),
+            "video_token_id": piece("<|video|>"),
+            "audio_token_id": piece("<|audio|>"),
+        },
+        "text": {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+            "use_bidirectional_attention": "vision",
+            "vocab_size_per_layer_input": 320,
+            "max_position_embeddings": 512,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 30.0,
+        },
+        "processor": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
+        | {"max_soft_tokens": 70, "do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3},
     },
     "mistral3": {
         "class": "Mistral3ForConditionalGeneration",
@@ -170,7 +220,7 @@ def tiny_folder(folder: Path, family: str = "qwen3_vl") -> Path:
     own = SQUARES.get(family, {"marks": MARKS, "template": TEMPLATE})
     tokenizer.add_special_tokens({"additional_special_tokens": own["marks"]})
     tokenizer.chat_template = own["template"]
-    if family == "gemma3":
+    if family.startswith("gemma"):
         tokenizer.bos_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     piece = tokenizer.convert_tokens_to_ids
@@ -200,7 +250,7 @@ def tiny_folder(folder: Path, family: str = "qwen3_vl") -> Path:
     else:
         whole = {"text_config": {**text, **own["text"]}, **own["config"](piece)}
         cls, processor = own["class"], {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **own["processor"]}
-    config = transformers.AutoConfig.for_model(family, **whole, tie_word_embeddings=family == "gemma3")
+    config = transformers.AutoConfig.for_model(family, **whole, tie_word_embeddings=family.startswith("gemma"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = getattr(transformers, cls)(config)

@@ -315,7 +315,9 @@ def _batch(recipe: Recipe, plan: Mapping[str, Any]) -> str:
 def _model(plan: Mapping[str, Any], recipe: Recipe | None) -> str:
     p = plan["parameters"]
     trained = f", {quantity(p['trained'])} trained" if p["trained"] != p["total"] else ""
-    text = f"{quantity(p['total'])} parameters{trained}"
+    # Plans that older versions wrote do not have it.
+    active = f" ({quantity(p['active'])} active)" if p.get("active", p["total"]) != p["total"] else ""
+    text = f"{quantity(p['total'])} parameters{active}{trained}"
     stages = 1 if recipe is None else _stages(plan, recipe)
     # A pipeline's dry run builds one stage.
     return f"{text}, in one of {stages} stages" if stages > 1 else text

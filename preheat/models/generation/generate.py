@@ -17,6 +17,7 @@ from preheat.models.encoder_decoder import start_token
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.generation.detokenizer import Ended, IncrementalDetokenizer, Written, alike
 from preheat.models.hf import PATTERN, STANDALONE, head
+from preheat.models.vision import set_attention
 from preheat.recipe import Sample
 
 if TYPE_CHECKING:
@@ -389,7 +390,7 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
     training, before, folder = model.training, model.config._attn_implementation, model.generation_config
     parallel = os.environ.get("TOKENIZERS_PARALLELISM")  # transformers changes it when it compiles
     model.eval()
-    model.set_attn_implementation(attention)
+    set_attention(model, attention)
     model.generation_config = GenerationConfig()  # the folder's end token must not end texts unasked
     try:
         # Recomputed sequences have a new length each time: a compiled layer would recompile for each.
@@ -401,7 +402,7 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = parallel
         model.generation_config = folder
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         model.train(training)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from preheat.core import Batch, Build, Device, MaskSpec
 from preheat.data.loader import collate
-from preheat.data.vision_inputs import mrope_positions
+from preheat.data.tokenizer import load_tokenizer
+from preheat.data.vision_inputs import ImageProcessor, mrope_positions
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
@@ -30,6 +32,7 @@ from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
 from preheat.training.image_counts import with_images
+from preheat.training.plan_request import request_of
 from preheat.training.session import data_of
 
 from ...conftest import DEVICE, difference
@@ -41,8 +44,10 @@ ALL = [
     *FAMILIES,
     "qwen2_5_vl",
     "gemma3",
+    "gemma4",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5", "mistral3", "smolvlm")),
 ]
+LENGTH = {"gemma4": 160}  # an image is scaled up to 60 or 70 tokens
 MORE = [pytest.param(name, marks=pytest.mark.slow) if name.endswith(("moe", "n2_vl")) else name for name in QWEN]
 
 
@@ -94,6 +99,11 @@ def expanded_by_transformers(config: Any, seen: Any) -> str:
             patch.setattr("transformers.processing_utils.ProcessorMixin.__init__", lambda *_, **__: None)
             Gemma3Processor.__init__(processor, None, tokenizer, image_seq_length=config.mm_tokens_per_image)
         return str(processor.replace_image_token(seen, 0))
+    if config.model_type == "gemma4":
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+        marks = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+        return str(Gemma4Processor.replace_image_token(SimpleNamespace(**marks), seen, 0))  # type: ignore[arg-type]
     if config.model_type == "mistral3":
         # PixtralProcessor cannot be imported without torchvision: its replace_image_token, in one line.
         height, width = (int(side) // (2 * config.vision_config.patch_size) for side in seen["image_sizes"][0])
@@ -121,6 +131,7 @@ def squares_by_transformers(folder: Path, rows: list[dict[str, Any]], images: Pa
     model.train()
     name, cls, mark, begin = {
         "gemma3": ("gemma3", "Gemma3", "<start_of_image>", "model\n"),
+        "gemma4": ("gemma4", "Gemma4", "<|image|>", "model\n"),
         "mistral3": ("pixtral", "Pixtral", "[IMG]", "[/INST]"),
         "smolvlm": ("smolvlm", "SmolVLM", "<image>", "Assistant:"),
     }[model.config.model_type]
@@ -150,9 +161,10 @@ def squares_by_transformers(folder: Path, rows: list[dict[str, Any]], images: Pa
         prompt = len(tokenizer(text[: text.rindex(begin) + len(begin)], add_special_tokens=False)["input_ids"])
         labels = ids.clone()
         labels[:, :prompt] = -100
-        kinds = {"token_type_ids": (ids == model.config.image_token_id).int()} if name == "gemma3" else {}
+        kind = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}.get(name)
+        kinds = {kind: (ids == model.config.image_token_id).int()} if kind else {}
         # Every image by itself, and their features at once: batches of several sizes would be padded.
-        names = ("pixel_values", "image_sizes", "pixel_attention_mask")
+        names = ("pixel_values", "image_sizes", "pixel_attention_mask", "image_position_ids")
         given = [{key: value for key, value in each.items() if key in names} for each in seen]
         features = [model.base_model.get_image_features(**each, return_dict=True).pooler_output for each in given]
         whole = torch.cat([part.flatten(0, -2) for each in features for part in each])
@@ -250,11 +262,39 @@ def test_families_of_squares_give_the_loss_and_gradients_of_transformers(
 ) -> None:
     rows, source = questions_of_two_images(tmp_path)
     loss, wanted = squares_by_transformers(folders[family], rows, tmp_path)
-    for length in (120, 240):
+    for length in (256, 512) if family == "gemma4" else (120, 240):
         recipe = recipe_of(folders[family], source, length=length)
         found, grads = taken(made(recipe), batches_of(recipe))
         assert found == pytest.approx(loss, abs=2e-6)
-        assert difference(without_key_biases(grads), without_key_biases(wanted)) < 2e-5
+        # Gemma 4 does not scale the scores of its tower, which amplifies rounding; below it is compared in fp64.
+        bound = 5e-5 if family == "gemma4" else 2e-5
+        assert difference(without_key_biases(grads), without_key_biases(wanted)) < bound
+
+
+@pytest.mark.parametrize("sees", ["vision", None])
+def test_gemma4_is_that_of_transformers_in_fp64(
+    sees: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, softmax = tiny_folder(tmp_path / "gemma4", "gemma4"), torch.softmax
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = sees
+    (folder / "config.json").write_text(json.dumps(config))
+    # Both compute some of it in fp32 whatever the model's dtype.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for module in (torch, torch.nn.functional):
+        monkeypatch.setattr(module, "softmax", lambda x, dim=None, **_: softmax(x, dim=dim))
+    loaded = AutoModelForImageTextToText.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForImageTextToText, "from_pretrained", lambda *args, **kwargs: loaded(*args, **kwargs).double()
+    )
+    rows, source = questions_of_two_images(tmp_path)
+    loss, wanted = squares_by_transformers(folder, rows, tmp_path)
+    recipe = recipe_of(folder, source, length=512)
+    b = made(recipe)
+    b.parts["trained"][0].double()
+    found, grads = taken(b, batches_of(recipe))
+    assert found == pytest.approx(loss, abs=1e-12)
+    assert difference(grads, wanted) < 1e-10
 
 
 def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
@@ -282,7 +322,7 @@ def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl", *SQUARES])
 def test_no_step_waits_for_the_device(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)))
+    recipe = recipe_of(folders[family], written(tmp_path, questions(tmp_path)), length=LENGTH.get(family, 64))
     assert waits_of(made(recipe), batches_of(recipe)[:2]) == []
 
 
@@ -329,11 +369,11 @@ TECHNIQUES = (
 
 
 @pytest.mark.parametrize(
-    "family", [*MORE, "gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "smolvlm"))]
+    "family", [*MORE, "gemma3", "gemma4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "smolvlm"))]
 )
 def test_techniques_change_no_gradient(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     source = written(tmp_path, questions(tmp_path))
-    plain, changed = (recipe_of(folders[family], source, t) for t in ("{}", TECHNIQUES))
+    plain, changed = (recipe_of(folders[family], source, t, LENGTH.get(family, 64)) for t in ("{}", TECHNIQUES))
     batches = batches_of(plain)
     loss, wanted = taken(made(plain), batches)
     found, grads = taken(made(changed), batches)
@@ -384,6 +424,29 @@ def test_what_of_the_tower_is_trained(
     assert {name.partition(".")[0] for name in of_tower} == trained
     assert any("lora" in name for name in of_tower) == adapters
     assert any("language_model" in name for name, _ in b.parameters())
+    _, grads = taken(b, batches_of(recipe)[:1])
+    assert grads.keys() == {name for name, _ in b.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("techniques", "trained"),
+    [
+        ("{}", {"language_model", "vision_tower", "embed_vision"}),
+        ("{vision_tower: {train: projectors}}", {"language_model", "embed_vision"}),
+        ("{lora: {rank: 2}}", {"language_model", "vision_tower", "embed_vision"}),
+        ("{lora: {rank: 2, target_modules: [q_proj]}}", {"language_model", "vision_tower"}),
+        ("{lora: {rank: 2}, vision_tower: {}}", {"language_model"}),
+        ("{peft_adapter: {method: loha, settings: {r: 2}}}", {"language_model", "vision_tower", "embed_vision"}),
+    ],
+)
+def test_the_part_that_reads_sound_is_not_trained(
+    techniques: str, trained: set[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = recipe_of(folders["gemma4"], written(tmp_path, questions(tmp_path)), techniques, length=160)
+    b = made(recipe)
+    assert {
+        re.sub(r".*?model\.(?=[a-z])", "", name, count=1).partition(".")[0] for name, _ in b.parameters()
+    } == trained
     _, grads = taken(b, batches_of(recipe)[:1])
     assert grads.keys() == {name for name, _ in b.parameters()}
 
@@ -542,7 +605,9 @@ GPU = Device("cuda", "a GPU of 24 GiB", 24 << 30, (8, 9))
 @pytest.mark.parametrize("family", ALL)
 def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     # Gemma 3 makes one square of an image, SmolVLM here four and a fifth of all of it.
-    length, pixels = {"gemma3": (48, 16 * 16), "smolvlm": (80, 5 * 16 * 16)}.get(family, (48, 32 * 32))
+    length, pixels = {"gemma3": (48, 16 * 16), "gemma4": (128, 64 * 64), "smolvlm": (80, 5 * 16 * 16)}.get(
+        family, (48, 32 * 32)
+    )
     rows = questions(tmp_path)
     for row in rows:
         draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
@@ -560,6 +625,25 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
     assert seen.model_flops == pytest.approx(counter.get_total_flops(), **near)
     without = replace(counted, data=replace(counted.data, images=0.0))
     assert observe(Request(without, DEVICE)).model_flops < 0.95 * seen.model_flops
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", *SQUARES])
+def test_a_plan_without_data_assumes_what_the_processor_makes_of_an_image(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    vision = vision_of(AutoConfig.from_pretrained(folders[family]))
+    assert vision is not None
+    settings, tokenizer = processor_of(vision, str(folders[family])), load_tokenizer(str(folders[family]))
+    for side in (32, 45, 64, 101):
+        draw(tmp_path, "square.png", (9, 9, 9), (side, side))
+        seen, _ = ImageProcessor.of(vision, settings, side * side, tokenizer).look(tmp_path / "square.png")
+        planned = ImageProcessor.planned(vision, settings, side * side)
+        assert planned == seen.patches * vision.patch**2
+        assert math.prod(vision.grid(planned)) == seen.patches
+    recipe = recipe_of(folders[family], tmp_path, more="image_pixels: 10201")
+    request = request_of(recipe, "RTX-4090")
+    assert request.observed.data.image_pixels == planned
+    assert request.recipe == recipe
 
 
 def test_many_layers_are_planned_by_few(folders: dict[str, Path], tmp_path: Path) -> None:
