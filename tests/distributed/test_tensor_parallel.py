@@ -84,7 +84,9 @@ CASES = {
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
     "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
     "a head with a bias": Case(CUT, model=family("biased", random=False), steps=2),
-    "a head with a bias, gathered": Case(WHOLE, "chunked_loss: {rows: 40}", model=family("biased", random=False)),
+    "a head with a bias, gathered": Case(
+        WHOLE, "chunked_loss: {rows: 40}", model=family("biased", random=False), steps=2
+    ),
     "gathered again": Case(AGAIN, "gradient_accumulation: {steps: 2}", family="qwen3", steps=2),
     "biases, gathered again": Case(AGAIN, model=family("qwen2"), steps=2),
     "fsdp, gathered again": Case(f"{AGAIN}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4),
