@@ -278,6 +278,8 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
     problems = [f"--method {v.name}: {problem}" for v in variants for problem in v.method.check(opened.build.model)]
     if problems:
         raise RecipeError("\n".join(problems))
+    for variant in variants:
+        variant.method.require(model)
 
 
 def _compress_variant(

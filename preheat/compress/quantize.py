@@ -46,6 +46,14 @@ class High:
             ]
         return []
 
+    def require(self, model: PreTrainedModel) -> None:
+        method = type(self).__module__.rpartition(".")[2]
+        chosen, _ = chosen_maps(model, self, method)
+        # Not every method has groups, and with 8 bits there are none.
+        if getattr(self, "bits", 4) == 4:
+            for name, module in chosen.items():
+                group_for(name, module, getattr(self, "group", "auto"), method)
+
 
 def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[dict[str, nn.Module], set[str]]:
     """Selects the linear maps that a method quantizes.

@@ -42,6 +42,14 @@ class Method(ABC):
         """Returns why the method cannot be applied to the model; each reason starts with the setting at fault."""
         return []
 
+    def require(self, model: PreTrainedModel) -> None:
+        """Checks what depends on the model's modules, such as names in `keep`, before any text is read.
+
+        Raises:
+            RecipeError: the model lacks a named module, or cannot be compressed like this.
+        """
+        return
+
     @abstractmethod
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         """Compresses the model in place.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from preheat.errors import RecipeError, nearest
 from preheat.models.layerwise import linear_maps, matrix
 from preheat.ops.pruning_scores import lowest, two_of_four
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,12 +51,16 @@ def maps_to_prune(model: PreTrainedModel, *, keep: str = "", pattern: str = "uns
             4.
     """
     maps = linear_maps(model)
-    excluded = {name for name in maps if keep and re.fullmatch(keep, name)}
+    try:
+        expression = re.compile(keep)
+    except re.error as error:
+        raise RecipeError(f"keep: {quoted(keep)} is not a regular expression ({error})") from None
+    excluded = {name for name in maps if keep and expression.fullmatch(name)}
     if keep and not excluded:
-        raise RecipeError(f"keep: {keep!r} matches no linear map of the layers; {nearest(keep, list(maps)[:20])}")
+        raise RecipeError(f"keep: {quoted(keep)} matches no linear map of the layers; {nearest(keep, list(maps)[:20])}")
     chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
-        raise RecipeError(f"keep: {keep!r} leaves no linear map to prune")
+        raise RecipeError(f"keep: {quoted(keep)} leaves no linear map to prune")
     for name, module in chosen.items():
         inputs = matrix(module).shape[1]
         # The pattern is along the inputs, which matmuls sum over.

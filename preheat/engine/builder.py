@@ -362,11 +362,13 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
         )
     if model_build.weights.folder is None:
         return  # a new model: these rows are initialized like all others
+    # The bias of a head has an entry per token too.
+    grown = [*ends.values(), *(getattr(m, "bias", None) for _, m in modules)]
     names = [
         re.escape(name)
         for part in model_build.trained
         for name, p in part.named_parameters()
-        if any(p is weight for weight in ends.values())
+        if any(p is weight for weight in grown)
     ]
     if not names:
         return

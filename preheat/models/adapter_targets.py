@@ -47,9 +47,13 @@ def resolve(model: nn.Module, targets: str | Sequence[str]) -> tuple[str | tuple
         Names of modules (or a regular expression, unchanged), and True if the targets name the experts.
 
     Raises:
-        SettingError: the model has no layer of a named kind.
+        SettingError: the model has no layer of a named kind, or the targets are no regular expression.
     """
     if isinstance(targets, str) and targets != ALL and targets not in KINDS:
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise SettingError("target_modules", f"{quoted(targets)} is not a regular expression ({error})") from None
         return targets, False
     named = (targets,) if isinstance(targets, str) else tuple(targets)
     clipped = [f".{name}" for name, module in model.named_modules() if is_clipped(module)]

@@ -376,8 +376,24 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
     if not config.is_encoder_decoder:
         layers = list(anatomy(model).layers)
         require_known_mixers(model, base_of(model), layers)
+        _require_linear_head(model)
         keep_within_documents(layers)
     return model.train()
+
+
+def _require_linear_head(model: PreTrainedModel) -> None:
+    """Raises for a model whose logits are more than a linear map of the hidden states: losses use its tensors alone."""
+    name, output = type(model).__name__, head(model)
+    known = {id(p) for module in (base_of(model), output) for p in module.parameters()}
+    if between := [key for key, p in model.named_parameters() if id(p) not in known]:
+        raise RecipeError(
+            f"model: {name} of transformers has {between[0]} between its hidden states and its head, so it {_NO_PLACE}"
+        )
+    # The factor is applied to hidden states, where it would leave the bias out.
+    if output.bias is not None and logit_multiplier(model.config) != 1.0:
+        raise RecipeError(
+            f"model: {name} of transformers multiplies the logits of a head with a bias, so it {_NO_PLACE}"
+        )
 
 
 def hidden_states(
@@ -418,5 +434,5 @@ def hidden_states(
             preheat_mask=mask,
             **more,
         ).last_hidden_state
-    # On the hidden states, so that no loss needs to know of it: the head is linear and has no bias.
+    # On the hidden states, so that no loss needs to know of it: such a head is linear, without a bias.
     return last if (factor := logit_multiplier(model.config)) == 1.0 or head(model) is None else last * factor

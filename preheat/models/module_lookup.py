@@ -96,9 +96,6 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(
             f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"
         )
-    # Chunked losses compute logits from the head's weight alone.
-    if getattr(head, "bias", None) is not None:
-        raise RecipeError(f"model: the head of {kind} has a bias, which preheat's losses do not handle yet")
     attentions = [attention for layer in layers for attention in attentions_of(layer)]
     return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions), tuple(vision.tower_blocks(model)))
 

@@ -303,7 +303,9 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
     first, last = number == 0, number == len(stages) - 1
     part = _without(model, course, stages[number], first=first, last=last)
     full = model
-    if hf.embedding(model).weight is hf.head(model).weight:  # a tied head has no weight to initialize
+    head: Any = hf.head(model)
+    # A tied head has nothing to initialize but a bias.
+    if hf.embedding(model).weight is head.weight and head.bias is None:
         full = _shell(model)
         full.set_output_embeddings(None)
     setattr(part, hf.WHOLE, (full,))  # in a tuple: as a child, its parameters would count as this stage's

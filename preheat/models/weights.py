@@ -70,7 +70,7 @@ def materialize(
 
 
 def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
-    """An embedding or head with `rows` rows: new ones, and `first` to `last` (exclusive), are the mean of the others.
+    """An embedding, head or bias with `rows` rows: new ones, and `first` to `last` (exclusive), are the others' mean.
 
     Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html: a row with a small random value can outweigh all
     others in the softmax; the mean cannot.
@@ -83,7 +83,7 @@ def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     import torch
 
     mean = value[:first].float().mean(dim=0).to(value.dtype)
-    grown = torch.cat([value, mean.expand(max(rows - value.shape[0], 0), -1)])
+    grown = torch.cat([value, mean.expand(max(rows - value.shape[0], 0), *value.shape[1:])])
     grown[first:last] = mean
     return grown
 

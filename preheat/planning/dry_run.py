@@ -43,10 +43,28 @@ if TYPE_CHECKING:
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["highest", "observe", "peaks"]
+__all__ = ["build_dry", "highest", "observe", "peaks"]
 
 _PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
 """Phases that save nothing for a backward pass: allocations other than gradients and optimizer states are temporary."""
+
+
+def build_dry(request: Request) -> None:
+    """Builds the recipe as the first rank does, on fake tensors.
+
+    Raises:
+        RecipeError: the recipe cannot be built.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with pretended(request.devices):
+        builder.build(
+            request.recipe,
+            vocabulary=request.vocabulary,
+            device=request.device,
+            source_config=request.source_config,
+            dry=FakeTensorMode(allow_non_fake_inputs=True),
+        )
 
 
 def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluated: bool = True) -> Observation:

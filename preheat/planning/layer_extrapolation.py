@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from preheat.core import STEP, Axis, Device, Phase, Technique
+from preheat.core import STEP, Axis, Device, Phase, Searchable, Technique, conflicts_of
+from preheat.engine.builder import techniques_of
 from preheat.models import hf
 from preheat.models.layer_kinds import layer_kinds
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import observe, peaks
+from preheat.planning.dry_run import build_dry, observe, peaks
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from preheat.planning.dispatch_recorder import Place
     from preheat.planning.worker_pool import Task
 
-__all__ = ["observe_few_layers", "of_layers"]
+__all__ = ["observe_few_layers", "of_layers", "require_buildable"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
@@ -86,6 +87,21 @@ def observe_few_layers(
         # A CPU's heap is replayed from a log, which an extrapolated observation lacks.
         result.reserved = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
     return result
+
+
+def require_buildable(request: Request) -> None:
+    """Builds a request's recipe on fake tensors, with few layers if they are alike: a plan without its step.
+
+    Raises:
+        RecipeError: the recipe cannot be built; an error that needs values is not found.
+    """
+    techniques = techniques_of(request.recipe)
+    # Settings that the plan chooses: it may choose others than those that conflict.
+    undecided = any(isinstance(t, Searchable) and t.left_open(request.device) for t in techniques)
+    if undecided and conflicts_of(techniques, request.context):
+        return
+    few = _layer_counts(request.recipe, request.config)
+    build_dry(of_layers(request, few[1]) if few else request)
 
 
 def _end_ranks(request: Request) -> list[int]:

@@ -50,7 +50,7 @@ def chunked_cross_entropy(
 
     Args:
         hidden: [..., width].
-        head: a module with `weight` [vocabulary, width] and no bias.
+        head: a module with `weight` [vocabulary, width] and `bias` [vocabulary] or None.
         labels: [...].
         kernel: `ours`; `torch` for its `linear_cross_entropy` (2.13); `liger` for Liger's on CUDA, which chooses its
             own chunks.

@@ -400,10 +400,12 @@ def _head(teacher: Teacher, dtype: torch.dtype, *, same: bool = True) -> Teacher
     from preheat.ops.losses.distillation import TeacherHead
 
     # The head is used outside of its module's forward pass, so nothing else gathers a sharded weight.
-    weight: Any = hf.head(teacher.model).weight
+    head: Any = hf.head(teacher.model)
+    weight = full_tensor(head.weight.detach()).to(dtype)
+    bias = full_tensor(head.bias.detach()).to(dtype) if head.bias is not None else None
     # A head with padded rows is cut to the student's vocabulary; one of another tokenizer needs all of its own.
     rows = teacher.build.model.vocabulary if same else len(weight)
-    return TeacherHead(full_tensor(weight.detach()).to(dtype), rows, hf.softcap(teacher.model))
+    return TeacherHead(weight, rows, hf.softcap(teacher.model), bias)
 
 
 class _TeacherCache:

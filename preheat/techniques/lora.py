@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
 from preheat.recipe import Bound, Fraction, NonNegativeInt, Positive
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -309,9 +310,8 @@ class Lora(Technique):
         except SettingError as error:
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
-            raise RecipeError(
-                f"techniques.lora.target_modules: {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
-            ) from None
+            reason = str(error).splitlines()[0][:200]
+            raise RecipeError(f"techniques.lora.target_modules: {quoted(self.target_modules)}: {reason}") from None
         # The adapter's values are drawn once the base is loaded, since some initializations depend on it.
         begun = begin(
             build.weights,

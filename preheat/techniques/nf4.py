@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,12 +59,15 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
 
     last = head(model)  # type: ignore[arg-type]
     maps = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
-    excluded = {name for name in maps if _matches(name, keep)}
+    try:
+        excluded = {name for name in maps if _matches(name, keep)}
+    except re.error as error:
+        raise ValueError(f"keep: {quoted(keep)} is not a regular expression ({error})") from None
     if keep and not excluded:
-        raise ValueError(f"keep: {keep!r} matches no linear map of the model")
+        raise ValueError(f"keep: {quoted(keep)} matches no linear map of the model")
     chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
-        raise ValueError(f"keep: {keep!r} leaves no linear map to quantize")
+        raise ValueError(f"keep: {quoted(keep)} leaves no linear map to quantize")
     # [out, in] weights become packed bytes and scales, two values in a byte.
     pack_(list(chosen.values()), double=double_quantization)
     return list(chosen)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
+from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,9 +207,8 @@ class PeftAdapter(Technique):
         try:
             config, names = _add(part, self.method, self.settings, self.target_modules, exclude)
         except ValueError as error:
-            raise RecipeError(
-                f"techniques.peft_adapter: {self.method} on {self.target_modules!r}: {str(error).splitlines()[0][:200]}"
-            ) from None
+            on = f"{self.method} on {quoted(self.target_modules)}"
+            raise RecipeError(f"techniques.peft_adapter: {on}: {str(error).splitlines()[0][:200]}") from None
         start_note = begin(
             build.weights,
             part,

@@ -228,7 +228,7 @@ def request_of(
         world=world,
         per_host=per_host,
         rates=rates,
-        rows=rows_of(recipe, source_config) if count_rows else None,
+        rows=rows_of(recipe, source_config, device=device, world=world) if count_rows else None,
         in_use=used,
         image_pixels=assumed_pixels(recipe, vocabulary, source_config),
         source_config=source_config,
@@ -252,15 +252,18 @@ def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> JsonObject:
         return plan(request) | {"recipe": recipes.as_values(request.recipe)}
 
 
-def rows_of(recipe: Recipe, source_config: PretrainedConfig | None = None) -> int | None:
+def rows_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **options: Any) -> int | None:
     """Returns the number of training rows if `stop.epochs` needs it, reading (and caching) the data; else None.
 
     Presets that can only be planned have no tokenizer to read the data with.
+
+    Args:
+        options: of `data_of`.
     """
     # Counting rows means tokenizing and packing the data, so it is done only if the number of steps needs it.
     if not recipe.stop.epochs or presets.only_planned(recipe):
         return None
-    return row_count(data_of(recipe, source_config))
+    return row_count(data_of(recipe, source_config, **options))
 
 
 def row_count(data: PreparedData) -> int | None:
@@ -268,11 +271,21 @@ def row_count(data: PreparedData) -> int | None:
     return len(data.train) if hasattr(data.train, "__len__") else None
 
 
-def data_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **options: Any) -> PreparedData:
+def data_of(
+    recipe: Recipe,
+    source_config: PretrainedConfig | None = None,
+    *,
+    device: Device | None = None,
+    world: int | None = None,
+    **options: Any,
+) -> PreparedData:
     """Reads the data of a recipe with its model's tokenizer, and checks it against the size of the embedding.
 
     Args:
         source_config: what `configs.source` gave for this model; it is read when not given.
+        device: the device that the recipe is for: before the data is read, which may take minutes, its techniques are
+            tried on the model without values. None: they are not.
+        world: number of devices; the recipe's own number by default.
         options: `progress` and `refuse` of `prepare`.
     """
     from preheat.data import prepare
@@ -281,7 +294,13 @@ def data_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **opt
 
     # Reports a missing model before the data is read.
     source_config = configs.source(recipe) if source_config is None else source_config
-    config = hf.configure(recipe, vocabulary_of(recipe, source_config), source_config)
+    vocabulary = vocabulary_of(recipe, source_config)
+    config = hf.configure(recipe, vocabulary, source_config)
+    if device is not None:
+        from preheat.planning.layer_extrapolation import require_buildable
+        from preheat.planning.request import Request
+
+        require_buildable(Request(recipe, device, vocabulary=vocabulary, world=world, source_config=source_config))
     return prepare(
         recipe.data,
         length=recipe.batch.seq_len,

@@ -247,7 +247,7 @@ def open_session(
             return Finished(message["finished"])
         built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
         source_config = configs.source(recipe)
-        data, probes, samples = read_data(recipe, source_config, watch)
+        data, probes, samples = read_data(recipe, source_config, watch)  # rank 0 has checked the recipe
         vocabulary = vocabulary_size(data.tokenizer)
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
@@ -329,16 +329,22 @@ class _Ready:
 
 
 def read_data(
-    recipe: Recipe, source_config: PretrainedConfig | None, watch: Watch
+    recipe: Recipe,
+    source_config: PretrainedConfig | None,
+    watch: Watch,
+    *,
+    device: Device | None = None,
+    world: int | None = None,
 ) -> tuple[PreparedData, RunEvaluator, Samples]:
     """Reads the data and prepares the evaluations and samples of the run.
 
     Args:
         source_config: what `configs.source` gave for the recipe's model.
+        device, world: as in `data_of`.
     """
     from preheat.data.rows.example_kinds import require_examples
 
-    data = data_of(recipe, source_config, progress=watch.progress)
+    data = data_of(recipe, source_config, device=device, world=world, progress=watch.progress)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.description}")
     for line in data.warnings:
@@ -390,7 +396,7 @@ def _prepare(
     presets.require_weights(recipe)
     watch.stage("reading data")
     source_config = configs.source(recipe)
-    data, probes, samples = read_data(recipe, source_config, watch)
+    data, probes, samples = read_data(recipe, source_config, watch, device=device, world=ranks.world)
     # Again for epochs, whose steps depend on the number of rows.
     total = steps_of(recipe, row_count(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):

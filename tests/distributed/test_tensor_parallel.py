@@ -22,6 +22,7 @@ from preheat.errors import RecipeError
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.request import Request
 
+from ..architectures.tiny import create_model
 from ..conftest import DEVICE, tiny, uneven
 from .forked import Case, compare, kept_bytes, run
 from .processes import ALL
@@ -67,6 +68,7 @@ def write_models(folder: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {"qwen2": {}, "phi3": {}, "gemma2": capped, "gemma3_text": capped}
     for kind, more in kinds.items():
         transformers.AutoConfig.for_model(kind, **sizes, **more).save_pretrained(folder / kind)
+    create_model(transformers.AutoConfig.for_model("phi", **sizes)).save_pretrained(folder / "biased")
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model("qwen3", **sizes, head_dim=16, tie_word_embeddings=True)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "written")
@@ -81,6 +83,10 @@ CASES = {
     "fused, not cut": Case(PLAIN, "fused_operators: {}, efficient_attention: {}", steps=2),
     "qwen3 cut": Case(CUT, "efficient_attention: {}, activation_checkpointing: {mode: selective}", family="qwen3"),
     "tied, read from a folder": Case(CUT, model=family("written", random=False), steps=2),
+    "a head with a bias": Case(CUT, model=family("biased", random=False), steps=2),
+    "a head with a bias, gathered": Case(
+        WHOLE, "chunked_loss: {rows: 40}", model=family("biased", random=False), steps=2
+    ),
     "gathered again": Case(AGAIN, "gradient_accumulation: {steps: 2}", family="qwen3", steps=2),
     "biases, gathered again": Case(AGAIN, model=family("qwen2"), steps=2),
     "fsdp, gathered again": Case(f"{AGAIN}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4),

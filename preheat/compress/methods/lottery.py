@@ -143,6 +143,11 @@ class ShapeSearch(Method):
             errors.append(f"draws: {self.draws} tries nothing; use 1 or more")
         return errors
 
+    def require(self, model: PreTrainedModel) -> None:
+        from preheat.models.conversions.slicing import sizes_of
+
+        sizes_of(model.config)  # raises for a family that cannot be sliced
+
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(
             *prune_by_lottery(

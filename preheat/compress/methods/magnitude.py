@@ -74,5 +74,10 @@ class Magnitude(Method):
 
         return problems(self.sparsity, self.pattern, model)
 
+    def require(self, model: PreTrainedModel) -> None:
+        from preheat.compress.unstructured_pruning import maps_to_prune
+
+        maps_to_prune(model, keep=self.keep, pattern=self.pattern)
+
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(*prune_by_magnitude(model, sparsity=self.sparsity, pattern=self.pattern, keep=self.keep))

@@ -96,5 +96,10 @@ class Wanda(Method):
 
         return problems(self.sparsity, self.pattern, model)
 
+    def require(self, model: PreTrainedModel) -> None:
+        from preheat.compress.unstructured_pruning import maps_to_prune
+
+        maps_to_prune(model, keep=self.keep, pattern=self.pattern)
+
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(*prune_by_wanda(model, rows, sparsity=self.sparsity, pattern=self.pattern, keep=self.keep))

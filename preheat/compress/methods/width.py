@@ -116,6 +116,11 @@ class Width(Method):
             )
         return errors
 
+    def require(self, model: PreTrainedModel) -> None:
+        from preheat.models.conversions.slicing import sizes_of
+
+        sizes_of(model.config)  # raises for a family that cannot be sliced
+
     def apply(self, model: PreTrainedModel, rows: Sequence[Tensor]) -> Change:
         return Change(
             *prune_width(

@@ -433,7 +433,8 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
 
     Args:
         hidden: [..., width], equal on every rank of the head's mesh.
-        head: `weight` [vocabulary, width] is a DTensor sharded by rows; a plain tensor is used as it is.
+        head: `weight` [vocabulary, width] and any `bias` [vocabulary] are DTensors sharded by rows; plain tensors are
+            used as they are.
     """
     weight: Any = head.weight
     if not isinstance(weight, DTensor):  # a reference model without tensor parallelism
@@ -442,6 +443,7 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     mesh = weight.device_mesh
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    # `chunked_logits` needs no more of a head than its weight.
-    mine: Any = SimpleNamespace(weight=weight.to_local())
+    bias: Any = head.bias
+    # `chunked_logits` needs no more of a head than its weight and bias.
+    mine: Any = SimpleNamespace(weight=weight.to_local(), bias=bias.to_local() if bias is not None else None)
     return chunked_logits(spread, mine, _sharded_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

@@ -245,8 +245,7 @@ def full_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *align
     """Sums the row losses with all logits in memory: the plain form.
 
     Args:
-        hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map without
-            bias.
+        hidden: [rows, length, width]; aligned: [rows, length] or [rows, length, n] each; head: a linear map.
     """
     logits = head(hidden).flatten(0, 1)  # [rows * length, vocabulary]
     return row_loss(logits, *(a.flatten(0, 1) for a in aligned)).sum()
@@ -260,6 +259,7 @@ class _Chunked(torch.autograd.Function):
         ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         row_loss: RowLoss,
         rows: int,
         cuda: bool,
@@ -272,7 +272,7 @@ class _Chunked(torch.autograd.Function):
         hidden_dtype, weight_dtype = hidden.dtype, weight.dtype
         # `differentiate` comes from the caller, because forward always runs without gradients, and `needs_input_grad`
         # is true under no_grad too.
-        wants_hidden, wants_weight = (differentiate and needs for needs in ctx.needs_input_grad[:2])
+        wants_hidden, wants_weight, wants_bias = (differentiate and needs for needs in ctx.needs_input_grad[:3])
         # [n, width] and [vocabulary, width]; a cast weight is one copy for all chunks.
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
         adapter = LogitAdapter(low, up, dtype, differentiate) if low is not None and up is not None else None
@@ -280,6 +280,9 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden, dtype=hidden_dtype) if wants_hidden else None
         # Uninitialized, since the first chunk overwrites it; in the weight's own dtype, since every chunk adds to it.
         grad_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
+        # [vocabulary], in the bias's own dtype too.
+        grad_bias = torch.zeros_like(bias) if bias is not None and wants_bias else None
+        bias = bias.detach().to(dtype) if bias is not None else None
         # [rows, vocabulary], reused by every chunk: first logits, then their gradient.
         logits_buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
         # A row loss with its own gradient writes it into the buffer; for others, autograd allocates per chunk.
@@ -287,7 +290,11 @@ class _Chunked(torch.autograd.Function):
         for start in fold_identical(range(0, hidden.shape[0], rows)):
             part = hidden[start : start + rows]  # [chunk, width]
             chunk_inputs = [a[start : start + rows] for a in aligned]
-            logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])  # [chunk, vocabulary]
+            # [chunk, vocabulary]
+            if bias is None:
+                logits = torch.mm(part, weight.t(), out=logits_buffer[: part.shape[0]])
+            else:
+                logits = torch.addmm(bias, part, weight.t(), out=logits_buffer[: part.shape[0]])
             if adapter is not None:
                 # An adapted head: W x + B A x, without building W + B A.
                 adapter.add_(logits, start)
@@ -306,6 +313,9 @@ class _Chunked(torch.autograd.Function):
                 adapter.differentiate(logits, factor, start)
             # From here on `logits` holds d loss / d logits, up to the factor. The factor multiplies tensors of [chunk,
             # width], which are vocabulary / width times smaller than the logits.
+            if grad_bias is not None:
+                # [1, chunk] x [chunk, vocabulary]: a matmul takes no copy of the logits for the factor.
+                grad_bias += torch.mm(factor.t(), logits).squeeze(0)
             if grad_hidden is not None:
                 torch.mul(torch.mm(logits, weight), factor, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
@@ -316,7 +326,7 @@ class _Chunked(torch.autograd.Function):
                 else:
                     sum_product(grad_weight, logits, product, first=start == 0, at_once=cuda)
         beside_grads = adapter.grads if adapter is not None else (None, None)
-        grads = (grad_hidden, grad_weight, *beside_grads)
+        grads = (grad_hidden, grad_weight, grad_bias, *beside_grads)
         # Backward has no work left but a scaling, so it needs the gradients themselves and none of the inputs.
         ctx.save_for_backward(*(g for g in grads if g is not None))
         ctx.wants = tuple(g is not None for g in grads), len(aligned)
@@ -328,8 +338,8 @@ class _Chunked(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         # The loss is a sum, so grads[0] is one number: the caller's scale, such as 1 / tokens.
         # In place: these tensors belong to this call alone.
-        hidden, weight, low, up = (next(saved).mul_(grads[0]) if wanted else None for wanted in wants)
-        return (hidden, weight, None, None, None, None, None, low, up, *([None] * count))
+        hidden, weight, bias, low, up = (next(saved).mul_(grads[0]) if wanted else None for wanted in wants)
+        return (hidden, weight, bias, None, None, None, None, None, low, up, *([None] * count))
 
 
 def chunked_logits(
@@ -340,7 +350,7 @@ def chunked_logits(
     Computes in autocast's dtype if it is on, otherwise in that of `hidden`.
 
     Args:
-        hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and no bias, or a `TiedHead`.
+        hidden: [..., width]; head: a module with a `weight` [vocabulary, width] and a `bias` [vocabulary] or None.
         aligned: [...] each, or [..., n]: further inputs of the row loss per position.
         row_loss: if it has `value_and_grad_`, its gradient is computed in place; otherwise by autograd per chunk.
         cuda: runs on CUDA, or is planned for it: half-precision matmuls accumulate into an fp32 head's gradient in
@@ -365,7 +375,7 @@ def chunked_logits(
         low, up = (pair.lowered(flat.to(dtype)), pair.up) if pair is not None else (None, None)
         return _Chunked.apply(
             flat,
-            _weight(head),
+            *_tensors(head),
             row_loss,
             rows,
             cuda,
@@ -378,11 +388,12 @@ def chunked_logits(
         )
 
 
-def _weight(head: torch.nn.Module) -> Tensor:
-    """Returns the head's weight; a sharded one is gathered, and its gradient sharded again."""
-    weight = head.weight
+def _tensors(head: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Returns the head's weight and bias; sharded ones are gathered, and their gradients sharded again."""
+    weight, bias = head.weight, head.bias
     assert isinstance(weight, Tensor)
-    return full_tensor(weight)
+    assert bias is None or isinstance(bias, Tensor)
+    return full_tensor(weight), full_tensor(bias) if bias is not None else None
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -402,7 +413,7 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
     if is_in_torch_dispatch_mode():
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
-    dtype, weight, (labels,) = _compute_dtype(hidden), _weight(head), aligned
+    dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _tensors(head), aligned
     # By default torch does not chunk, so the chunk size is explicit.
     options = torch.nn.LinearCrossEntropyOptions(  # type: ignore[attr-defined]
         batch_chunk_size=rows, chunking_method=None
@@ -410,7 +421,13 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
         return functional.linear_cross_entropy(  # type: ignore[attr-defined]
-            flat, weight.to(dtype), labels.reshape(-1), reduction="sum", ignore_index=IGNORED, options=options
+            flat,
+            weight.to(dtype),
+            labels.reshape(-1),
+            linear_bias=bias.to(dtype) if bias is not None else None,
+            reduction="sum",
+            ignore_index=IGNORED,
+            options=options,
         ).float()
 
 
@@ -420,17 +437,18 @@ def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     flat = hidden.reshape(-1, hidden.shape[-1])
     if is_in_torch_dispatch_mode():
         # Liger's own rule: ceil(vocabulary / width) chunks, whose rows are rounded up to a power of two.
-        chunks = -(-_weight(head).shape[0] // flat.shape[1])
+        chunks = -(-_tensors(head)[0].shape[0] // flat.shape[1])
         rows = 2 ** math.ceil(math.log2(-(-flat.shape[0] // chunks)))
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    dtype, (labels,) = _compute_dtype(hidden), aligned
+    dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _tensors(head), aligned
     with torch.autocast(hidden.device.type, enabled=False):
         return liger_fused_linear_cross_entropy(
             flat.to(dtype),
-            _weight(head).to(dtype),
+            weight.to(dtype),
             labels.reshape(-1),
+            bias=bias.to(dtype) if bias is not None else None,
             ignore_index=IGNORED,
             reduction="sum",
             accum_dtype=torch.float32,  # dtype in which chunks accumulate the weight's gradient

@@ -148,14 +148,15 @@ class TeacherHead:
     """The teacher's head: computes logits per chunk in a reused buffer.
 
     Args:
-        weight: [rows, width] of its head, in the dtype of the matmul.
+        weight: [rows, width] of its head, in the dtype of the matmul; bias: [rows] of its head, or None.
         rows: rows of the student's head; rows beyond them belong to no token.
         cap: caps logits as cap * tanh(logits / cap).
     """
 
-    def __init__(self, weight: Tensor, rows: int, cap: float | None = None):
+    def __init__(self, weight: Tensor, rows: int, cap: float | None = None, bias: Tensor | None = None):
         assert weight.shape[0] >= rows, "check refuses a teacher with fewer rows than the student"
         self.weight, self.cap = weight.detach()[:rows], cap
+        self.bias = bias.detach()[:rows] if bias is not None else None
         self._buffer: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -167,6 +168,8 @@ class TeacherHead:
         # Weight and states already have the dtype of the matmul.
         with torch.autocast(states.device.type, enabled=False):
             logits = torch.mm(states, self.weight.t(), out=self._buffer[: states.shape[0]])
+            if self.bias is not None:
+                logits += self.bias
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
 

@@ -23,7 +23,7 @@ from ...conftest import DEVICE
 
 # One of each kind: delta net, Mamba 2 with experts, sinks with windows, convolution, shared keys, chunks.
 KINDS = ["qwen3_5_text", "granitemoehybrid", "gpt_oss", "lfm2", "gemma4_text", "llama4_text"]
-REFUSED = {"phi": "the head of PhiForCausalLM has a bias", "stablelm": "does not let its layers use preheat"}
+REFUSED = {"stablelm": "does not let its layers use preheat"}
 
 TECHNIQUES = "efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}"
 
@@ -58,7 +58,7 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
         config = tiny_config(name)
         with torch.device("meta"):
             model = create_model(config)
-        layers = hf.anatomy(model).layers if name != "phi" else model.model.layers
+        layers = hf.anatomy(model).layers
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
         assert len(layers) == config.num_hidden_layers
         for kind, layer in zip(kinds, layers, strict=True):

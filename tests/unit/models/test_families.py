@@ -72,6 +72,10 @@ FAMILIES: dict[str, Any] = {
     "phi3, partial rotary, long rope": lambda: transformers.Phi3Config(
         **TINY, num_hidden_layers=2, original_max_position_embeddings=32, rope_parameters=dict(LONG)
     ),
+    "phi, a biased head": lambda: transformers.PhiConfig(**TINY, num_hidden_layers=2),
+    "phi, a biased head that is tied": lambda: transformers.PhiConfig(
+        **TINY, num_hidden_layers=2, tie_word_embeddings=True
+    ),
     "phi3, window": lambda: transformers.Phi3Config(**TINY, num_hidden_layers=2, sliding_window=6),
 }
 TECHNIQUES = "{efficient_attention: {}, chunked_loss: {rows: 40}, activation_checkpointing: {}, lora: {rank: 4}}"
@@ -167,9 +171,14 @@ def test_long_positions_take_the_long_factors_as_in_transformers(tmp_path: Path)
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
 
 
-def test_a_head_with_a_bias_is_refused() -> None:
-    with pytest.raises(RecipeError, match="the head of PhiForCausalLM has a bias"):
-        hf.build_on_meta(transformers.PhiConfig(**TINY, num_hidden_layers=2))
+def test_logits_that_are_more_than_a_linear_head_are_refused() -> None:
+    config = transformers.PhiConfig(**TINY, num_hidden_layers=2)
+    config.logit_scale = 0.5  # applied to hidden states, it would leave the bias out
+    with pytest.raises(RecipeError, match="PhiForCausalLM of transformers multiplies the logits of a head with a bias"):
+        hf.build_on_meta(config)
+    between = transformers.ModernBertDecoderConfig(**TINY, num_hidden_layers=2)
+    with pytest.raises(RecipeError, match=r"has lm_head.dense.weight between its hidden states and its head"):
+        hf.build_on_meta(between)
 
 
 def test_kernels_that_would_leave_out_a_softcap_are_refused(tmp_path: Path) -> None:

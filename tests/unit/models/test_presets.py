@@ -47,9 +47,7 @@ def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2
 
 
 TABLES = [name for name in PRESETS if name not in published.models()]
-TRAINED = [
-    name for name in TABLES if PRESETS[name].config["model_type"] not in (*hf.REFUSED, "phi")
-]  # phi's head has a bias
+TRAINED = [name for name in TABLES if PRESETS[name].config["model_type"] not in hf.REFUSED]
 FIRST = {p.config["model_type"]: name for name, p in reversed(list(PRESETS.items())) if "text_config" not in p.config}
 """One preset of each family that is text alone."""
 FEW = [
@@ -64,8 +62,8 @@ DEEP = [name for name in PRESETS if name not in TABLES and PRESETS[name].text["n
 """Half of the time for a sixth of the presets."""
 
 
-# A head with a bias, or layers of kinds that preheat does not know: planned for inference only.
-UNTRAINED = (*hf.REFUSED, "phi", "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
+# Layers of kinds that preheat does not know: planned for inference only.
+UNTRAINED = (*hf.REFUSED, "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
 
 
 @pytest.mark.parametrize(
