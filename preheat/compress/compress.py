@@ -30,7 +30,17 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Variant", "compress", "made_of", "once", "read_variant", "read_variants", "summed", "trained_for"]
+__all__ = [
+    "Variant",
+    "compress",
+    "made_of",
+    "once",
+    "read_variant",
+    "read_variants",
+    "require_modules",
+    "summed",
+    "trained_for",
+]
 
 Say = Callable[[str], None]
 Page = Callable[[Path], object]
@@ -278,8 +288,21 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
     problems = [f"--method {v.name}: {problem}" for v in variants for problem in v.method.check(opened.build.model)]
     if problems:
         raise RecipeError("\n".join(problems))
-    for variant in variants:
-        variant.method.require(model)
+    require_modules(model, [variant.method for variant in variants])
+
+
+def require_modules(model: PreTrainedModel, chosen: Sequence[Method]) -> None:
+    """Checks methods against a model's modules as they will be once adapters and rounding are merged (`Baseline.of`).
+
+    Raises:
+        RecipeError: as `Method.require`.
+    """
+    import torch
+
+    with torch.device("meta"):
+        plain = type(model)(copy.deepcopy(model.config))
+    for method in chosen:
+        method.require(plain)
 
 
 def _compress_variant(

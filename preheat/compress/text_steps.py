@@ -71,6 +71,10 @@ class TextSteps(Steps["PreTrainedModel"]):
         # Errors of the command line appear before anything is measured.
         recipes.check(recipe)
         self.recipe = recipe
+        # Only the first step's model is known before the text is read.
+        if 1 in self._methods:
+            with located(chain.locations[0]):
+                compress.require_modules(opened.build.trained[0], [self._methods[1].method])  # type: ignore[arg-type]
         # `compress` would hold out every fifth row; here training has its own validation split, which must stay unseen.
         self.texts = find_texts(replace(opened, recipe=recipe, step=opened.step or 0), None, rows=128, length=None)
         self.start = self.place = out / "0-start"

@@ -255,6 +255,22 @@ def test_settings_that_the_model_cannot_have(text: str, words: str, stories: Pat
         compressed(stories, text, rows[:8])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gptq,keep=[dwn_proj]", "keep: 'dwn_proj' matches no linear map.*did you mean 'down_proj'"),
+        ("gptq,group=32", "group: 32 does not divide the 172 inputs"),
+        ("wanda,keep=nothing", "keep: 'nothing' matches no linear map of the layers"),
+        ("magnitude,keep=(x", r"keep: '\(x' is not a regular expression"),
+    ],
+)
+def test_names_that_the_model_lacks_are_refused_before_the_text_is_read(
+    text: str, words: str, stories: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        compress(stories, [read_variant(text)], tmp_path / "out", data=str(tmp_path / "missing.txt"))
+
+
 def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
     row = torch.arange(32)[None]
     with pytest.raises(DataError, match="3 rows, and 8 are needed"):
