@@ -207,7 +207,7 @@ class ImageProcessor:
         if vision.layout == "pixtral":
             from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
-            image = np.empty((1, height, width), np.bool_)  # of which the shape is read
+            image: np.ndarray = np.broadcast_to(np.False_, (1, height, width))  # of which the shape is read
             height, width = get_resize_output_image_size(
                 image, settings["size"]["longest_edge"], side, "channels_first"
             )

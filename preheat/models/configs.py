@@ -292,6 +292,9 @@ def _cut_layers(text: PretrainedConfig, before: int, layers: int, but: Container
     for key, value in list(vars(text).items()):
         if key not in but and isinstance(value, list | tuple) and len(value) == before:
             setattr(text, key, value[:layers])
+    # The last layers take the keys and values of earlier ones (Gemma 3n and 4): a layer that is left stays what it is.
+    if (shared := getattr(text, "num_kv_shared_layers", None) or 0) and "num_kv_shared_layers" not in but:
+        text.num_kv_shared_layers = max(shared - (before - layers), 0)
 
 
 def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:

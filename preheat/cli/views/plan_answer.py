@@ -316,7 +316,7 @@ def _model(plan: Mapping[str, Any], recipe: Recipe | None) -> str:
     p = plan["parameters"]
     trained = f", {quantity(p['trained'])} trained" if p["trained"] != p["total"] else ""
     # Plans that older versions wrote do not have it.
-    active = f" ({quantity(p['active'])} active)" if p.get("active", p["total"]) != p["total"] else ""
+    active = f", {quantity(p['active'])} active" if p.get("active", p["total"]) != p["total"] else ""
     text = f"{quantity(p['total'])} parameters{active}{trained}"
     stages = 1 if recipe is None else _stages(plan, recipe)
     # A pipeline's dry run builds one stage.

@@ -27,3 +27,13 @@ def test_a_request_reads_the_models_configuration_once(monkeypatch: pytest.Monke
     other = pickle.loads(pickle.dumps(fewer))
     assert (other.config.to_dict(), other.rates) == (fewer.config.to_dict(), gpu)
     assert reads == ["gpt2"]
+
+
+def test_fewer_layers_of_a_model_with_shared_keys_keep_what_they_are() -> None:
+    gpu = Roofline.of("H100")
+    for layers, shared in ((1, 0), (15, 0), (20, 5), (35, 20)):
+        model = f"{{preset: gemma-4-e2b, config: {{num_hidden_layers: {layers}}}}}"
+        request = Request(recipes.parse(f"model: {model}\nstop: {{max_steps: 1}}"), gpu.as_device)
+        text = request.config.get_text_config()
+        assert text.num_kv_shared_layers == shared
+        assert text.kv_sharing_modes.count("reuse") == shared
