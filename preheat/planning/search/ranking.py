@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
 from preheat.errors import RecipeError
@@ -36,6 +36,8 @@ class LayerCost:
     Attributes:
         states: weights, gradients and optimizer states.
         weights: the weights alone.
+        optimizer: the optimizer states alone.
+        trained: gradients of all trained weights in fp32, as they are reduced.
         saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
@@ -43,6 +45,8 @@ class LayerCost:
 
     states: tuple[float, float]
     weights: tuple[float, float]
+    optimizer: tuple[float, float]
+    trained: tuple[float, float]
     saved: tuple[float, float]
     seconds: tuple[float, float]
     update: tuple[float, float]
@@ -61,7 +65,7 @@ class LayerCost:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
-        return LayerCost(by("states"), by("weights"), by("saved"), by("seconds"), by("update"))
+        return LayerCost(*(by(each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,10 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
         at = observation.categories[Phase.UPDATE]
         update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
-        return states, at["parameters"], observation.passing, max(seconds(observation, rates) - update, 0.0), update
+        computing = max(seconds(observation, rates) - update, 0.0)
+        trained = 4 * observation.trained
+        # In the order of the fields of LayerCost.
+        return states, at["parameters"], at["optimizer"], trained, observation.passing, computing, update
 
     fewest = 1
     try:
@@ -116,7 +123,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     except RecipeError:  # a setting that leaves the last layer as it is has no effect on one
         first = numbers(fewest := 2)
     if layer is not None:
-        of_layer = [layer.states[0], layer.weights[0], layer.saved[0], layer.seconds[0], layer.update[0]]
+        of_layer = [getattr(layer, each.name)[0] for each in fields(layer)]
     else:
         of_layer = [max(b - a, 0.0) for a, b in zip(first, numbers(fewest + 1), strict=True)]
     ends = [max(a - fewest * b, 0.0) for a, b in zip(first, of_layer, strict=True)]
@@ -143,29 +150,30 @@ def estimate(
     # Layers of this stage, and rows of this data-parallel rank.
     layers, rows = model.layers / pipeline, batch.size / math.prod(sizes[axis] for axis in DATA)
     micro = math.ceil(rows / micros)
-    # Ranks of context parallelism hold the same weights, so FSDP shards across them, too.
+    # Ranks of context parallelism hold the same weights, so FSDP shards across them, too, and ZeRO-1 the states.
     sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
+    updating = sizes[Axis.REPLICATE] * context if Tag.SHARDED_STATES in tags else sharded
 
     def of_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1]) / tensor
 
-    weights = of_all(cost.weights)
+    weights, trained, optimizer = of_all(cost.weights), of_all(cost.trained), of_all(cost.optimizer)
     gathered = 0.0
     if sharded > 1:  # the weights of a layer and of the next one, or of the ends, the largest FSDP group
         gathered = (cost.weights[0] + max(cost.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
-            gathered += weights  # unsharded gradients accumulate until the last micro-batch
+            gathered += trained  # unsharded gradients accumulate until the last micro-batch
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
     # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     # Bytes: states + gathered weights + activations of a micro-batch.
-    memory = of_all(cost.states) / sharded + gathered + micro * alive / context
+    held = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
+    memory = held + gathered + micro * alive / context
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
-    waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
-    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
-        cost.update
-    ) / sharded
+    waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, trained, tags, rates)
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros)
+    time += of_all(cost.update) / updating + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
 
 
@@ -176,20 +184,24 @@ def _sent(
     micros: int,
     micro: int,
     weights: float,
+    trained: float,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
-) -> tuple[float, float]:
-    """Returns the seconds of exposed and of overlapped communication; zeros for a measured machine (unknown links)."""
+) -> tuple[float, float, float]:
+    """Returns the seconds of exposed and of overlapped communication, and of that in the update; zeros for a measured
+    machine (unknown links)."""
     if not isinstance(rates, Roofline):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     order = list(Axis)
 
-    def once(kind: str, size: float, axis: Axis) -> float:
-        if sizes[axis] == 1:
+    def once(kind: str, size: float, *axes: Axis) -> float:
+        across = [axis for axis in axes if sizes[axis] > 1]
+        if not across:
             return 0.0
         # Ranks along an axis are as far apart as the product of the axes inside of it.
-        stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
-        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
+        stride = math.prod(sizes[inner] for inner in order[max(map(order.index, across)) + 1 :])
+        group = math.prod(sizes[axis] for axis in across), stride
+        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=group))
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
@@ -197,13 +209,22 @@ def _sent(
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward.
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
-    # fp32 weights are gathered as bf16.
-    half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
-    # Resharded weights are gathered once for forward and once for backward.
-    gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
-    overlapped = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
-    overlapped += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
-        "reduce_scatter_tensor", weights, Axis.SHARD
-    )
-    overlapped += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
-    return waiting, overlapped
+    reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
+    after = 0.0
+    if Tag.SHARDED_WEIGHTS in tags:
+        # fp32 weights are gathered as bf16.
+        half = 0.5 if Tag.BF16_ALL_GATHER in tags and Tag.BF16_WEIGHTS not in tags else 1.0
+        # Resharded weights are gathered once for forward and once for backward.
+        gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
+        shards = (Axis.SHARD, Axis.CONTEXT)
+        overlapped = gathers * once("all_gather_into_tensor", weights * half, *shards)
+        overlapped += reductions * once("reduce_scatter_tensor", trained, *shards)
+        share = trained / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
+        overlapped += reductions * once("all_reduce", share, Axis.REPLICATE)
+    else:
+        replicas = (Axis.REPLICATE, Axis.CONTEXT)
+        overlapped = once("all_reduce", trained, *replicas)
+        if Tag.SHARDED_STATES in tags:
+            # Each rank sends the weights that it updated; half-precision weights are smaller than their gradients.
+            after = once("all_gather_into_tensor", min(weights, trained), *replicas)
+    return waiting, overlapped, after
