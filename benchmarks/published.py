@@ -129,7 +129,7 @@ def adapters_of(row: Row) -> contextlib.AbstractContextManager[object]:
 
     if trainer_of(row).adds_in_place or compiled(row):
         return contextlib.nullcontext()
-    return mock.patch.object(peft_layers, "added_linear", lambda: Linear)
+    return mock.patch.object(peft_layers, "added_linear", return_value=Linear)
 
 
 def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:

@@ -214,6 +214,18 @@ class Space:
         recipe = replace(recipe, model=model, techniques=techniques, parallel=parallel, batch=batch)
         return replace(self.request, recipe=recipe, world=1)
 
+    def pair(self, spread: Technique) -> Request:
+        """Returns the request for two devices that share rows by a parallel technique, with a row each."""
+        request = self.single(())
+        recipe = request.recipe
+        recipe = replace(
+            recipe,
+            techniques={**recipe.techniques, spread.name(): spread},
+            parallel=replace(recipe.parallel, devices=2),
+            batch=replace(recipe.batch, size=2),
+        )
+        return replace(request, recipe=recipe, world=2)
+
     def even(self, sizes: Mapping[Axis, int]) -> bool:
         """True if the batch divides evenly across the data-parallel ranks."""
         return self.recipe.batch.size % math.prod(sizes[axis] for axis in DATA) == 0

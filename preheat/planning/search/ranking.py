@@ -24,7 +24,7 @@ from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Batch
 
-__all__ = ["Guess", "LayerCost", "estimate", "observe_layer", "seconds"]
+__all__ = ["Guess", "LayerCost", "estimate", "gathered_share", "observe_layer", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class LayerCost:
     Attributes:
         states: weights, gradients and optimizer states.
         weights: the weights alone.
+        parameters: number of weights.
         optimizer: the optimizer states alone.
         trained: gradients of all trained weights in fp32, as they are reduced.
         saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
@@ -45,6 +46,7 @@ class LayerCost:
 
     states: tuple[float, float]
     weights: tuple[float, float]
+    parameters: tuple[float, float]
     optimizer: tuple[float, float]
     trained: tuple[float, float]
     saved: tuple[float, float]
@@ -97,7 +99,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     """Observes the model with one layer and with two, on one device with one sequence.
 
     Args:
-        request: for one device, with batch size 1 and no parallelism (`Space.single`).
+        request: for one device, with batch size 1 and no parallelism (`Space.single`), or for two with one row each.
         layer: cost of the same layers, if only embedding, head and loss differ: one dry run is then enough.
 
     Raises:
@@ -112,10 +114,14 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
         at = observation.categories[Phase.UPDATE]
         update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
-        computing = max(seconds(observation, rates) - update, 0.0)
-        trained = 4 * observation.trained
+        # Without communication, which is estimated for each mesh.
+        alone = replace(
+            observation, kernels=Counter({k: count for k, count in observation.kernels.items() if k.group is None})
+        )
+        computing = max(seconds(alone, rates) - update, 0.0)
+        weights, trained = (at["parameters"], observation.parameters), 4 * observation.trained
         # In the order of the fields of LayerCost.
-        return states, at["parameters"], at["optimizer"], trained, observation.passing, computing, update
+        return states, *weights, at["optimizer"], trained, observation.passing, computing, update
 
     fewest = 1
     try:
@@ -158,23 +164,47 @@ def estimate(
         return (pair[0] * layers + pair[1]) / tensor
 
     weights, trained, optimizer = of_all(cost.weights), of_all(cost.trained), of_all(cost.optimizer)
+    half = gathered_share(cost, tags)
     gathered = 0.0
-    if sharded > 1:  # the weights of a layer and of the next one, or of the ends, the largest FSDP group
-        gathered = (cost.weights[0] + max(cost.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+    if sharded > 1:
+        # The weights of a layer and of the next one, or of the ends, the largest FSDP group; a pipeline keeps all of
+        # its stage for the next micro-batch.
+        some = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
+        gathered = half * ((cost.weights[0] + max(cost.weights)) / tensor if some else weights)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += trained  # unsharded gradients accumulate until the last micro-batch
+    elif Tag.REPLICATED_WEIGHTS in tags:
+        gathered = weights  # torch's `replicate` computes with a second copy
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
     # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     # Bytes: states + gathered weights + activations of a micro-batch.
     held = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
     memory = held + gathered + micro * alive / context
+    # What one row's dry run casts for each row, a micro-batch casts once: 4 + 2 bytes of each weight, 2 + 4 of each
+    # gradient. Without recomputation backward keeps the casts.
+    casts = of_all(cost.parameters) if _casts_weights(cost, tags) else 0.0
+    if Tag.RECOMPUTATION not in tags:
+        memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
-    waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, trained, tags, rates)
+    if isinstance(rates, Roofline):
+        working -= (rows - micros) * rates.moving(int(12 * casts))
+    waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates)
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros)
     time += of_all(cost.update) / updating + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
+
+
+def gathered_share(cost: LayerCost, tags: frozenset[Tag]) -> float:
+    """Returns the bytes of gathered weights over those of the shards: fp32 weights may be gathered in bf16."""
+    return min(2 * sum(cost.parameters) / sum(cost.weights), 1.0) if Tag.BF16_ALL_GATHER in tags else 1.0
+
+
+def _casts_weights(cost: LayerCost, tags: frozenset[Tag]) -> bool:
+    """True if layers cast fp32 weights to half precision, and those are not gathered so."""
+    half = bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags)
+    return half and gathered_share(cost, tags) == 1.0 and sum(cost.weights) > 3 * sum(cost.parameters)
 
 
 def _sent(
@@ -184,6 +214,7 @@ def _sent(
     micros: int,
     micro: int,
     weights: float,
+    gathered: float,
     trained: float,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
@@ -193,6 +224,9 @@ def _sent(
     if not isinstance(rates, Roofline):
         return 0.0, 0.0, 0.0
     order = list(Axis)
+
+    def copied(size: float) -> float:
+        return rates.moving(2 * int(size))  # read and written
 
     def once(kind: str, size: float, *axes: Axis) -> float:
         across = [axis for axis in axes if sizes[axis] > 1]
@@ -210,19 +244,24 @@ def _sent(
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
     reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
+    # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
+    waiting += (micros - reductions) * copied(1.5 * trained)
     after = 0.0
     if Tag.SHARDED_WEIGHTS in tags:
-        # fp32 weights are gathered as bf16.
-        half = 0.5 if Tag.BF16_ALL_GATHER in tags and Tag.BF16_WEIGHTS not in tags else 1.0
-        # Resharded weights are gathered once for forward and once for backward.
-        gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
+        # Resharded weights are gathered once for forward and once for backward; those of a pipeline once per step.
+        gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1) if sizes[Axis.PIPELINE] == 1 else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
-        overlapped = gathers * once("all_gather_into_tensor", weights * half, *shards)
+        # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
+        waiting += gathers * copied(gathered) + reductions * copied(trained)
+        overlapped = gathers * once("all_gather_into_tensor", gathered, *shards)
         overlapped += reductions * once("reduce_scatter_tensor", trained, *shards)
         share = trained / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
         overlapped += reductions * once("all_reduce", share, Axis.REPLICATE)
     else:
         replicas = (Axis.REPLICATE, Axis.CONTEXT)
+        if Tag.REPLICATED_WEIGHTS in tags:
+            # The second copy of the weights passes through such a buffer in each micro-batch.
+            waiting += micros * copied(2 * weights) + copied(trained)
         overlapped = once("all_reduce", trained, *replicas)
         if Tag.SHARDED_STATES in tags:
             # Each rank sends the weights that it updated; half-precision weights are smaller than their gradients.
