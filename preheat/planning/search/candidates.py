@@ -56,7 +56,7 @@ def describe_techniques(added: Iterable[Technique], micro: int | None = None) ->
     parts = []
     for t in added:
         # Accumulation shows as the rows of a micro-batch at the end of the line.
-        if t.micro_batch_count() > 1:
+        if t.micro_batch_count() > 1 and not t.is_parallel():
             continue
         plain = type(t)()
         changed = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
