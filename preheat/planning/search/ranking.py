@@ -108,6 +108,9 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     rates = request.rates
     assert rates is not None, "an estimate needs the rates of its device"
 
+    tags = frozenset(tag for t in request.recipe.techniques.values() for tag in t.provided())
+    recomputes = Tag.RECOMPUTATION in tags and bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags)
+
     def numbers(layers: int) -> tuple[float, ...]:
         # `step`: an estimate needs neither evaluation nor checkpoints.
         observation = observe_cached(of_layers(request, layers), how="step")
@@ -120,8 +123,13 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
         )
         computing = max(seconds(alone, rates) - update, 0.0)
         weights, trained = (at["parameters"], observation.parameters), 4 * observation.trained
+        passing = observation.passing
+        head = observation.categories[Phase.HEAD_AND_LOSS]
+        if recomputes and head["activations"] + head["temporary"] >= passing and weights[0] > 3 * weights[1]:
+            # Autocast caches copies of fp32 weights until the loss: they do not grow with rows, and FSDP has none.
+            passing = max(passing - 2 * weights[1], 0)
         # In the order of the fields of LayerCost.
-        return states, *weights, at["optimizer"], trained, observation.passing, computing, update
+        return states, *weights, at["optimizer"], trained, passing, computing, update
 
     fewest = 1
     try:
