@@ -103,7 +103,8 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
         if name == "fp8":
             eights = True
         if not problems:
-            seen = observe_few_layers(Request(recipe, device))
+            with adapters_of(row):
+                seen = observe_few_layers(Request(recipe, device))
             if eights:
                 seen = replace(seen, kernels=Counter({_in_bits(k, bits): n for k, n in seen.kernels.items()}))
             if by_hand and roofline.device.generation == "hopper":
@@ -116,6 +117,19 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
             seen = replace(seen, compiled=compiled(row))
             return describe(Request(recipe, device, rates=roofline, in_use=0), seen), recipe
     raise Open("; ".join(map(str, problems)))
+
+
+def adapters_of(row: Row) -> contextlib.AbstractContextManager[object]:
+    """Leaves adapters to peft's own layers in dry runs of rows whose trainer adds their product as peft does; a compiler fuses it."""
+    from unittest import mock
+
+    from peft.tuners.lora import Linear
+
+    from preheat.ops.adapters import peft_layers
+
+    if trainer_of(row).adds_in_place or compiled(row):
+        return contextlib.nullcontext()
+    return mock.patch.object(peft_layers, "added_linear", return_value=Linear)
 
 
 def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:
@@ -189,21 +203,23 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
 def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     """GiB that preheat holds and other trainers' data parallelism does not, where weights are in half precision.
 
-    torch's `replicate` computes with a second copy of them, as large as the buckets that DistributedDataParallel has from the beginning. And sums of
-    gradients are fp32 here, which beside fp16 they are not everywhere.
+    torch's `replicate` computes with a second copy of them, as large as the buckets that DistributedDataParallel has from the beginning; those of adapters
+    are small. And sums of gradients are fp32 here, which beside fp16 they are not everywhere.
     """
-    if not recipe.techniques["mixed_precision"].mode.endswith("_master") or "data_parallel" not in recipe.techniques:
+    adapts = "lora" in recipe.techniques
+    half = recipe.techniques["mixed_precision"].mode.endswith("_master") or adapts
+    if not half or "data_parallel" not in recipe.techniques:
         return 0.0
     trainer = trainer_of(row)
     second = float(made["overhead"].get("gathered weights", 0.0))
-    if "zero1" not in recipe.techniques and trainer.torch_ddp:
+    if "zero1" not in recipe.techniques and trainer.torch_ddp and not adapts:
         second = 0.0
     halves = row["precision"].startswith("fp16") and trainer.fp16_gradients_in_fp16
     return second + (float(made["memory"]["parameters"]) if halves else 0.0)
 
 
 def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
-    """GiB of embedding and head, which FSDP1's root keeps gathered from a step's first layer to its last; with its shard, if shards are on the host."""
+    """GiB of the embedding, which FSDP1's root keeps gathered from a step's first layer to its last."""
     if "fsdp" not in recipe.techniques or not trainer_of(row).whole_root or compiled(row):
         return 0.0
     from preheat.models import hf
@@ -211,8 +227,24 @@ def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     config = hf.configure(recipe, None).get_text_config()
     if config.tie_word_embeddings:
         return 0.0
-    shares = 1 + (1 / whole(row, "dp_shard") if recipe.techniques["fsdp"].offload else 0)
-    return float(2 * config.vocab_size * config.hidden_size * shares / 2**30)
+    return float(2 * config.vocab_size * config.hidden_size / 2**30)
+
+
+def quantization_states(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+    """GiB of the scales of 4-bit weights that ours shards or offloads: a byte for 64 weights, and 4 for 256 of these."""
+    if (
+        "nf4" not in recipe.techniques
+        or "fsdp" not in recipe.techniques
+        or not trainer_of(row).whole_quantization_states
+    ):
+        return 0.0
+    from preheat.models import hf
+
+    config = hf.configure(recipe, None).get_text_config()
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    quantized = made["parameters"]["total"] - made["parameters"]["trained"] - ends
+    ours = 0.0 if recipe.techniques["fsdp"].offload else 1 / whole(row, "dp_shard")
+    return float(quantized / 64 * (1 + 4 / 256) * (1 - ours) / 2**30)
 
 
 def half_gradients(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
@@ -257,7 +289,7 @@ def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
 
 
 # What is beside what ours has; each: (row, plan, recipe) -> GiB.
-HELD_BY_OTHERS = (loss_of_others, half_gradients, root_of_others, inputs_kept, dropped)
+HELD_BY_OTHERS = (loss_of_others, half_gradients, root_of_others, quantization_states, inputs_kept, dropped)
 
 
 def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> tuple[float, float, float]:

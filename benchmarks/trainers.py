@@ -57,6 +57,10 @@ class Trainer:
     """bitsandbytes before 0.44 keeps the inputs of 4-bit layers."""
     fused_norms: bool = False
     """Norms are one operator without a compiler too."""
+    whole_quantization_states: bool = False
+    """Scales of 4-bit weights are no parameters, so FSDP neither shards nor offloads them."""
+    adds_in_place: bool = False
+    """An adapter's product is added to the base's result in place, as ours is; peft's needs three results of a layer at once."""
     adapter_dropout: float = 0.05
     adapts: Mapping[str, str] = field(default_factory=lambda: {"lora": "q,v", "qlora": "all"})
     """Layers with adapters, by method."""
@@ -84,6 +88,7 @@ TRANSFORMERS = Trainer(
         "bitsandbytes pull request 1270 (inputs kept before 0.44)",
         "arXiv:2106.09685 and peft/utils/constants.py (queries and values); arXiv:2305.14314 (QLoRA: all layers)",
         "huggingface/peft src/peft/utils/other.py (prepare_model_for_kbit_training recomputes)",
+        "huggingface/peft src/peft/tuners/lora/layer.py (result + lora_B(lora_A(x)) * scaling)",
     ),
     recomputes=("qlora",),
 )
@@ -128,6 +133,7 @@ UNSLOTH = replace(
     reports="reserved",
     keeps_quantized_inputs=False,
     fused_norms=True,
+    adds_in_place=True,
     adapter_dropout=0.0,
     adapts={"lora": "all", "qlora": "all"},
     recomputes=("full-ft", "lora", "qlora"),
@@ -137,9 +143,13 @@ FSDP_QLORA = replace(
     TRANSFORMERS,
     name="fsdp_qlora",
     read="2024-03",
-    sources=("AnswerDotAI/fsdp_qlora train.py (get_wrapping_policy, peak reserved; the root's share on the host too)",),
+    sources=(
+        "AnswerDotAI/fsdp_qlora train.py (get_wrapping_policy, peak reserved; setup_quantized_meta_for_peft: FSDP syncs no quant_state)",
+        "bitsandbytes bitsandbytes/nn/modules.py (quant_state of Params4bit is an attribute)",
+    ),
     reports="reserved",
     keeps_quantized_inputs=False,
+    whole_quantization_states=True,
 )
 TORCHTUNE = Trainer(
     name="torchtune",

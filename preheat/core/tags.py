@@ -59,6 +59,8 @@ class Tag(StrEnum):
     # Sharding and collectives.
     REPLICATED_WEIGHTS = "replicated-weights"
     SHARDED_WEIGHTS = "sharded-weights"
+    SHARDED_STATES = "sharded-states"
+    """Optimizer states are sharded across devices that hold all weights."""
     SHARDED_EXPERTS = "sharded-experts"
     TENSOR_PARALLEL = "tensor-parallel"
     SEQUENCE_PARALLEL = "sequence-parallel"

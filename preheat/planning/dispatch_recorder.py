@@ -258,6 +258,11 @@ class Recorder(TorchDispatchMode):
         """Makes the next operator log how gathered weights were resized before it."""
         self._resized = True
 
+    def notice_gather_input(self, t: Tensor) -> None:
+        """Notes that a tensor was allocated on the stream on which FSDP gathers weights."""
+        if (number := self.number(t)) is not None:
+            self.streams[number] = _GATHER
+
     def look_at_gathered(self, written: Iterable[Tensor] = ()) -> None:
         """Logs the frees and reallocations of FSDP's gathered weights, which resize storages without an operator.
 
@@ -328,8 +333,6 @@ class Recorder(TorchDispatchMode):
             return "device"
         # 0-dim tensors (step counters, flags) do not decide where an operator runs.
         on_host = [id(_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
-        if name.endswith("::all_gather_copy_in") and any(on_host):  # FSDP2 copies offloaded shards to the device first
-            return "back"
         return "host" if on_host and all(on_host) else "device"
 
     @classmethod
@@ -503,7 +506,8 @@ _DEVICE = torch.ops.prim.device.default
 _CHUNK = 1 << 16
 """Elements per block of torch's foreach kernels (kChunkSize of MultiTensorApply.cuh)."""
 # FSDP2 operators whose outputs are allocated on a side stream.
-_STREAMS = {"all_gather_copy_in": "gather", "_reduce_scatter_base_": "reduce"}
+_GATHER = "gather"
+_STREAMS = {"all_gather_copy_in": _GATHER, "_reduce_scatter_base_": "reduce"}
 _FREE = {
     "aten::_unsafe_view",
     "aten::detach",

@@ -107,7 +107,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         mode,
         recorder,
         counting(recorder),
-        gathering(recorder.look_at_gathered, recorder.notice_resize),
+        gathering(recorder.look_at_gathered, recorder.notice_resize, recorder.notice_gather_input),
         reducing(recorder.sum_gradients),
         fused_recurrent_kernels(build.trained, request.device),
     ):

@@ -366,6 +366,9 @@ class PipelineParallel(Searchable):
         # One more layer for each stage.
         return self.degree * self._each
 
+    def micro_batch_count(self) -> int:
+        return self.micro_batches or 1  # without it, gradient accumulation states them
+
     def options(self, context: Context) -> Iterable[Technique]:
         world = math.prod(context.sizes.values())
         # Two stages on a device, as in interleaved and zbv, need two layers.

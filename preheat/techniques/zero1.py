@@ -61,6 +61,7 @@ class Zero1(Searchable):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="there is one")
+    provides: ClassVar[frozenset[Tag]] = frozenset({Tag.SHARDED_STATES})
     needs: ClassVar[frozenset[Tag]] = frozenset({Tag.REPLICATED_WEIGHTS})
     # Updates in backward do not support shards; states of whole matrices cannot be sharded.
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.STEP_IN_BACKWARD, Tag.SHARDED_EXPERTS, Tag.PER_MATRIX_STATES})

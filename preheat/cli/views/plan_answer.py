@@ -362,7 +362,7 @@ def recipe_of(plan: Mapping[str, Any], techniques: Mapping[str, Any] | None = No
 
 def _shown(techniques: Iterable[Technique]) -> list[str]:
     # Accumulation shows as the rows of a micro-batch.
-    return [describe(t) for t in techniques if t.micro_batch_count() == 1]
+    return [describe(t) for t in techniques if t.is_parallel() or t.micro_batch_count() == 1]
 
 
 def _method(recipe: Recipe, plan: Mapping[str, Any]) -> str:

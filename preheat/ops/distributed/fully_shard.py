@@ -19,8 +19,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import Shard
+
+from preheat.ops.memory.host_transfer import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -158,10 +160,16 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
 
 
 @contextmanager
-def gathering(tell: Callable[[list[Tensor]], None], resized: Callable[[], None]) -> Iterator[None]:
+def gathering(
+    tell: Callable[[list[Tensor]], None], resized: Callable[[], None], copied: Callable[[Tensor], None]
+) -> Iterator[None]:
     """Context manager that calls `tell` with the buffers that FSDP allocates for gathered weights.
 
     FSDP frees and refills them by resizing their storages, which no operator shows to a dry run: it calls `resized`.
+
+    Shards in host memory are copied to the device before each gather; under fake tensors, which are all on the CPU,
+    FSDP's own copy is none. This one is an operator that the recorder knows, and `copied` is called with the result,
+    which FSDP allocates on the stream of its gathers.
 
     Buffers of weights that one rank holds alone, such as expert-parallel experts, are filled by a plain copy.
     """
@@ -180,7 +188,23 @@ def gathering(tell: Callable[[list[Tensor]], None], resized: Callable[[], None])
 
         return run
 
+    inputs = FSDPParam.all_gather_inputs
+
+    def copying(self: FSDPParam) -> list[Tensor]:
+        own_gather = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        if not self.offload_to_cpu or self.sharded_state != ShardedState.SHARDED or own_gather:
+            return inputs.fget(self)  # type: ignore[attr-defined,no-any-return]
+        shard = to_device(self._sharded_param_data, self._sharded_param_data)
+        copied(shard)
+        if self.param_dtype is None or self.param_dtype == shard.dtype:
+            return [shard]
+        # Cast on the device: the copy crosses the link in the dtype of the shard.
+        cast = shard.to(self.param_dtype)
+        copied(cast)
+        return [cast]
+
     FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
+    FSDPParam.all_gather_inputs = property(copying)  # type: ignore[method-assign,assignment]
     alloc, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
     # Both modules hold references of their own.
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = noticed(alloc)  # type: ignore[assignment]
@@ -189,6 +213,7 @@ def gathering(tell: Callable[[list[Tensor]], None], resized: Callable[[], None])
         yield
     finally:
         FSDPParam.init_all_gather_outputs = original  # type: ignore[method-assign]
+        FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
         _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = alloc
         _fsdp_param.free_storage = free
 

@@ -56,7 +56,7 @@ def describe_techniques(added: Iterable[Technique], micro: int | None = None) ->
     parts = []
     for t in added:
         # Accumulation shows as the rows of a micro-batch at the end of the line.
-        if t.micro_batch_count() > 1:
+        if t.micro_batch_count() > 1 and not t.is_parallel():
             continue
         plain = type(t)()
         changed = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
@@ -213,6 +213,18 @@ class Space:
         batch = replace(recipe.batch, size=1)
         recipe = replace(recipe, model=model, techniques=techniques, parallel=parallel, batch=batch)
         return replace(self.request, recipe=recipe, world=1)
+
+    def pair(self, spread: Technique) -> Request:
+        """Returns the request for two devices that share rows by a parallel technique, with a row each."""
+        request = self.single(())
+        recipe = request.recipe
+        recipe = replace(
+            recipe,
+            techniques={**recipe.techniques, spread.name(): spread},
+            parallel=replace(recipe.parallel, devices=2),
+            batch=replace(recipe.batch, size=2),
+        )
+        return replace(request, recipe=recipe, world=2)
 
     def even(self, sizes: Mapping[Axis, int]) -> bool:
         """True if the batch divides evenly across the data-parallel ranks."""

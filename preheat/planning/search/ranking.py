@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
 from preheat.errors import RecipeError
@@ -24,7 +24,7 @@ from preheat.planning.speed.roofline import Roofline
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Batch
 
-__all__ = ["Guess", "LayerCost", "estimate", "observe_layer", "seconds"]
+__all__ = ["Guess", "LayerCost", "estimate", "gathered_share", "observe_layer", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class LayerCost:
     Attributes:
         states: weights, gradients and optimizer states.
         weights: the weights alone.
+        parameters: number of weights.
+        optimizer: the optimizer states alone.
+        trained: gradients of all trained weights in fp32, as they are reduced.
         saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
@@ -43,6 +46,9 @@ class LayerCost:
 
     states: tuple[float, float]
     weights: tuple[float, float]
+    parameters: tuple[float, float]
+    optimizer: tuple[float, float]
+    trained: tuple[float, float]
     saved: tuple[float, float]
     seconds: tuple[float, float]
     update: tuple[float, float]
@@ -61,7 +67,7 @@ class LayerCost:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
             return layer, ends
 
-        return LayerCost(by("states"), by("weights"), by("saved"), by("seconds"), by("update"))
+        return LayerCost(*(by(each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     """Observes the model with one layer and with two, on one device with one sequence.
 
     Args:
-        request: for one device, with batch size 1 and no parallelism (`Space.single`).
+        request: for one device, with batch size 1 and no parallelism (`Space.single`), or for two with one row each.
         layer: cost of the same layers, if only embedding, head and loss differ: one dry run is then enough.
 
     Raises:
@@ -102,13 +108,28 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     rates = request.rates
     assert rates is not None, "an estimate needs the rates of its device"
 
+    tags = frozenset(tag for t in request.recipe.techniques.values() for tag in t.provided())
+    recomputes = Tag.RECOMPUTATION in tags and bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags)
+
     def numbers(layers: int) -> tuple[float, ...]:
         # `step`: an estimate needs neither evaluation nor checkpoints.
         observation = observe_cached(of_layers(request, layers), how="step")
         at = observation.categories[Phase.UPDATE]
         update = _of_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
-        return states, at["parameters"], observation.passing, max(seconds(observation, rates) - update, 0.0), update
+        # Without communication, which is estimated for each mesh.
+        alone = replace(
+            observation, kernels=Counter({k: count for k, count in observation.kernels.items() if k.group is None})
+        )
+        computing = max(seconds(alone, rates) - update, 0.0)
+        weights, trained = (at["parameters"], observation.parameters), 4 * observation.trained
+        passing = observation.passing
+        head = observation.categories[Phase.HEAD_AND_LOSS]
+        if recomputes and head["activations"] + head["temporary"] >= passing and weights[0] > 3 * weights[1]:
+            # Autocast caches copies of fp32 weights until the loss: they do not grow with rows, and FSDP has none.
+            passing = max(passing - 2 * weights[1], 0)
+        # In the order of the fields of LayerCost.
+        return states, *weights, at["optimizer"], trained, passing, computing, update
 
     fewest = 1
     try:
@@ -116,7 +137,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     except RecipeError:  # a setting that leaves the last layer as it is has no effect on one
         first = numbers(fewest := 2)
     if layer is not None:
-        of_layer = [layer.states[0], layer.weights[0], layer.saved[0], layer.seconds[0], layer.update[0]]
+        of_layer = [getattr(layer, each.name)[0] for each in fields(layer)]
     else:
         of_layer = [max(b - a, 0.0) for a, b in zip(first, numbers(fewest + 1), strict=True)]
     ends = [max(a - fewest * b, 0.0) for a, b in zip(first, of_layer, strict=True)]
@@ -143,30 +164,55 @@ def estimate(
     # Layers of this stage, and rows of this data-parallel rank.
     layers, rows = model.layers / pipeline, batch.size / math.prod(sizes[axis] for axis in DATA)
     micro = math.ceil(rows / micros)
-    # Ranks of context parallelism hold the same weights, so FSDP shards across them, too.
+    # Ranks of context parallelism hold the same weights, so FSDP shards across them, too, and ZeRO-1 the states.
     sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
+    updating = sizes[Axis.REPLICATE] * context if Tag.SHARDED_STATES in tags else sharded
 
     def of_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1]) / tensor
 
-    weights = of_all(cost.weights)
+    weights, trained, optimizer = of_all(cost.weights), of_all(cost.trained), of_all(cost.optimizer)
+    half = gathered_share(cost, tags)
     gathered = 0.0
-    if sharded > 1:  # the weights of a layer and of the next one, or of the ends, the largest FSDP group
-        gathered = (cost.weights[0] + max(cost.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+    if sharded > 1:
+        # The weights of a layer and of the next one, or of the ends, the largest FSDP group; a pipeline keeps all of
+        # its stage for the next micro-batch.
+        some = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
+        gathered = half * ((cost.weights[0] + max(cost.weights)) / tensor if some else weights)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
-            gathered += weights  # unsharded gradients accumulate until the last micro-batch
+            gathered += trained  # unsharded gradients accumulate until the last micro-batch
+    elif Tag.REPLICATED_WEIGHTS in tags:
+        gathered = weights  # torch's `replicate` computes with a second copy
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
     # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     # Bytes: states + gathered weights + activations of a micro-batch.
-    memory = of_all(cost.states) / sharded + gathered + micro * alive / context
+    held = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
+    memory = held + gathered + micro * alive / context
+    # What one row's dry run casts for each row, a micro-batch casts once: 4 + 2 bytes of each weight, 2 + 4 of each
+    # gradient. Without recomputation backward keeps the casts.
+    casts = of_all(cost.parameters) if _casts_weights(cost, tags) else 0.0
+    if Tag.RECOMPUTATION not in tags:
+        memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
-    waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
-    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
-        cost.update
-    ) / sharded
+    if isinstance(rates, Roofline):
+        working -= (rows - micros) * rates.moving(int(12 * casts))
+    waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates)
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros)
+    time += of_all(cost.update) / updating + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
+
+
+def gathered_share(cost: LayerCost, tags: frozenset[Tag]) -> float:
+    """Returns the bytes of gathered weights over those of the shards: fp32 weights may be gathered in bf16."""
+    return min(2 * sum(cost.parameters) / sum(cost.weights), 1.0) if Tag.BF16_ALL_GATHER in tags else 1.0
+
+
+def _casts_weights(cost: LayerCost, tags: frozenset[Tag]) -> bool:
+    """True if layers cast fp32 weights to half precision, and those are not gathered so."""
+    half = bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags)
+    return half and gathered_share(cost, tags) == 1.0 and sum(cost.weights) > 3 * sum(cost.parameters)
 
 
 def _sent(
@@ -176,20 +222,28 @@ def _sent(
     micros: int,
     micro: int,
     weights: float,
+    gathered: float,
+    trained: float,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
-) -> tuple[float, float]:
-    """Returns the seconds of exposed and of overlapped communication; zeros for a measured machine (unknown links)."""
+) -> tuple[float, float, float]:
+    """Returns the seconds of exposed and of overlapped communication, and of that in the update; zeros for a measured
+    machine (unknown links)."""
     if not isinstance(rates, Roofline):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     order = list(Axis)
 
-    def once(kind: str, size: float, axis: Axis) -> float:
-        if sizes[axis] == 1:
+    def copied(size: float) -> float:
+        return rates.moving(2 * int(size))  # read and written
+
+    def once(kind: str, size: float, *axes: Axis) -> float:
+        across = [axis for axis in axes if sizes[axis] > 1]
+        if not across:
             return 0.0
         # Ranks along an axis are as far apart as the product of the axes inside of it.
-        stride = math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :])
-        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(sizes[axis], stride)))
+        stride = math.prod(sizes[inner] for inner in order[max(map(order.index, across)) + 1 :])
+        group = math.prod(sizes[axis] for axis in across), stride
+        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=group))
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
@@ -197,13 +251,27 @@ def _sent(
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward.
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
-    # fp32 weights are gathered as bf16.
-    half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
-    # Resharded weights are gathered once for forward and once for backward.
-    gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
-    overlapped = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)
-    overlapped += (micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1) * once(
-        "reduce_scatter_tensor", weights, Axis.SHARD
-    )
-    overlapped += once("all_reduce", weights / sizes[Axis.SHARD], Axis.REPLICATE)
-    return waiting, overlapped
+    reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
+    # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
+    waiting += (micros - reductions) * copied(1.5 * trained)
+    after = 0.0
+    if Tag.SHARDED_WEIGHTS in tags:
+        # Resharded weights are gathered once for forward and once for backward; those of a pipeline once per step.
+        gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1) if sizes[Axis.PIPELINE] == 1 else 1
+        shards = (Axis.SHARD, Axis.CONTEXT)
+        # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
+        waiting += gathers * copied(gathered) + reductions * copied(trained)
+        overlapped = gathers * once("all_gather_into_tensor", gathered, *shards)
+        overlapped += reductions * once("reduce_scatter_tensor", trained, *shards)
+        share = trained / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
+        overlapped += reductions * once("all_reduce", share, Axis.REPLICATE)
+    else:
+        replicas = (Axis.REPLICATE, Axis.CONTEXT)
+        if Tag.REPLICATED_WEIGHTS in tags:
+            # The second copy of the weights passes through such a buffer in each micro-batch.
+            waiting += micros * copied(2 * weights) + copied(trained)
+        overlapped = once("all_reduce", trained, *replicas)
+        if Tag.SHARDED_STATES in tags:
+            # Each rank sends the weights that it updated; half-precision weights are smaller than their gradients.
+            after = once("all_gather_into_tensor", min(weights, trained), *replicas)
+    return waiting, overlapped, after

@@ -48,7 +48,7 @@ class EvaluatedPlan:
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(t.name() for t in self.added if t.micro_batch_count() == 1)
+        return frozenset(t.name() for t in self.added if t.is_parallel() or t.micro_batch_count() == 1)
 
 
 @dataclass

@@ -12,17 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from signal import SIGINT
 from typing import Literal
 
-from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
+from preheat.core import DATA, Axis, Problem, ProblemCode, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.layer_extrapolation import ENOUGH
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
-from preheat.planning.search.ranking import Guess, estimate
+from preheat.planning.search.ranking import Guess, LayerCost, estimate, gathered_share, observe_layer
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 
@@ -291,13 +292,36 @@ class _Search:
         candidates = []
         for kind in kinds:
             tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
+            cost = kind.cost
+            if gathered_share(cost, tags) < 1 and (change := self._change_by_cast) is not None:
+                cost = cost.with_change(*change)
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = estimate(kind.cost, batch, self.space.model, sizes, micros, tags, self.rates)
+                    guessed = estimate(cost, batch, self.space.model, sizes, micros, tags, self.rates)
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates
+
+    @cached_property
+    def _change_by_cast(self) -> tuple[LayerCost, LayerCost] | None:
+        """Returns the cost of a layer whose weights are gathered in bf16, and in their own precision.
+
+        Activations are in bf16 then wherever autocast keeps fp32, such as between layers: no estimate of one device
+        shows it. None if it cannot be observed.
+        """
+        spread = dict.fromkeys(t for layout in self.space.layouts() for t in layout)
+        cast = next((t for t in spread if Tag.BF16_ALL_GATHER in t.provided()), None)
+        if cast is None:
+            return None
+        tags = cast.provided() - {Tag.BF16_ALL_GATHER}
+        own = next((t for t in spread if type(t) is type(cast) and t.provided() == tags), None)
+        if own is None:
+            return None
+        try:
+            return observe_layer(self.space.pair(cast)), observe_layer(self.space.pair(own))
+        except RecipeError:  # found by the build only
+            return None
 
     def _micro_batch_options(self, layout: Settings) -> list[Technique | None]:
         """Returns the gradient accumulation settings of a layout; only None if the recipe has its own."""

@@ -195,7 +195,8 @@ class Roofline:
         rates = self._sustained
         return rates.get(dtype) or rates.get("bf16") or rates["fp32"]
 
-    def _moving(self, bytes: int) -> float:
+    def moving(self, bytes: int) -> float:
+        """Returns the seconds of a kernel that reads and writes so many bytes."""
         assert self.device.bandwidth is not None
         return bytes / (self.device.bandwidth * _BANDWIDTH)
 
@@ -204,7 +205,7 @@ class Roofline:
         full = _last_wave(kernel, self.device.units)
         return max(
             kernel.flops / (self._rate(kernel.dtype) * full),
-            self._moving(kernel.bytes_read + kernel.bytes_written),
+            self.moving(kernel.bytes_read + kernel.bytes_written),
         )
 
     def _attention(self, kernel: Kernel) -> float:
@@ -219,7 +220,7 @@ class Roofline:
         share, _ = _ATTENTION.get(self.device.generation, (0.45, 0.38))
         return max(
             kernel.flops / (self._rate(kernel.dtype) * share),
-            self._moving(kernel.bytes_read + kernel.bytes_written),
+            self.moving(kernel.bytes_read + kernel.bytes_written),
         )
 
     def collective(self, kernel: Kernel) -> float:
@@ -274,7 +275,7 @@ class Roofline:
                 products += (self._product(kernel) + _LAUNCH) * count
             else:
                 fused = fused_share(kernel, observation)
-                moved += (self._moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
+                moved += (self.moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
         computing = products + attention + moved
         # The device waits only for the part by which the host is slower: launches are queued.
         host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)

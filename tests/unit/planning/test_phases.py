@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from preheat.cli.views.console import picture
-from preheat.core import Device
+from preheat.core import STEP, Device
 from preheat.engine.async_checkpoint import room
 from preheat.engine.builder import build
 from preheat.errors import RecipeError, RunError
@@ -214,6 +214,13 @@ def test_what_crosses_the_link_is_counted_where_it_crosses() -> None:
     assert found["out", False] == pytest.approx(weights / 4, rel=0.02)
     assert found["back", False] == pytest.approx(2 * weights / 4, rel=0.02)
     assert any("adamw" in kernel.operator and kernel.where == "host" for kernel in seen.kernels)
+    # A shard is on the device while it is copied into the buffer of the gather, in its own precision.
+    half, found = _crossing("{fsdp: {offload: true, gather: bf16}, mixed_precision: {}}", world=4)
+    assert found["back", False] == pytest.approx(2 * weights / 4, rel=0.02)
+    assert [k for k in half.kernels if k.operator == "_to_copy" and k.where == "host" and k.bytes_read > 4] == []
+    # Two gathers in bf16, each with the fp32 shard and its bf16 copy beside the buffer.
+    taken = sum(n for number, n, phase in half.log if n > 0 and phase in STEP and half.streams.get(number) == "gather")
+    assert taken == pytest.approx(2 * weights / 2 + 2 * (weights + weights / 2) / 4, rel=0.05)
 
 
 def test_activations_that_come_back_stand_on_the_device_again() -> None:

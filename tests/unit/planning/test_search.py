@@ -25,7 +25,7 @@ from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_r
 from preheat.planning.search.ranking import Guess, observe_layer
 from preheat.planning.search.result import EvaluatedPlan
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
-from preheat.planning.search.technique_combinations import TechniqueCombinations
+from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
 from preheat.training.plan_request import subject_of
@@ -248,6 +248,52 @@ def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     assert 0 < plain.update[0] < plain.seconds[0] < spare.seconds[0]
     both = plain.with_change(spare, plain)
     assert both == spare
+
+
+def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
+    """Of one micro-batch and of four: new weights of ZeRO-1, the second copy of replicas, FSDP's copies, bf16 gathers."""
+    recipe = parse(
+        "model: {num_layers: 6, hidden_size: 1024, num_heads: 8, vocab_size: 4096}\nbatch: {size: 32, seq_len: 1536}\n"
+        "stop: {max_steps: 1}\ntechniques: {efficient_attention: {}, chunked_loss: {}, mixed_precision: {}}"
+    )
+    rates = gpu(65536)
+    one = _Search(Space(Request(recipe, rates.as_device, world=8, rates=rates), "rounding"), "fastest", 1, print)
+    kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
+    stated = ("{data_parallel: {}}", "{data_parallel: {}, zero1: {}}", "{fsdp: {}}", "{fsdp: {gather: bf16}}")
+    seconds: dict[str, list[float]] = {}
+    for text in stated:
+        layout = tuple(override(recipe, f"techniques={text}").techniques.values())
+        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
+        assert sizes is not None
+        for c in one._candidates_of(layout, sizes, kinds):
+            if c.micro not in (4, 1):
+                continue
+            made = plan(one.space.having(c.added))
+            assert c.guess.bytes / 2**30 == pytest.approx(made["allocated_gib"], rel=0.2), text
+            assert c.guess.seconds == pytest.approx(made["seconds_per_step"], rel=0.15), (text, c.micro)
+            seconds.setdefault(text, []).append(c.guess.seconds)
+    # New weights are gathered when nothing else runs: 7/8 of them over 0.8 of the link, after 20 us.
+    weights = 4 * sum(kinds[0].cost.parameters[n] * times for n, times in ((0, 6), (1, 1)))
+    update = kinds[0].cost.update[0] * 6 + kinds[0].cost.update[1]
+    for plain, cut in zip(seconds[stated[0]], seconds[stated[1]], strict=True):
+        assert cut - plain == pytest.approx(weights * 7 / 8 / 80e9 + 20e-6 - update * 7 / 8, rel=0.02)
+
+
+def test_weights_that_are_gathered_in_bf16_are_tried() -> None:
+    """Activations between layers are in bf16 then: no estimate of one device shows it."""
+    made = found(small(", mixed_precision: {}"), 8192, "rounding", world=8)
+    other = override(made.best.recipe, "techniques.fsdp.gather=own")
+    assert made.best.recipe.techniques["fsdp"].gather == "bf16"
+    slower = plan(Request(other, gpu(8192).as_device, rates=gpu(8192)))
+    assert made.best.plan["tokens_per_second"] > slower["tokens_per_second"]
+
+
+def test_a_stated_pipeline_with_its_micro_batches_is_searched() -> None:
+    stated = "techniques={efficient_attention: {}, pipeline_parallel: {degree: 2, micro_batches: 4}}"
+    made = found(override(small(rows=16), stated), 8192, world=4)
+    assert made.best.plan["fits"]
+    assert made.best.recipe.techniques["pipeline_parallel"].micro_batches == 4
+    assert "gradient_accumulation" not in made.best.recipe.techniques
 
 
 def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
