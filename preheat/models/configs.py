@@ -14,7 +14,7 @@ from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.connectivity import hub_reachable
-from preheat.model_folder import FAULTS, fault, read_object
+from preheat.model_folder import DEQUANTIZED, FAULTS, fault, quantization_of, read_object
 from preheat.models import moe, presets, size_dial, text_part, vision
 from preheat.models.layer_sizes import largest
 from preheat.models.untie import untie
@@ -410,6 +410,10 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         config.head_dim = config.qk_rope_head_dim  # transformers derives it, but a null in the file overwrites it
     if folder.exists():
         _require_sizes(config, file, values)
+    if quantization_of(values).get("quant_method") in DEQUANTIZED:
+        # The weights are read dequantized, so that the model, and what is saved of it, is not quantized.
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            vars(part).pop("quantization_config", None)
     return config
 
 

@@ -13,7 +13,7 @@ from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
-from preheat.engine.builder import build, peak_learning_rate
+from preheat.engine.builder import build, peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.run_evaluator import RunEvaluator
@@ -139,7 +139,7 @@ class Session:
         )
         # Seeds dropout: different masks on each data-parallel rank, the same in every run.
         torch.manual_seed(self.recipe.seed * 65537 + new_build.mesh.index(*DATA))
-        for kind in ("text_part", "dropout"):
+        for kind in ("text_part", "dropout", "recurrent_kernels"):
             for change in new_build.changes.get(kind, ()):
                 self.watch.notice(change.what)
         # The progress of a new run; a checkpoint replaces it if its fingerprints agree.
@@ -338,6 +338,7 @@ def read_data(
     """
     from preheat.data.rows.example_kinds import require_examples
 
+    require_model(recipe, source_config)
     data = data_of(recipe, source_config, progress=watch.progress)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.description}")

@@ -166,8 +166,29 @@ def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> 
 def test_what_a_folder_has_too_many_of_is_a_line(preheat: Command, base: Path) -> None:
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 4}))
-    for command in (("generate", "base", "--prompt", "a", "--tokens", "2"), ("train", "t.yaml", "--out", "run")):
+    cut = ("train", "t.yaml", "--out", "run", "--set", "model.config.num_hidden_layers=4")  # as the recipe wants
+    for command in (("generate", "base", "--prompt", "a", "--tokens", "2"), cut):
         error = preheat.here(*command)[1]
         assert error.count("warning: model.path: ") == 1
         assert "model.layers.4.input_layernorm.weight" in error
     assert "model.layers.4" in (preheat.folder / "run" / "changes.json").read_text()
+
+
+def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(preheat: Command, base: Path) -> None:
+    settings = json.loads((base / "config.json").read_text())
+    (preheat.folder / "rows.jsonl").unlink()
+    for change, words in (
+        ({"num_hidden_layers": 4}, "holds 5 layers, but its config.json has num_hidden_layers 4"),
+        ({"num_hidden_layers": 6}, "lacks model.layers.5.self_attn.q_proj.weight, "),
+        (
+            {"intermediate_size": 96},
+            "model.layers.0.mlp.gate_proj.weight is (172, 64) in model.safetensors but (96, 64)",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is stored quantized (gptq), which preheat does not read"),
+    ):
+        (base / "config.json").write_text(json.dumps(settings | change))
+        for more in ((), ("--dry-run",)):
+            error = preheat.here("train", "t.yaml", "--out", "run", *more, code=2)[1]
+            assert words in error, change
+            assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not (preheat.folder / "run").exists()
