@@ -22,6 +22,7 @@ from preheat.core import (
     Order,
     Problem,
     ProblemCode,
+    Searchable,
     Slot,
     Stage,
     Tag,
@@ -206,17 +207,29 @@ def build(
     return model_build
 
 
-def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> None:
+def require_model(
+    recipe: Recipe, source_config: PretrainedConfig | None, device: Device, world: int | None = None
+) -> None:
     """Raises for a model that cannot be built, or not be read from its folder, before a run reads its data.
 
     The model is built on the meta device, without the recipe's techniques; of the folder the headers are read.
 
     Args:
         source_config: the model's configuration as `configs.source` read it; None for a new model.
+        world: number of devices; `world_of(recipe)` by default.
 
     Raises:
-        RecipeError: preheat cannot train this kind of model, or the folder's weights are not those of its config.json.
+        RecipeError: preheat cannot train this kind of model, the folder's weights are not those of its config.json, or
+            the recipe's techniques are not for this model or cannot be combined.
     """
+    # A new model's vocabulary follows from its tokenizer, which may not exist yet.
+    stated = source_config is not None or recipe.model.vocab_size
+    configured = hf.configure(recipe, None if stated else recipe.data.vocab_size, source_config)
+    if (techniques := _resolved(recipe, context_of(recipe, configured, device, world))) is not None:
+        resolved = replace(recipe, techniques=techniques)
+        context = context_of(resolved, configured, device, world)
+        if problems := conflicts_of(techniques_of(resolved), context):
+            raise TechniqueError(problems)
     if source_config is None:
         return
     config = copy.deepcopy(source_config)
@@ -234,6 +247,25 @@ def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> Non
         cut="num_hidden_layers" in recipe.model.config,
         headless="classification" in recipe.techniques,
     )
+
+
+class _NeedsPlan(Exception):
+    """Raised instead of a plan."""
+
+
+def _resolved(recipe: Recipe, context: Context) -> dict[str, Technique] | None:
+    """The techniques with their `auto` settings resolved; None if that takes a plan."""
+
+    def no_plan(_: Technique) -> JsonObject:
+        raise _NeedsPlan
+
+    try:
+        return {
+            name: t.resolve_auto(context, no_plan) if isinstance(t, Searchable) else t
+            for name, t in recipe.techniques.items()
+        }
+    except _NeedsPlan:
+        return None
 
 
 def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry: bool, reading: bool) -> Build:

@@ -425,6 +425,8 @@ def runs_code(config: PretrainedConfig, asks: bool) -> bool:
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_PER_LAYER = ("attn_type_list", "layer_types", "mlp_layer_types", "no_rope_layers")
+"""Lists with an entry per layer, of which transformers checks the length for some families only."""
 _NAMED = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -504,6 +506,15 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
     for key in _SIZES:
         if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
             raise RecipeError(f"model.path: {file} has no {names.get(key, key)}, which has no default; add it")
+    layers = config.num_hidden_layers
+    for key in _PER_LAYER:
+        entries = values.get(key)
+        # Layers that predict further tokens may have entries too.
+        most = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+        if isinstance(entries, list) and entries and not layers <= len(entries) <= most:
+            raise RecipeError(
+                f"model.path: {file}: {key}: has {len(entries)} entries for {layers} layers; restore the model's own"
+            )
     # Divisors: groups of query heads share a key-value head, and without a
     # head_dim the width is split between the heads.
     heads, width = largest(config, "num_attention_heads"), largest(config, "hidden_size")

@@ -247,7 +247,7 @@ def open_session(
             return Finished(message["finished"])
         built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
         source_config = configs.source(recipe)
-        data, probes, samples = read_data(recipe, source_config, watch)
+        data, probes, samples = read_data(recipe, source_config, watch, device, ranks.world)
         vocabulary = vocabulary_size(data.tokenizer)
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
@@ -329,16 +329,17 @@ class _Ready:
 
 
 def read_data(
-    recipe: Recipe, source_config: PretrainedConfig | None, watch: Watch
+    recipe: Recipe, source_config: PretrainedConfig | None, watch: Watch, device: Device, world: int | None
 ) -> tuple[PreparedData, RunEvaluator, Samples]:
-    """Reads the data and prepares the evaluations and samples of the run.
+    """Reads the data and prepares the evaluations and samples of the run, if its model can be trained there.
 
     Args:
         source_config: what `configs.source` gave for the recipe's model.
+        world: number of devices; None: as the recipe states.
     """
     from preheat.data.rows.example_kinds import require_examples
 
-    require_model(recipe, source_config)
+    require_model(recipe, source_config, device, world)
     data = data_of(recipe, source_config, progress=watch.progress)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.description}")
@@ -391,7 +392,7 @@ def _prepare(
     presets.require_weights(recipe)
     watch.stage("reading data")
     source_config = configs.source(recipe)
-    data, probes, samples = read_data(recipe, source_config, watch)
+    data, probes, samples = read_data(recipe, source_config, watch, device, ranks.world)
     # Again for epochs, whose steps depend on the number of rows.
     total = steps_of(recipe, row_count(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):

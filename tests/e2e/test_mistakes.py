@@ -59,7 +59,7 @@ def write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
         ("typo.yaml", [], 2, "unknown key 'optimizer.max_grad_nrm'; did you mean 'max_grad_norm'?"),
         ("mine.yaml", ["techniques.lorra={rank: 8}"], 2, "unknown technique 'lorra'; did you mean 'lora'?"),
         ("my.yaml", [], 2, "my.yaml: no such file"),
-        ("mine.yaml", ["data={source: kinds.jsonl, layout: classes, validation: 0}", "techniques={classification: {classes: 3}}"], 2, "3, but the data has class 4"),
+        ("mine.yaml", ["data={source: kinds.jsonl, layout: classes, validation: 0}", "techniques={classification: {classes: 3}}", "sample={}"], 2, "3, but the data has class 4"),
         ("mine.yaml", ["data.source=equal.jsonl", "techniques={preference: {}, lora: {}}"], 4, "equal.jsonl:8: 'chosen' and 'rejected' are equal"),
         ("mine.yaml", ["data.template=fails.jinja"], 4, "rows.jsonl:1: fails.jinja, line 3: does not render the row: 'str object' has no attribute"),
         ("mine.yaml", ["data.template=chatlm"], 4, "data.template chatlm: no template of that name; did you mean 'chatml'?"),

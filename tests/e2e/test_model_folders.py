@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from preheat.run_dir import Reader
 
+from ..architectures.tiny import tiny_config
 from ..conftest import difference
 from .conftest import Command
 
@@ -184,6 +185,7 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
             {"intermediate_size": 96},
             "model.layers.0.mlp.gate_proj.weight is (172, 64) in model.safetensors but (96, 64)",
         ),
+        ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types: has 6 entries for 5 layers"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is stored quantized (gptq), which preheat does not read"),
     ):
         (base / "config.json").write_text(json.dumps(settings | change))
@@ -192,3 +194,17 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
             assert words in error, change
             assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
     assert not (preheat.folder / "run").exists()
+
+
+def test_techniques_that_the_model_does_not_take_are_refused_before_the_data(preheat: Command) -> None:
+    tiny_config("lfm2").save_pretrained(preheat.folder / "base")
+    (preheat.folder / "t.yaml").write_text(
+        "model: {path: base, weights: random}\ndata: {source: gone.jsonl}\nbatch: {size: 2, seq_len: 64}\n"
+        "stop: {max_steps: 2}\nparallel: {devices: 2}\n"
+    )
+    for technique in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+        error = preheat.here(
+            *("train", "t.yaml", "--dry-run", "--gpu", "H100", "--set", f"techniques.{technique}={{}}"), code=2
+        )[1]
+        assert f"techniques.{technique}: lfm2 has recurrent layers" in error
+        assert "use fsdp" in error
