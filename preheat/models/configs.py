@@ -458,6 +458,9 @@ def _require_sound(values: JsonObject, file: Path) -> None:
         raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; restore the model's own")
     # Sizes under each family's names, in the file itself and in its text part.
     for part in (values, text or {}):
+        stored = part.get("quantization_config")
+        if stored is not None and not isinstance(stored, dict):
+            raise RecipeError(f"model.path: {file}: quantization_config: must be an object, got {quoted(stored)}")
         _require_known_layers(part.get("layer_types"), file)
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():

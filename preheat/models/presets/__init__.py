@@ -135,7 +135,7 @@ def _likeness(name: str, other: str) -> tuple[float, float]:
     """How alike two models are by their names, from 0 to 1, then the names; other families are not alike."""
     cores = _core(name), _core(other)
     families = [re.split(r"\d", core)[0] for core in cores]
-    if difflib.SequenceMatcher(None, *families).ratio() < 0.7:
+    if difflib.SequenceMatcher(None, families[0], families[1]).ratio() < 0.7:
         return 0.0, 0.0
     names = _without_maker(name)[:200], _without_maker(other)
     return difflib.SequenceMatcher(None, *cores).ratio(), difflib.SequenceMatcher(None, *names).ratio()

@@ -231,6 +231,9 @@ def test_values_of_any_dtype_are_looked_at(dtype: str) -> None:
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}}, r"rope"),
         ({"rope_parameters": [1]}, r"config.json: "),
         ({"layer_types": ["full_attentoin"] * 2}, r"layer_types: 'full_attentoin' .* did you mean 'full_attention'"),
+        ({"quantization_config": ["fp8"]}, r"quantization_config: must be an object, got \['fp8'\]"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": "x"}}, r"quantization_config: .*weight_block_size"),
+        ({"no_rope_layers": [1, 0, 1]}, r"no_rope_layers: has 3 entries for 2 layers"),
         ({"layer_types": ["full_attention"]}, r"config.json: `num_hidden_layers` \(2\) must be equal to"),
     ],
 )  # fmt: skip
