@@ -223,15 +223,14 @@ def require_model(
             the recipe's techniques are not for this model or cannot be combined.
     """
     # A new model's vocabulary follows from its tokenizer, which may not exist yet.
-    stated = source_config is not None or recipe.model.vocab_size
-    configured = hf.configure(recipe, None if stated else recipe.data.vocab_size, source_config)
+    if source_config is None:
+        return
+    configured = hf.configure(recipe, None, source_config)
     if (techniques := _resolved(recipe, context_of(recipe, configured, device, world))) is not None:
         resolved = replace(recipe, techniques=techniques)
         context = context_of(resolved, configured, device, world)
         if problems := conflicts_of(techniques_of(resolved), context):
             raise TechniqueError(problems)
-    if source_config is None:
-        return
     config = copy.deepcopy(source_config)
     configs.change(config, recipe.model.config)
     model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code)
