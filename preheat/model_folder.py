@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "DEQUANTIZED",
     "FAULTS",
     "INDEX",
     "WEIGHTS",
@@ -29,6 +30,7 @@ __all__ = [
     "finite",
     "listed",
     "open_tensors",
+    "quantization_of",
     "quiet",
     "read_object",
     "vocabulary_size",
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+DEQUANTIZED = ("fp8", "mxfp4")
+"""`quant_method` of the published checkpoints (DeepSeek-V3, gpt-oss) that are read in full precision, dequantized."""
 
 FAULTS = (
     ArithmeticError,
@@ -150,6 +155,20 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
             f"{knob}: {clean(file)}: holds {quoted(value, 60)}, not a JSON object; restore the model's own"
         )
     return value
+
+
+def quantization_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `quantization_config` of a config.json, which a composite model may state in its text part; or {}.
+
+    Example:
+        >>> quantization_of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+        {'quant_method': 'fp8'}
+    """
+    text = values.get("text_config")
+    for part in (values, text if isinstance(text, dict) else {}):
+        if isinstance(stated := part.get("quantization_config"), dict):
+            return stated
+    return {}
 
 
 class Weights(NamedTuple):

@@ -18,8 +18,8 @@ app = typer.Typer(help="List and show public models that can be planned by name.
 
 _OTHERS = (
     "show NAME says what one is; preheat plan NAME plans it, by any of its names on the hub in any case\n"
-    "a model that is not listed: preheat plan FOLDER, a folder with its config.json; or without one, "
-    "a size: preheat plan 7B"
+    "a model that is not listed: preheat plan OWNER/NAME downloads its config.json from the hub and nothing else; "
+    "preheat plan FOLDER, a folder with its config.json; or without one, a size: preheat plan 7B"
 )
 
 

@@ -591,8 +591,11 @@ def recipe_text(result: JsonObject, subject: Subject) -> str:
 
     values = dict(result["recipe"])
     # A model that was given by name trains from its published weights.
-    if subject.checkpoint and values["model"]["path"] is None and values["model"]["weights"] != "random":
-        values["model"] = {**values["model"], "path": subject.checkpoint}
+    model = values["model"]
+    # A model of the hub that is no preset was planned from the folder of its config.json in the hub's cache.
+    planned = model["path"] is None or model["preset"] is None
+    if subject.checkpoint and planned and model["weights"] != "random":
+        values["model"] = {**model, "path": subject.checkpoint}
     text = brief(values)
     if not subject.from_user and values["data"]["source"] == Data().source:
         # As comments: the recipe is valid without them, but trains on the built-in text.

@@ -220,18 +220,18 @@ def _dry_run(
         raise RecipeError(f"{recipe}: --dry-run takes a recipe; preheat plan takes a model, and writes one with --out")
     # The folder first: reading the data may take minutes.
     check_folder(out or Path("runs") / subject.recipe.name, resume=resume)
+    devices = subject.recipe.parallel.devices or 1
+    # None: this process alone, on this machine.
+    world = None if gpu is None else devices
     # Reports an unknown GPU before the data is read.
     device = resolve_device(subject.recipe)[0] if gpu is None else hardware(gpu, subject.recipe, 1)[0]
     # A model that is absent is planned by its preset: there is nothing to read.
     if subject.absent is None:
         require_weights(subject.recipe)
-        data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms(), device=device)
+        data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms(), device=device, world=world)
         if not json:
             rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
             console().print(f"data: {data.source}, {rows} of {subject.recipe.batch.seq_len:,} tokens")
-    devices = subject.recipe.parallel.devices or 1
-    # None: this process alone, on this machine.
-    world = None if gpu is None else devices
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
     result, page = plan_as_written(request, devices, None)
     again = [part for item in overrides for part in ("--set", item)]

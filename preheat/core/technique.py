@@ -70,11 +70,12 @@ class ModelFacts:
     encoder: bool = False  # encoder-decoder; `layers` counts both
 
     def mixer_problems(self) -> list[str]:
-        """Returns the problem of a technique that splits or compiles sequences, if a mixer needs whole documents."""
+        """Returns the problem of a technique that splits sequences or layers, if a mixer needs whole documents."""
         # `[...] * False` is the empty list.
-        return [f"{self.family} has {self.special_mixers}, which it does not support yet; leave it out"] * bool(
-            self.special_mixers
-        )
+        return [
+            f"{self.family} has {self.special_mixers}, which it does not support yet; leave it out, or use fsdp, which "
+            "shards any model"
+        ] * bool(self.special_mixers)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from preheat.core import (
     Order,
     Problem,
     ProblemCode,
+    Searchable,
     Slot,
     Stage,
     Tag,
@@ -35,7 +36,9 @@ from preheat.engine.moe_aux_loss import balance, scores
 from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
+from preheat.model_folder import DEQUANTIZED
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
+from preheat.models.hub_config import folder_on_hub
 from preheat.models.token_mixers import kernel_packages, missing_kernels, recurrent_mixers
 from preheat.models.weights import WeightSource, materialize, mean_rows
 from preheat.ops.attention.multihead import attention_in_chunks
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["alone", "build", "context_of", "peak_learning_rate", "techniques_of", "world_of"]
+__all__ = ["alone", "build", "context_of", "peak_learning_rate", "require_model", "techniques_of", "world_of"]
 
 
 def world_of(recipe: Recipe) -> int:
@@ -204,6 +207,37 @@ def build(
     return model_build
 
 
+def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> None:
+    """Raises for a model that cannot be built, or not be read from its folder, before a run reads its data.
+
+    The model is built on the meta device, without the recipe's techniques; of the folder the headers are read.
+
+    Args:
+        source_config: the model's configuration as `configs.source` read it; None for a new model.
+
+    Raises:
+        RecipeError: preheat cannot train this kind of model, or the folder's weights are not those of its config.json.
+    """
+    # A new model's vocabulary follows from its tokenizer, which may not exist yet.
+    if source_config is None:
+        return
+    config = copy.deepcopy(source_config)
+    configs.change(config, recipe.model.config)
+    model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code)
+    folder = _weights_folder(recipe)
+    if folder is None:
+        return
+    if stored := getattr(config, "quantization_config", None):
+        _require_trainable(recipe, stored if isinstance(stored, dict) else stored.to_dict())
+    layers = hf.anatomy(model).layers
+    WeightSource(folder).require_model(
+        model,
+        next((name for name, module in model.named_modules() if module is layers), ""),
+        cut="num_hidden_layers" in recipe.model.config,
+        headless="classification" in recipe.techniques,
+    )
+
+
 def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry: bool, reading: bool) -> Build:
     """Returns a build with the recipe's mesh and its model on the meta device; no slot is filled yet."""
     import torch
@@ -218,7 +252,7 @@ def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry:
     model_build.parts["trained"] = [model]
     if not config.is_encoder_decoder:
         _record_recurrent(model_build, model)
-    model_build.weights = WeightSource(_weights_folder(recipe))
+    model_build.weights = WeightSource(_weights_folder(recipe, dry=dry), required=not dry)
     # The modules must match the folder's tensors before any technique sees the model.
     if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
         _stored_quantized(model_build, stored, reading)
@@ -236,7 +270,11 @@ def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
     if device.kind == "cuda" and not device.at_hand:
         kernels = f"; planned with the kernels of {' and '.join(kernel_packages(layers))}, which it needs installed"
     elif device.kind == "cuda" and (missing := missing_kernels(layers)):
-        kernels = f"; by PyTorch's operators, slower: {' and '.join(missing)} not installed"
+        cost = (
+            f"{' and '.join(missing)} not installed, so PyTorch's operators compute the recurrent layers: slower, and "
+            f"with several times their activations; pip install {' '.join(missing)}"
+        )
+        model_build.changes["recurrent_kernels"] = [Change(cost, count)]
     message = f"{count} recurrent mixers run each document of a packed row apart, exact{kernels}"
     model_build.changes["recurrent_layers"] = [Change(message, count)]
 
@@ -311,18 +349,8 @@ def _stored_quantized(model_build: Build, stored: JsonObject | QuantizationConfi
     from preheat.ops.quantization import serialization as ours
 
     path, stored_config = model_build.recipe.model.path, stored if isinstance(stored, dict) else stored.to_dict()
-    kind = stored_config.get("quant_method")
-    if kind != ours.STORED:
-        raise RecipeError(
-            f"model.path: {path} is stored quantized ({kind}), which preheat does not read; name the original model, "
-            "and add techniques.nf4 for a 4-bit base"
-        )
-    if not reading:
-        raise RecipeError(
-            f"model.path: {path} is compressed ({stored_config.get('method')}): quantized weights cannot be trained "
-            "or take adapters; name the original model, and add techniques.quantization_aware to train towards few "
-            "bits, or techniques.nf4 for a base in 4 bits"
-        )
+    if not reading or stored_config.get("quant_method") != ours.STORED:
+        _require_trainable(model_build.recipe, stored_config)
     (part,) = model_build.trained
     try:
         names = ours.open_on_meta(part, stored_config)
@@ -332,6 +360,23 @@ def _stored_quantized(model_build: Build, stored: JsonObject | QuantizationConfi
             f"({shorten(str(error))}); compress it again"
         ) from None
     model_build.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
+
+
+def _require_trainable(recipe: Recipe, stored: JsonObject) -> None:
+    """Raises RecipeError for a folder of quantized weights."""
+    from preheat.ops.quantization import serialization as ours
+
+    path, kind = recipe.model.path, stored.get("quant_method")
+    if kind != ours.STORED:
+        raise RecipeError(
+            f"model.path: {path} is stored quantized ({shorten(str(kind))}), which preheat does not read (it reads "
+            f"{' and '.join(DEQUANTIZED)}); name the original model, and add techniques.nf4 for a 4-bit base"
+        )
+    raise RecipeError(
+        f"model.path: {path} is compressed ({stored.get('method')}): quantized weights cannot be trained "
+        "or take adapters; name the original model, and add techniques.quantization_aware to train towards few "
+        "bits, or techniques.nf4 for a base in 4 bits"
+    )
 
 
 def _lies_on_host(parameter: Tensor) -> None:
@@ -408,12 +453,15 @@ def _optimizer(model_build: Build) -> Any:
     return make(groups, lr=peak_learning_rate(model_build), betas=settings.betas, eps=settings.eps)
 
 
-def _weights_folder(recipe: Recipe) -> Path | None:
+def _weights_folder(recipe: Recipe, *, dry: bool = False) -> Path | None:
+    """The folder of the model's files, downloaded from the hub if necessary: all, or for a dry run config.json."""
     path = recipe.model.path
     if path is None or recipe.model.weights == "random":
         return None
     if Path(path).is_dir():
         return Path(path)
+    if dry and (folder := folder_on_hub(path)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

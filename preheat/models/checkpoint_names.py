@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from preheat.models.text_part import name_in_text
 
@@ -56,6 +56,37 @@ def _as_built(model: PreTrainedModel) -> Iterator[None]:
             module.__class__ = kind
 
 
+def _dequantizer(quantized: Mapping[str, Any]) -> Any:
+    """transformers' quantizer whose conversion rules give the full weights of files that are stored quantized."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    return AutoHfQuantizer.from_config({**quantized, "dequantize": True}, pre_quantized=True)
+
+
+class _InFp32:
+    """A model for operators that dequantize to the dtype of a parameter: any parameter is fp32.
+
+    The model's own may be packed in 4 bits, or be inside of an adapter.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+
+    def get_submodule(self, name: str) -> Any:
+        import torch
+
+        parameter = torch.empty(0, device="meta")
+
+        class _Module:
+            def __getattr__(self, key: str) -> Tensor:
+                return parameter
+
+        return _Module()
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self._model, key)
+
+
 class Names:
     """The parameters that a model can read from files, by name.
 
@@ -64,18 +95,27 @@ class Names:
         keys: of the files' tensors.
         places: names of the model's parameters, without the wrappers of adapters.
         of_whole: the files are of a model with several parts, of which `model` is the text part.
+        quantized: the `quantization_config` of files whose weights are dequantized when they are read; {}: none are.
     """
 
-    def __init__(self, model: PreTrainedModel, keys: Iterable[str], places: set[str], *, of_whole: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        keys: Iterable[str],
+        places: set[str],
+        *,
+        of_whole: bool = False,
+        quantized: Mapping[str, Any] | None = None,
+    ):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        self._model, self._places = model, places
+        self._model, self._places, self._quantized = model, places, bool(quantized)
         self._prefix: str = model.base_model_prefix
         self._read: set[str] = set()
         self._stored: dict[str, Stored] = {}
         with _as_built(model):
-            rules = get_model_conversion_mapping(model)
+            rules = get_model_conversion_mapping(model, hf_quantizer=_dequantizer(quantized) if quantized else None)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -133,7 +173,8 @@ class Names:
         for pattern, keys in stored.parts.items():
             for key in keys:
                 rule.add_tensor(stored.first, key, pattern, lambda key=key: tensor(key))
-        converted = rule.convert(stored.first, model=self._model, config=self._model.config)
+        model: Any = _InFp32(self._model) if self._quantized else self._model
+        converted = rule.convert(stored.first, model=model, config=self._model.config)
         # A converter with one result may name it by its own pattern.
         value = (
             converted[name]

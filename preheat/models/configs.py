@@ -14,7 +14,7 @@ from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError, nearest
 from preheat.hardware.connectivity import hub_reachable
-from preheat.model_folder import FAULTS, fault, read_object
+from preheat.model_folder import DEQUANTIZED, FAULTS, fault, quantization_of, read_object
 from preheat.models import moe, presets, size_dial, text_part, vision
 from preheat.models.layer_sizes import largest
 from preheat.models.untie import untie
@@ -413,6 +413,10 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         config.head_dim = config.qk_rope_head_dim  # transformers derives it, but a null in the file overwrites it
     if folder.exists():
         _require_sizes(config, file, values)
+    if quantization_of(values).get("quant_method") in DEQUANTIZED:
+        # The weights are read dequantized, so that the model, and what is saved of it, is not quantized.
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            vars(part).pop("quantization_config", None)
     return config
 
 
@@ -424,6 +428,8 @@ def runs_code(config: PretrainedConfig, asks: bool) -> bool:
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_PER_LAYER = ("attn_type_list", "layer_types", "mlp_layer_types", "no_rope_layers")
+"""Lists with an entry per layer, of which transformers checks the length for some families only."""
 _NAMED = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -455,6 +461,9 @@ def _require_sound(values: JsonObject, file: Path) -> None:
         raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; restore the model's own")
     # Sizes under each family's names, in the file itself and in its text part.
     for part in (values, text or {}):
+        stored = part.get("quantization_config")
+        if stored is not None and not isinstance(stored, dict):
+            raise RecipeError(f"model.path: {file}: quantization_config: must be an object, got {quoted(stored)}")
         _require_known_layers(part.get("layer_types"), file)
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
@@ -503,6 +512,15 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
     for key in _SIZES:
         if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
             raise RecipeError(f"model.path: {file} has no {names.get(key, key)}, which has no default; add it")
+    layers = config.num_hidden_layers
+    for key in _PER_LAYER:
+        entries = values.get(key)
+        # Layers that predict further tokens may have entries too.
+        most = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+        if isinstance(entries, list) and entries and not layers <= len(entries) <= most:
+            raise RecipeError(
+                f"model.path: {file}: {key}: has {len(entries)} entries for {layers} layers; restore the model's own"
+            )
     # Divisors: groups of query heads share a key-value head, and without a
     # head_dim the width is split between the heads.
     heads, width = largest(config, "num_attention_heads"), largest(config, "hidden_size")

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from preheat.core import MaskSpec
 
 __all__ = [
+    "CACHE_ARGUMENTS",
     "attentions_of",
+    "compilable_parts",
     "documents_handed",
     "keep_within_documents",
     "kernel_packages",
@@ -41,7 +43,7 @@ __all__ = [
     "split_documents",
 ]
 
-_CACHE = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past"})
+CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past"})
 """Names under which a token mixer of transformers takes the cache of earlier tokens."""
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """transformers' types of layers with a recurrent mixer, with or without attention beside it."""
@@ -65,7 +67,7 @@ def _takes_cache(module: nn.Module) -> bool:
 
 @functools.cache  # a model has many modules of few classes
 def _has_cache_parameter(forward: Callable[..., Any]) -> bool:
-    return not _CACHE.isdisjoint(inspect.signature(inspect.unwrap(forward)).parameters)
+    return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(inspect.unwrap(forward)).parameters)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -90,6 +92,30 @@ def attentions_of(layer: nn.Module) -> list[nn.Module]:
 def recurrent_mixers(layer: nn.Module) -> list[nn.Module]:
     """Returns the other token mixers of a layer: state space models, linear attention, convolutions."""
     return [mixer for mixer in _mixers(layer) if not _is_attention(mixer)]
+
+
+def compilable_parts(layer: nn.Module) -> list[nn.Module]:
+    """Returns what of a layer a compiler can trace: all of it, or its parts beside mixers that cut rows by documents.
+
+    Recurrent mixers, attention in chunks and attention with sinks compute indices from the lengths of the documents,
+    which differ in each batch.
+    """
+    from torch import nn
+
+    from preheat.models.sinks import chunk_of
+
+    cutting = [m for m in attentions_of(layer) if "sinks" in m._parameters or chunk_of(m) is not None]
+    apart = {id(m) for m in (*recurrent_mixers(layer), *cutting)}
+
+    def parts(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            # A list of modules is never called itself; a module without parameters is not worth a graph of its own.
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) or any(id(m) in apart for m in child.modules()):
+                yield from () if id(child) in apart else parts(child)
+            elif any(True for _ in child.parameters()):
+                yield child
+
+    return list(parts(layer)) if apart else [layer]
 
 
 def keep_within_documents(layers: Sequence[nn.Module]) -> int:

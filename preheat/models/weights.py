@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.errors import RecipeError
-from preheat.model_folder import fault, finite, listed, open_tensors, read_object, weight_files
+from preheat.model_folder import (
+    DEQUANTIZED,
+    FAULTS,
+    fault,
+    finite,
+    listed,
+    open_tensors,
+    quantization_of,
+    read_object,
+    weight_files,
+)
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
 from preheat.models.hf import full_model
@@ -163,12 +173,13 @@ class WeightSource:
     Args:
         folder: a Hugging Face folder with model.safetensors or its index, or None for new weights.
         knob: the user's name for the folder: begins every message.
+        required: False: the folder may hold a config.json alone, which is enough for a plan.
 
     Raises:
         RecipeError: the folder has no safetensors, lacks a parameter, or has values that are not finite.
     """
 
-    def __init__(self, folder: Path | None = None, *, knob: str = "model.path"):
+    def __init__(self, folder: Path | None = None, *, knob: str = "model.path", required: bool = True):
         self.folder, self.knob = folder, knob
         self.notes: list[str] = []
         """Messages about tensors of the folder that the model does not read."""
@@ -180,7 +191,8 @@ class WeightSource:
         self._files: dict[str, Path] = {}
         self._names: Names | None = None
         self._has_parts = False  # text and vision, of which a text model reads its own
-        if folder is not None:
+        self._quantized: dict[str, Any] = {}  # how the files' weights are quantized, if they are read dequantized
+        if folder is not None and (required or any(folder.glob("*.safetensors"))):
             self._index(folder)
 
     def _index(self, folder: Path) -> None:
@@ -189,6 +201,10 @@ class WeightSource:
         self._has_parts = isinstance(values.get("text_config"), dict)
         weights = weight_files(folder, self.knob, stated=values.get("transformers_weights"))
         self.notes = weights.notes
+        stored = quantization_of(values)
+        if stored.get("quant_method") in DEQUANTIZED:
+            self._quantized = stored
+            self.notes.append(f"{folder}: stored in {stored['quant_method']}; its weights are dequantized when read")
         twice = []
         for file in weights.files:
             with open_tensors(file, self.knob) as opened:
@@ -341,9 +357,7 @@ class WeightSource:
 
     def _read(self, model: PreTrainedModel) -> None:
         everything = full_model(model)
-        # A text model can be read from the files of a model with several parts, whose names differ.
-        whole = self._has_parts and everything.config.get_text_config() is everything.config
-        self._names = names = Names(everything, self._files, self._readable_names(model), of_whole=whole)
+        self._names = names = self._names_for(model)
         missing: list[str] = []
 
         def read(name: str, target: Tensor) -> None:
@@ -370,13 +384,93 @@ class WeightSource:
             if name in needed or (name in state and names.find(_plain(name)) is not None and not self._is_fresh(name)):
                 read(name, buffer)
         if missing:
-            raise RecipeError(
-                f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); "
-                f"is it a checkpoint of {type(model).__name__}?"
-            )
+            raise self._lacking(missing, model)
         # Only once everything is read is it known which tensors of the files were left over.
         self._compare_tied(names)
         self._tell_left(everything, names)
+
+    def _names_for(self, model: PreTrainedModel) -> Names:
+        everything = full_model(model)
+        # A text model can be read from the files of a model with several parts, whose names differ.
+        whole = self._has_parts and everything.config.get_text_config() is everything.config
+        try:
+            return Names(
+                everything,
+                self._files,
+                self._readable_names(model),
+                of_whole=whole,
+                quantized=self._quantized,
+            )
+        except FAULTS as error:
+            if not self._quantized:
+                raise
+            raise RecipeError(
+                f"{self.knob}: {self.folder}: config.json: quantization_config: {fault(error, 160)}; restore the "
+                "model's own"
+            ) from None
+
+    def _lacking(self, missing: Sequence[str], model: PreTrainedModel) -> RecipeError:
+        return RecipeError(
+            f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); "
+            f"is it a checkpoint of {type(model).__name__}?"
+        )
+
+    def require_model(self, model: PreTrainedModel, layers: str, *, cut: bool, headless: bool) -> None:
+        """Compares the folder with its model on the meta device, by the headers of the files: no value is read.
+
+        Args:
+            layers: name of the module that holds the model's layers.
+            cut: the recipe leaves layers out.
+            headless: the recipe replaces the head, so the folder need not have one.
+
+        Raises:
+            RecipeError: the folder lacks parameters, has them in another shape, or has more layers than the model.
+        """
+        import torch
+
+        names, shapes = self._names_for(model), self._shapes()
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        missing: list[str] = []
+        for name, p in [*model.named_parameters(), *moe.biases(model).items()]:
+            if (stored := names.find(name)) is None:
+                missing += [] if headless and p is head else [name]
+                continue
+            try:
+                value = names.value(name, stored, lambda key: torch.empty(shapes[key], device="meta"))
+            except (ValueError, RuntimeError, LookupError, TypeError, AttributeError):
+                continue  # some conversions need values: they are compared when they are read
+            if value.shape != p.shape and not (headless and p is head):
+                raise self._misshapen(name, value, p, stored)
+        if missing:
+            raise self._lacking(missing, model)
+        if cut:
+            return
+        config: Any = model.config.get_text_config()
+        count = config.num_hidden_layers
+        pattern = re.compile(rf"^{re.escape(layers)}\.(\d+)\.")
+        numbers = [int(match[1]) for name in names.unread(model).values() if (match := pattern.match(name))]
+        # Layers that predict further tokens follow the model's own, and are left out as by transformers.
+        if numbers and max(numbers) >= count + (getattr(config, "num_nextn_predict_layers", None) or 0):
+            raise RecipeError(
+                f"{self.knob}: {self.folder} holds {max(numbers) + 1} layers, but its config.json has "
+                f"num_hidden_layers {count}; restore the model's own (model.config.num_hidden_layers: {count} in the "
+                "recipe trains the first ones on purpose)"
+            )
+
+    def _shapes(self) -> dict[str, list[int]]:
+        """The shape of each tensor of the files, by their headers."""
+        shapes = dict[str, list[int]]()
+        for file in dict.fromkeys(self._files.values()):
+            with open_tensors(file, self.knob) as opened:
+                shapes |= {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
+        return shapes
+
+    def _misshapen(self, name: str, value: Tensor, target: Tensor, stored: Stored | None) -> RecipeError:
+        where = self._files[stored.keys[0]].name if stored is not None else "the folder"
+        return RecipeError(
+            f"{self.knob}: {self.folder}: {name} is {tuple(value.shape)} in {where} but "
+            f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
+        )
 
     def _read_one(self, names: Names, plain: str, target: Tensor) -> bool:
         """Copies a value from the folder into a tensor, or its local shard; returns False if the folder lacks it."""
@@ -384,24 +478,22 @@ class WeightSource:
         from torch.distributed.tensor import DTensor
 
         # A technique assembles this parameter from other tensors (experts from a dense block).
+        stored: Stored | None = None
         if make := next((make for pattern, make in self._composed if pattern.search(plain)), None):
-            value, where = make(plain), "the folder"
+            value = make(plain)
         else:
             stored = names.find(plain)
             if stored is None:
                 return False
             # A buffer of one number may bound activations (Gemma 4's tower), and be infinite.
             limit = target.ndim == 0 and not isinstance(target, nn.Parameter)
-            value, where = self._value(plain, stored, limit=limit), self._files[stored.keys[0]].name
+            value = self._value(plain, stored, limit=limit)
         # Maps may change the shape (pooled heads, added tokens), so the comparison of shapes follows them.
         for pattern, change in self._maps:
             if pattern.search(plain):
                 value = change(plain, value)
         if value.shape != target.shape:
-            raise RecipeError(
-                f"{self.knob}: {self.folder}: {plain} is {tuple(value.shape)} in {where} but "
-                f"{tuple(target.shape)} by config.json; the folder's files do not belong together"
-            )
+            raise self._misshapen(plain, value, target, stored)
         if isinstance(target, DTensor):
             target.to_local().copy_(_local_shard(value.to(target.device, target.dtype), target))
         else:

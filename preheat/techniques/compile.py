@@ -9,8 +9,9 @@ fewer activations are kept for the backward pass.
 Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes tens of MiB of host memory
 that the plan does not include. The plan models compiled layers as fused_operators, which keep the same activations; for
 unsupported families it models uncompiled layers, an upper bound. A search adds compile on GPUs, if rounding is allowed
-and the run is long enough to repay about a minute of compilation. It does not add it to layers with experts or batches
-of changing shapes.
+and the run is long enough to repay about a minute of compilation. It does not add it to layers with experts, recurrent
+mixers, attention sinks or chunks, or batches of changing shapes. Recurrent mixers, sinks and chunks cut rows by their
+documents, so these mixers run uncompiled, and the other parts of their layers (norms, feed-forward) compile apart.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
@@ -20,7 +21,7 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -54,6 +55,8 @@ class CompiledLayers:
 
     Attributes:
         graphs: number of compiled graphs: one per batch shape, with and without gradients.
+        modules: what is compiled: the layers, or parts of them.
+        apart: number of layers of which parts are compiled.
         limit: after this many graphs, calls that would need another one run uncompiled.
         planned: replacement forwards of the layers' modules in a dry run, as returned by `models.kernel_swap.forwards`.
     """
@@ -65,6 +68,9 @@ class CompiledLayers:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
+        self.modules: list[nn.Module] = []
+        self.apart = 0
+        self._generating = False
         self._planning: AbstractContextManager[None] | None = None
         self.planned: Forwards = []
         # torch caches graphs by code object: use our own copy, so that graphs of other models are neither used nor
@@ -77,6 +83,14 @@ class CompiledLayers:
             )
         )
         self._attention: OpaqueAttention | None = None
+
+    def around(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Calls the forward of a layer whose parts are compiled: they are not told of its cache."""
+        before, self._generating = self._generating, _has_cache(kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._generating = before
 
     def run(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Calls `forward(*args, **kwargs)`, compiled if possible."""
@@ -99,7 +113,7 @@ class CompiledLayers:
             with within:
                 return forward(*args, **kwargs)
         # Each graph belongs to one shape, and a growing cache has another with each token.
-        if kwargs.get("past_key_values") is not None:
+        if self._generating or _has_cache(kwargs):
             return forward(*args, **kwargs)
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.utils import counters
@@ -157,6 +171,12 @@ class CompiledLayers:
         return kwargs | {"preheat_attention": self._attention, "preheat_mask": OpaqueMask.of(mask, rows, length)}
 
 
+def _has_cache(kwargs: Mapping[str, object]) -> bool:
+    from preheat.models.token_mixers import CACHE_ARGUMENTS
+
+    return any(kwargs.get(key) is not None for key in CACHE_ARGUMENTS)
+
+
 def compile_layers(
     layers: Iterable[nn.Module],
     *,
@@ -167,6 +187,8 @@ def compile_layers(
     limit: int = 16,
 ) -> CompiledLayers:
     """Compiles the `forward` of each layer at its first call, in place.
+
+    A layer whose mixers cut rows by documents is compiled in parts, without these mixers.
 
     Args:
         layers: e.g. `model.model.layers`; their first argument is [rows, length, width].
@@ -188,10 +210,18 @@ def compile_layers(
         >>> compiled.graphs
         0
     """
+    from preheat.models.token_mixers import compilable_parts
+
     compiled = CompiledLayers(backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph, limit=limit)
     # Same code, different `forward`: the layers share one graph through the code object of `CompiledLayers`.
     for layer in layers:
-        layer.forward = functools.partial(compiled.run, layer.forward)  # type: ignore[method-assign]
+        parts = compilable_parts(layer)
+        for module in parts:
+            module.forward = functools.partial(compiled.run, module.forward)  # type: ignore[method-assign]
+        if layer not in parts:
+            compiled.apart += 1
+            layer.forward = functools.partial(compiled.around, layer.forward)  # type: ignore[method-assign]
+        compiled.modules += parts
     return compiled
 
 
@@ -232,7 +262,7 @@ class Compile(Searchable):
         device = context.device
         missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
         # Only this machine can be searched for a compiler.
-        return context.model.mixer_problems() + ([missing] if missing else [])
+        return [missing] if missing else []
 
     def acts(self) -> bool:
         return self.when == "always"
@@ -293,13 +323,14 @@ class Compile(Searchable):
             layers, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph, limit=self.limit
         )
         # A dry run cannot compile: it computes these modules by fused operators, which save the same activations.
-        if part.config.model_type in KERNEL_FAMILIES:
+        if part.config.model_type in KERNEL_FAMILIES and not compiled.apart:
             overrides = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
             # Only inside the layers: the final norm is not compiled.
-            within = {id(m) for layer in layers for m in layer.modules()}
+            within = {id(m) for module in compiled.modules for m in module.modules()}
             compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
-        # The first graph is expected; every further one is a recompilation.
-        build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - 1)
+        # The first graph is expected, or the first of each kind of part; every further one is a recompilation.
+        expected = len({type(module) for module in compiled.modules}) if compiled.apart else 1
+        build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - expected)
         reported: list[int] = []
 
         def report_limit(build: Build) -> None:
@@ -312,7 +343,8 @@ class Compile(Searchable):
                 build.state.events.append({"kind": "notice", "message": message})
 
         build.hooks.after_update.append(report_limit)
-        return Change(f"{len(layers)} layers compiled when they first run", len(layers))
+        but = f"; {compiled.apart} of them without their mixers, which cut rows by documents" * bool(compiled.apart)
+        return Change(f"{len(layers)} layers compiled when they first run{but}", len(layers))
 
 
 def _finishes_sooner(one: JsonObject, other: JsonObject) -> bool:

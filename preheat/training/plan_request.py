@@ -23,6 +23,7 @@ from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
 from preheat.model_folder import read_object, vocabulary_size
 from preheat.models import configs, presets
+from preheat.models.hub_config import folder_on_hub
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
@@ -165,7 +166,13 @@ def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
         return {"path": str(file)}, _positions(file / "config.json"), None
     if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
         return {"size": what}, None, None
-    name, checkpoint = presets.on_hub(what)
+    try:
+        name, checkpoint = presets.on_hub(what)
+    except RecipeError:
+        # The configuration alone: a plan downloads no weights.
+        if (folder := folder_on_hub(what)) is None:
+            raise
+        return {"path": str(folder)}, _positions(folder / "config.json"), what
     return {"preset": name}, presets.find(name).text.get("max_position_embeddings"), checkpoint
 
 

@@ -13,7 +13,7 @@ from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
-from preheat.engine.builder import build, peak_learning_rate
+from preheat.engine.builder import build, peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.run_evaluator import RunEvaluator
@@ -139,7 +139,7 @@ class Session:
         )
         # Seeds dropout: different masks on each data-parallel rank, the same in every run.
         torch.manual_seed(self.recipe.seed * 65537 + new_build.mesh.index(*DATA))
-        for kind in ("text_part", "dropout"):
+        for kind in ("text_part", "dropout", "recurrent_kernels"):
             for change in new_build.changes.get(kind, ()):
                 self.watch.notice(change.what)
         # The progress of a new run; a checkpoint replaces it if its fingerprints agree.
@@ -336,14 +336,18 @@ def read_data(
     device: Device | None = None,
     world: int | None = None,
 ) -> tuple[PreparedData, RunEvaluator, Samples]:
-    """Reads the data and prepares the evaluations and samples of the run.
+    """Reads the data and prepares the evaluations and samples of the run, if its model can be trained there.
 
     Args:
         source_config: what `configs.source` gave for the recipe's model.
-        device, world: as in `data_of`.
+        device: the device that the recipe is for: before the data is read, which may take minutes, its folder is compared
+            with its model, and its techniques are tried on the model without values. None: they are not.
+        world: as in `data_of`.
     """
     from preheat.data.rows.example_kinds import require_examples
 
+    if device is not None:
+        require_model(recipe, source_config)
     data = data_of(recipe, source_config, device=device, world=world, progress=watch.progress)
     if data.layout.kind != "text":
         watch.notice(f"layout: {data.layout.description}")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from preheat.run_dir import Reader
 
+from ..architectures.tiny import tiny_config
 from ..conftest import difference
 from .conftest import Command
 
@@ -166,8 +167,44 @@ def test_a_run_from_somebody_else_runs_no_code(preheat: Command, base: Path) -> 
 def test_what_a_folder_has_too_many_of_is_a_line(preheat: Command, base: Path) -> None:
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 4}))
-    for command in (("generate", "base", "--prompt", "a", "--tokens", "2"), ("train", "t.yaml", "--out", "run")):
+    cut = ("train", "t.yaml", "--out", "run", "--set", "model.config.num_hidden_layers=4")  # as the recipe wants
+    for command in (("generate", "base", "--prompt", "a", "--tokens", "2"), cut):
         error = preheat.here(*command)[1]
         assert error.count("warning: model.path: ") == 1
         assert "model.layers.4.input_layernorm.weight" in error
     assert "model.layers.4" in (preheat.folder / "run" / "changes.json").read_text()
+
+
+def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(preheat: Command, base: Path) -> None:
+    settings = json.loads((base / "config.json").read_text())
+    (preheat.folder / "rows.jsonl").unlink()
+    for change, words in (
+        ({"num_hidden_layers": 4}, "holds 5 layers, but its config.json has num_hidden_layers 4"),
+        ({"num_hidden_layers": 6}, "lacks model.layers.5.self_attn.q_proj.weight, "),
+        (
+            {"intermediate_size": 96},
+            "model.layers.0.mlp.gate_proj.weight is (172, 64) in model.safetensors but (96, 64)",
+        ),
+        ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types: has 6 entries for 5 layers"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is stored quantized (gptq), which preheat does not read"),
+    ):
+        (base / "config.json").write_text(json.dumps(settings | change))
+        for more in ((), ("--dry-run",)):
+            error = preheat.here("train", "t.yaml", "--out", "run", *more, code=2)[1]
+            assert words in error, change
+            assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not (preheat.folder / "run").exists()
+
+
+def test_techniques_that_the_model_does_not_take_are_refused_before_the_data(preheat: Command) -> None:
+    tiny_config("lfm2").save_pretrained(preheat.folder / "base")
+    (preheat.folder / "t.yaml").write_text(
+        "model: {path: base, weights: random}\ndata: {source: gone.jsonl}\nbatch: {size: 2, seq_len: 64}\n"
+        "stop: {max_steps: 2}\nparallel: {devices: 2}\n"
+    )
+    for technique in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+        error = preheat.here(
+            *("train", "t.yaml", "--dry-run", "--gpu", "H100", "--set", f"techniques.{technique}={{}}"), code=2
+        )[1]
+        assert f"techniques.{technique}: lfm2 has recurrent layers" in error
+        assert "use fsdp" in error

@@ -30,7 +30,7 @@ def test_models_are_listed_shown_and_planned(preheat: Command) -> None:
 
 def test_a_model_is_shown_by_its_name_on_the_hub(preheat: Command) -> None:
     out, _ = preheat.here("models")
-    assert "a model that is not listed: preheat plan FOLDER" in out
+    assert "a model that is not listed: preheat plan OWNER/NAME" in out
     shown = preheat.here.json("models", "show", "qwen/QWEN3-8b")
     assert (shown["name"], shown["parameters"], shown["active"]) == ("qwen3-8b", 8_190_735_360, None)
     text = " ".join(preheat.here("models", "show", "Qwen/Qwen3.5-9B")[0].split())

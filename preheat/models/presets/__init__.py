@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -108,12 +109,36 @@ def on_hub(name: str) -> tuple[str, str]:
         known.setdefault(preset, (preset, p.hub))
     if match := known.get(name.lower()) or known.get(_without_maker(name)):
         return match
-    near = difflib.get_close_matches(_without_maker(name), known, n=1, cutoff=0.55)
+    likeness, _, near = max((*_likeness(name, other), other) for other in known)
     raise RecipeError(
         f"{shorten(name)}: not a known model; "
-        + (f"did you mean {known[near[0]][1]}?" if near else "`preheat models` lists them;")
-        + " `preheat plan` also takes a folder with a config.json, or a recipe"
+        + (f"did you mean {known[near][1]}?" if likeness > 0.6 else "`preheat models` lists them;")
+        + " `preheat plan` also takes a folder with a config.json, a recipe, or with a network the name of any model "
+        "on the hub (owner/name)"
     )
+
+
+# Variants of one model, which have its sizes.
+_VARIANT = re.compile(
+    r"[-_](instruct|it|chat|base|pt|hf|think|thinking|reasoning|qat|gguf|awq|gptq|mlx|bnb|dynamic|unquantized|"
+    r"bf16|fp16|fp8|fp4|nvfp4|mxfp4|q4_0|w4a16|int[48]|[48]bits?)(?![a-z0-9])"
+)
+
+
+def _core(name: str) -> str:
+    """A model's name without what differs between copies of it: maker, variant, number format, separators."""
+    plain = _VARIANT.sub("", _without_maker(name)[:200])
+    return re.sub(r"[-_: ]+", "", plain)
+
+
+def _likeness(name: str, other: str) -> tuple[float, float]:
+    """How alike two models are by their names, from 0 to 1, then the names; other families are not alike."""
+    cores = _core(name), _core(other)
+    families = [re.split(r"\d", core)[0] for core in cores]
+    if difflib.SequenceMatcher(None, families[0], families[1]).ratio() < 0.7:
+        return 0.0, 0.0
+    names = _without_maker(name)[:200], _without_maker(other)
+    return difflib.SequenceMatcher(None, *cores).ratio(), difflib.SequenceMatcher(None, *names).ratio()
 
 
 def _without_maker(hub: str) -> str:

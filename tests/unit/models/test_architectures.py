@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from preheat.core import MaskSpec
+from preheat.core import Device, MaskSpec
 from preheat.core.registry import problems_of
+from preheat.engine import builder
 from preheat.engine.builder import context_of
 from preheat.errors import RecipeError
 from preheat.models import hf, moe
@@ -104,6 +108,16 @@ def test_attention_sinks_take_part_in_the_softmax(window: int | None) -> None:
     assert torch.allclose(ours, theirs, atol=1e-12)
 
 
+def test_missing_kernels_are_named_with_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    model = hf.build_on_meta(tiny_config("granitemoehybrid"))
+    gpu: Any = SimpleNamespace(device=Device("cuda", "a GPU", 2**30, (9, 0)), changes={})
+    builder._record_recurrent(gpu, model)
+    (change,) = gpu.changes["recurrent_kernels"]
+    assert change.what.startswith("causal-conv1d and mamba-ssm not installed, so PyTorch's operators compute")
+    assert "slower, and with several times their activations; pip install causal-conv1d mamba-ssm" in change.what
+
+
 def test_chunks_are_documents_cut_from_their_start() -> None:
     assert in_chunks(MaskSpec(), 3, 2, 7).documents == ((3, 3, 1), (3, 3, 1))
 
@@ -111,8 +125,8 @@ def test_chunks_are_documents_cut_from_their_start() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "attention sinks"), ("llama4_text", "in chunks")]
 )
-def test_what_needs_whole_documents_is_not_split_or_compiled(name: str, reason: str) -> None:
-    for technique in ("compile: {}", "tensor_parallel: {degree: 2}", "context_parallel: {degree: 2}"):
+def test_what_needs_whole_documents_is_not_split(name: str, reason: str) -> None:
+    for technique in ("tensor_parallel: {degree: 2}", "pipeline_parallel: {}", "context_parallel: {degree: 2}"):
         recipe = parse(f"batch: {{size: 4}}\nstop: {{max_steps: 1}}\ntechniques: {{data_parallel: {{}}, {technique}}}")
         context = context_of(recipe, tiny_config(name), DEVICE, world=2)
         problems = [problem.text for t in recipe.techniques.values() for problem in problems_of(t, context)]

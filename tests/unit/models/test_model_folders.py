@@ -21,6 +21,7 @@ from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.recipe import parse
 
+from ...architectures.tiny import create_model, tiny_config
 from ...conftest import DEVICE, difference
 
 TINY: dict[str, Any] = {
@@ -230,6 +231,9 @@ def test_values_of_any_dtype_are_looked_at(dtype: str) -> None:
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}}, r"rope"),
         ({"rope_parameters": [1]}, r"config.json: "),
         ({"layer_types": ["full_attentoin"] * 2}, r"layer_types: 'full_attentoin' .* did you mean 'full_attention'"),
+        ({"quantization_config": ["fp8"]}, r"quantization_config: must be an object, got \['fp8'\]"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": "x"}}, r"quantization_config: .*weight_block_size"),
+        ({"no_rope_layers": [1, 0, 1]}, r"no_rope_layers: has 3 entries for 2 layers"),
         ({"layer_types": ["full_attention"]}, r"config.json: `num_hidden_layers` \(2\) must be equal to"),
     ],
 )  # fmt: skip
@@ -322,6 +326,56 @@ def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"wants to run its own code"):
         opened(path, trust_remote_code=True)
     assert not mark.exists()
+
+
+def _in_fp8(name: str, value: Any) -> dict[str, Any]:
+    if not name.endswith("proj.weight"):
+        return {name: value}
+    scale = value.abs().max() / 448  # one block: a side is at most 128
+    return {name: (value / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+
+
+def _in_mxfp4(name: str, value: Any) -> dict[str, Any]:
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return {name: value}
+    experts, inner, outer = value.shape
+    draw = torch.Generator().manual_seed(inner)
+    blocks = torch.randint(256, (experts, outer, inner // 32, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(116, 124, (experts, outer, inner // 32), generator=draw, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "kind"),
+    [
+        ("llama", _in_fp8, transformers.FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)),
+        ("deepseek_v3", _in_fp8, transformers.FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)),
+        ("gpt_oss", _in_mxfp4, transformers.Mxfp4Config(dequantize=True)),
+    ],
+)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_published_weights_in_few_bits_are_read_dequantized(
+    name: str, stored: Any, kind: Any, adapter: bool, tmp_path: Path
+) -> None:
+    """As gpt-oss and DeepSeek-V3 are published. An adapter on a 4-bit base reads the same values."""
+    path = saved(create_model(tiny_config(name, intermediate_size=64)), tmp_path / "m")
+    weights = load_file(path / "model.safetensors")
+    changed(path, lambda w: {k: v for key, value in w.items() for k, v in stored(key, value).items()})
+    assert weights.keys() != load_file(path / "model.safetensors").keys()
+    configured(path, quantization_config={k: v for k, v in kind.to_dict().items() if k != "dequantize"})
+    tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=kind)
+    made = opened(path)
+    model: Any = made.trained[0]
+    assert getattr(model.config, "quantization_config", None) is None  # nor is an export of it
+    (note,) = made.weights.notes
+    assert f"stored in {kind.quant_method.value}; its weights are dequantized" in note
+    if adapter:  # packed weights have another dtype than the values that are read
+        recipe = f"model: {{path: {path}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 16}}\ntechniques: {{lora: {{}}}}"
+        model = build(parse(recipe), vocabulary=96, device=DEVICE).trained[0]
+    with torch.no_grad():
+        wanted = theirs.eval()(input_ids=tokens, use_cache=False).logits
+    assert difference({"": hf.plain_logits(model, tokens)}, {"": wanted}) < 1e-5
 
 
 def test_a_table_that_transformers_computes_is_not_read(tmp_path: Path) -> None:

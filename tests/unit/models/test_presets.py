@@ -132,6 +132,25 @@ def test_a_model_of_2026_is_found_by_its_name_on_the_hub(hub: str, name: str, pa
     assert PRESETS[name].parameters == parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("Qwen/Qwen3.5-9B-FP8", "Qwen/Qwen3.5-9B"),
+        ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b"),
+        ("LiquidAI/LFM2.5-1.2B-Instruct", "LiquidAI/LFM2.5-1.2B-Base"),
+        ("llama3.1:8b", "meta-llama/Llama-3.1-8B"),
+        ("qwem3-8b", "Qwen/Qwen3-8B"),
+        ("Hermes-4-14B", ""),  # like gemma-4-E4B by its letters alone
+        ("a" * 5000, ""),
+    ],
+)
+def test_an_unknown_name_leads_to_the_model_that_it_is_a_variant_of(name: str, near: str) -> None:
+    with pytest.raises(RecipeError, match="not a known model") as refused:
+        on_hub(name)
+    assert (f"did you mean {near}?" if near else "`preheat models` lists them") in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
 def test_no_two_presets_have_a_name_in_common() -> None:
     for name, preset in PRESETS.items():
         assert on_hub(name)[0] == name

@@ -27,9 +27,10 @@ from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
-from preheat.recipe import override
+from preheat.recipe import override, parse
 from preheat.techniques.compile import _ONE_GRAPH, Compile, compile_layers
 
+from ...architectures.tiny import tiny_config
 from ...conftest import DEVICE, difference, tiny, uneven
 
 
@@ -59,6 +60,30 @@ def test_batches_of_other_documents_need_no_other_graph(kernel: str) -> None:
     for cuts in ((1, 2, 3, 4), (0, 9, 31, 16), (5, 5, 5, 5)):
         assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 1e-6
     assert compiled.graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "apart", "more"),
+    [("lfm2", 1, ""), ("falcon_h1", 2, ", activation_checkpointing: {}"), ("gpt_oss", 2, ""), ("llama4_text", 1, "")],
+)
+def test_mixers_that_cut_rows_by_documents_stay_out_of_the_graphs(
+    name: str, apart: int, more: str, tmp_path: Path
+) -> None:
+    tiny_config(name).save_pretrained(tmp_path)
+    recipe = parse(
+        f"model: {{path: {tmp_path}, weights: random}}\nstop: {{max_steps: 1}}\nbatch: {{size: 4, seq_len: 32}}\n"
+        f"techniques: {{efficient_attention: {{}}{more}}}"
+    )
+    plain, other = (build(recipe, vocabulary=96, device=DEVICE) for _ in range(2))
+    compiled = compile_layers(anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+    assert compiled.apart == apart
+    for cuts in ((1, 2, 3, 4), (0, 9, 31, 16)):
+        assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 2e-5
+    # A full layer, a norm and a feed-forward block, or a norm, attention and a block: none for other documents.
+    assert compiled.graphs == 3
+    norm = next(module for module in compiled.modules if type(module).__name__.endswith("Norm"))
+    compiled.around(lambda **_: norm(torch.ones(1, 5, 32)), past_key_values=object())
+    assert compiled.graphs == 3  # nothing of a layer with a cache is compiled
 
 
 def test_the_gradients_depend_on_the_documents() -> None:

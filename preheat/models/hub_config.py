@@ -1,0 +1,54 @@
+"""Fetches the config.json of a model on the Hugging Face hub, which is all that a plan needs. Does not import torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from preheat.errors import RecipeError
+from preheat.hardware.connectivity import hub_reachable
+
+__all__ = ["folder_on_hub"]
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def folder_on_hub(name: str) -> Path | None:
+    """Returns the folder of the hub's cache that holds a model's config.json, downloading that one file if needed.
+
+    Returns:
+        None if `name` is not of the form `owner/model`, or there is no such model in the cache or, with a network, on
+        the hub.
+
+    Raises:
+        RecipeError: the model is gated, or has no config.json.
+    """
+    if not _NAME.fullmatch(name):
+        return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable())).parent
+    except GatedRepoError:
+        raise RecipeError(
+            f"{name}: the hub gives its config.json only to those who accepted its licence; accept it on the model's "
+            "page, then `hf auth login`"
+        ) from None
+    # Both are EntryNotFoundErrors, but here the file may exist on the hub.
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        return None
+    except EntryNotFoundError:
+        raise RecipeError(
+            f"{name}: has no config.json on the hub, so it is not a model of transformers (perhaps a GGUF file or an "
+            "adapter); name the model that it was made from"
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return None
