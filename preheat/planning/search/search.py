@@ -18,7 +18,7 @@ from typing import Literal
 from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
-from preheat.planning.layer_extrapolation import ENOUGH
+from preheat.planning.layer_extrapolation import ENOUGH, of_layers
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
@@ -26,10 +26,12 @@ from preheat.planning.search.ranking import Guess, estimate
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 
-__all__ = ["AIMS", "Aim", "least_estimate", "search"]
+__all__ = ["AIMS", "Aim", "least_estimate", "search", "seconds_for"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
+_SECONDS = {1: 4.0, 64: 25.0}  # {largest number of devices: seconds}: more devices mean more layouts to try
+_MANY = 30.0  # seconds on more devices
 _SLACK = 1.03  # of the available memory: candidates estimated up to this are dry-run, since estimates may be too high
 _LAYOUTS = 40  # layouts whose candidates are all estimated
 _ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
@@ -114,6 +116,16 @@ def search(
         True
     """
     return _Search(space, aim, seconds, tell).run(confirm)
+
+
+def seconds_for(devices: int) -> float:
+    """Returns the seconds that `preheat plan` gives a search on so many devices.
+
+    Example:
+        >>> seconds_for(1), seconds_for(8), seconds_for(1024)
+        (4.0, 25.0, 30.0)
+    """
+    return next((seconds for most, seconds in _SECONDS.items() if devices <= most), _MANY)
 
 
 def least_estimate(space: Space) -> float:
@@ -558,7 +570,7 @@ class _Search:
 
     def _refuse(self, t: Technique, problem: Problem) -> None:
         """Notes that a technique goes with no other that may be added."""
-        if problem.text not in {other.text for _, other in self.refused}:
+        if (t.name(), problem.text) not in {(other.name(), why.text) for other, why in self.refused}:
             self.refused.append((t, problem))
 
     def _reject(self, what: str, why: str) -> None:
@@ -615,7 +627,8 @@ class _Search:
         for t, problem in self.refused:
             others = tuple(other for other in best.added if type(other) is not type(t))
             problems = candidate_problems(self.space, self.space.having((*others, t)))
-            problems = problems or ([problem] if problem.code is ProblemCode.BUILD else [])
+            if not problems and problem.code is ProblemCode.BUILD:
+                problems = self._build_problems((*others, t))
             if problems:
                 # The reason of the recipe's own before one of what the search added.
                 own = [each for each in problems if each.technique == t.name()]
@@ -623,6 +636,14 @@ class _Search:
                 text = binding.text if binding.technique == t.name() else str(binding)
                 refusals.append((describe_techniques((t,)), text))
         return refusals
+
+    def _build_problems(self, added: Settings) -> list[Problem]:
+        """Returns why a recipe that nothing else refuses cannot be built; empty if it can."""
+        try:
+            observe_cached(of_layers(self.space.single(added), 1), how="step")
+        except RecipeError as error:
+            return [Problem(added[-1].name(), ProblemCode.BUILD, str(error).splitlines()[0])]
+        return []
 
 
 def _shape(layout: Settings) -> Hashable:

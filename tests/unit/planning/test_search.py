@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from preheat.core import Tag, registry
+from preheat.core import Problem, ProblemCode, Tag, registry
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.interrupts import Interrupted, raising
@@ -301,6 +301,34 @@ def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
         space = Space(Request(override(small(), "techniques.mixed_precision={}"), device, world=1), "different")
         refused = candidate_problems(space, space.having([registry()["fp8"]()]))
         assert any("compute capability" in problem.text for problem in refused) is not fits, refused
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
+    recipe = override(small(", lora: {}" if frozen else ""), "stop.max_steps=1000")
+    rates = Roofline.of("T4")
+    space = Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding")
+    made = search(space, seconds=1, confirm=False)
+    best = made.best.recipe.techniques["mixed_precision"]
+    assert best.mode.startswith("fp16"), best  # type: ignore[attr-defined]
+    assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in made.evaluated)
+    assert made.best.plan["matrix_rate"] == rates.peak_matrix_rate["fp16"]
+    assert made.best.plan["mfu"] < 1
+
+
+def test_what_cannot_be_built_beside_others_is_no_refusal_beside_the_best(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    space = space_of(small(), 8192, "rounding")
+    one = _Search(space, "fastest", 1.0, lambda message: None)
+    fused = registry()["fused_operators"]()
+    one._refuse(fused, Problem("fused_operators", ProblemCode.BUILD, "cannot be built beside another"))
+    best = EvaluatedPlan(space.recipe, {"fits": True}, "exact", 1, ())
+    assert one._refusals(best) == []
+    monkeypatch.setattr(type(fused), "apply", lambda *_: (_ for _ in ()).throw(RecipeError("no such kernel\nhere")))
+    recalling.clear()
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    assert one._refusals(best) == [("fused_operators", "no such kernel")]
 
 
 def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
