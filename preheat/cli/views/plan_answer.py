@@ -108,7 +108,7 @@ class Answer:
         plan, device = self.plan, self.plan["device"]
         count = plan.get("devices") or 1
         where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
-        verdict = "fits" if plan["fits"] else "does not fit"
+        verdict = "fits" if plan["fits"] else "nothing fits so far" if _is_interrupted(plan) else "does not fit"
         model = _model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
         room = width - len(model) - len(verdict) - 9
@@ -332,14 +332,20 @@ def _nearest(plan: Mapping[str, Any]) -> str:
     """Says how near a plan that does not fit is, and what would make it fit."""
     searched, peak, has = plan.get("searched") or {}, plan["peak_gib"], plan["available_gib"]
     least = f", the least of {searched['candidates']:,} candidates" if searched.get("candidates") else ""
+    if _is_interrupted(plan):
+        return f"{memory(peak - has)} too much; a candidate that was not tried yet may fit"
     if has * 1024 < 1:
         return f"{memory(peak)} too much{least}; the limit must exceed what the process takes"
+    text = f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}"
+    if any("--count" in alternative.get("options", ()) for alternative in plan.get("alternatives") or ()):
+        return text  # the number of devices that suffice is known
     # At best, all memory divides by the devices.
     devices = math.ceil((plan.get("devices") or 1) * peak / has)
-    return (
-        f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}, or split over {devices:,} or more of "
-        "these devices"
-    )
+    return f"{text}, or split over at least {devices:,} of these devices"
+
+
+def _is_interrupted(plan: Mapping[str, Any]) -> bool:
+    return bool((plan.get("searched") or {}).get("interrupted"))
 
 
 def describe(technique: Technique) -> str:
