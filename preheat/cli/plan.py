@@ -276,11 +276,11 @@ def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_
     return [
         text
         for missing, text in (
-            (open_("--method", "techniques.lora"), "all weights are trained (--method)"),
+            (open_("--method", "techniques.lora"), "all weights (--method)"),
             (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a row (--length)"),
             (open_("--batch-tokens", "batch.size"), f"{rows:,} tokens a step (--batch-tokens)"),
             (count > per_host and open_("--nodes"), f"{per_host} devices a host (--nodes)"),
-            (not result["steps"], "length of the run unknown (--set stop.tokens=1e9)"),
+            (not result["steps"], "run of unknown length (--set stop.tokens=1e9)"),
         )
         if missing
     ]

@@ -163,7 +163,7 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
         "117 h (4.9 days) per billion tokens",
         "micro-batches of 1 row of 2,048 tokens, 16 a step",
         # The stated method is part of it, not only what the search added.
-        "lora, nf4, mixed_precision (mode bf16_weights), efficient_attention, chunked_loss (rows 512), compile",
+        "lora, nf4, mixed_precision (bf16_weights), efficient_attention, chunked_loss (rows 512), compile",
         "2,048 tokens a row (--length), 32,768 tokens a step (--batch-tokens)",
         "6 % slower, as much memory: with fused_operators, without compile",
         "export runs on the host: a later preheat export needs 31.55 GiB of its memory",
@@ -195,6 +195,16 @@ def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str)
     assert "with the machine to itself" not in busy, "it was calibrated beside other work"
     # The interval is that of the machine to itself.
     assert f"speed {plan['tokens_per_second']:,.0f} tokens/s (" in flat
+
+
+@pytest.mark.parametrize("name", ["qlora", "cluster"])
+def test_nothing_of_an_answer_is_cut(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = screen(name, capsys, monkeypatch)
+    assert not any(line.endswith("…") for line in lines if not line.startswith("  free")), "\n".join(lines)
+    start = next(n for n, line in enumerate(lines) if line.startswith("instead"))
+    assert sum(" slower, " in line for line in lines[start:]) == len(PLANS[name]()[1]["alternatives"])
 
 
 def test_alternatives_give_up_lines_from_the_last_one() -> None:
