@@ -131,6 +131,7 @@ def estimate(
     micros: int,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
+    idle: float = 0.0,
 ) -> Guess:
     """Estimates a step on a mesh.
 
@@ -138,6 +139,7 @@ def estimate(
         cost: cost of the same techniques on one device.
         micros: micro-batches per device.
         tags: tags of all techniques.
+        idle: the pipeline's bubble, a fraction of the time in which a device works.
     """
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
     # Layers of this stage, and rows of this data-parallel rank.
@@ -150,11 +152,14 @@ def estimate(
         return (pair[0] * layers + pair[1]) / tensor
 
     weights = of_all(cost.weights)
+    # fp32 weights are gathered as bf16; the modes with an update of their own hold half-precision weights already.
+    half = 0.5 if Tag.BF16_ALL_GATHER in tags and Tag.ELEMENTWISE_UPDATE not in tags else 1.0
     gathered = 0.0
     if sharded > 1:  # the weights of a layer and of the next one, or of the ends, the largest FSDP group
-        gathered = (cost.weights[0] + max(cost.weights)) / tensor if Tag.RESHARD_AFTER_FORWARD in tags else weights
+        again = Tag.RESHARD_AFTER_FORWARD in tags
+        gathered = half * ((cost.weights[0] + max(cost.weights)) / tensor if again else weights)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
-            gathered += weights  # unsharded gradients accumulate until the last micro-batch
+            gathered += half * weights  # unsharded gradients accumulate until the last micro-batch
     flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
     # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
@@ -162,8 +167,8 @@ def estimate(
     memory = of_all(cost.states) / sharded + gathered + micro * alive / context
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
-    waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, tags, rates)
-    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros) + of_all(
+    waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, half, tags, rates)
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle) + of_all(
         cost.update
     ) / sharded
     return Guess(memory, time, batch.size * batch.seq_len / time)
@@ -176,10 +181,15 @@ def _sent(
     micros: int,
     micro: int,
     weights: float,
+    half: float,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
 ) -> tuple[float, float]:
-    """Returns the seconds of exposed and of overlapped communication; zeros for a measured machine (unknown links)."""
+    """Returns the seconds of exposed and of overlapped communication; zeros for a measured machine (unknown links).
+
+    Args:
+        weights: bytes of this stage's weights, of which the fraction `half` is gathered.
+    """
     if not isinstance(rates, Roofline):
         return 0.0, 0.0
     order = list(Axis)
@@ -197,8 +207,6 @@ def _sent(
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward.
     waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
     waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
-    # fp32 weights are gathered as bf16.
-    half = 0.5 if Tag.BF16_ALL_GATHER in tags else 1.0
     # Resharded weights are gathered once for forward and once for backward.
     gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1)
     overlapped = gathers * once("all_gather_into_tensor", weights * half, Axis.SHARD)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from signal import SIGINT
 from typing import Literal
 
-from preheat.core import DATA, Axis, Problem, ProblemCode, Technique
+from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.layer_extrapolation import ENOUGH, of_layers
@@ -156,6 +156,7 @@ class _Search:
         self._similar: dict[tuple[Settings, tuple[str, ...], int], _Correction | None] = {}
         # By (kind, layout): why the two are incompatible.
         self._conflicts: dict[tuple[Settings, Settings], Problem | None] = {}
+        self._kinds: dict[Settings, Combination] = {}  # of the candidates
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
         # By (kind, layout): the smallest micro-batch that did not fit.
         self._too_large: dict[tuple[Settings, Settings], int] = {}
@@ -302,12 +303,14 @@ class _Search:
         cuts = self._micro_batch_options(layout)
         candidates = []
         for kind in kinds:
+            self._kinds[kind.settings] = kind
             tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
                 # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = estimate(kind.cost, batch, self.space.model, sizes, micros, tags, self.rates)
+                    idle = max((t.bubble_fraction(micros) for t in (*own, *layout)), default=0.0)
+                    guessed = estimate(kind.cost, batch, self.space.model, sizes, micros, tags, self.rates, idle)
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates
 
@@ -452,6 +455,7 @@ class _Search:
             self._evaluate_best_first()
             if any(s.plan["fits"] for s in self.seen):
                 self._evaluate_larger_micro_batches()
+                self._evaluate_layout_settings()
 
     def _evaluate_best_first(self) -> None:
         while left := self._viable(self.candidates):
@@ -483,6 +487,44 @@ class _Search:
             if not nearby:
                 return
             self._evaluate(min(nearby, key=self._estimated_rank))
+
+    def _evaluate_layout_settings(self) -> None:
+        """Dry-runs other settings of the parallel techniques of the best candidate.
+
+        Estimates hide communication behind the whole step, so settings that communicate less are often estimated as
+        fast, and dry runs find which part is exposed. Layouts are listed without the techniques of one device; here
+        also the settings that those allow are tried.
+        """
+        tried = None
+        while not self._is_late(_OVERTIME) and tried is not (best := self._best()):
+            tried = best
+            current = next((c for c in self.candidates if c.added == best.added), None)
+            for c in self._viable(self._with_other_settings(current, best) if current else []):
+                if not self._cannot_improve(c, best, 1 / _SLACK):
+                    self._evaluate(c)
+
+    def _with_other_settings(self, current: Candidate, best: EvaluatedPlan) -> list[Candidate]:
+        """Returns the candidates that differ from the best in settings of a parallel technique, not in its degrees.
+
+        Of several with the same estimate in all the first: they send the same and keep the same.
+        """
+        context = self.space.context(best.recipe)
+        alike = [c for c in self.candidates if c.kind == current.kind and c.cuts == current.cuts]
+        guesses = {c.guess for c in alike if c.added in self._tried}
+        candidates: list[Candidate] = []
+        for n, t in enumerate(current.layout):
+            assert isinstance(t, Searchable), "only these are searched"
+            for other in self.space.settings_of(type(t)).options(context):
+                layout = (*current.layout[:n], other, *current.layout[n + 1 :])
+                if other == t or other.degrees() != t.degrees() or not self.space.allowed(other):
+                    continue
+                for c in self._candidates_of(layout, dict(context.sizes), [self._kinds[current.kind]]):
+                    if c.cuts == current.cuts and c.guess not in guesses:
+                        guesses.add(c.guess)
+                        candidates.append(c)
+        known = {c.added for c in self.candidates}
+        self.candidates = [*self.candidates, *(c for c in candidates if c.added not in known)]
+        return candidates
 
     def _is_limited_by_memory(self) -> bool:
         """True if a candidate that does not fit may be faster than the best by more than `_FINE`."""

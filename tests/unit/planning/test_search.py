@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from preheat.core import Problem, ProblemCode, Tag, registry
+from preheat.core import Axis, Problem, ProblemCode, Tag, registry
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.interrupts import Interrupted, raising
@@ -22,12 +22,12 @@ from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-from preheat.planning.search.ranking import Guess, observe_layer
+from preheat.planning.search.ranking import Guess, LayerCost, estimate, observe_layer
 from preheat.planning.search.result import EvaluatedPlan
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
-from preheat.planning.search.technique_combinations import TechniqueCombinations
+from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
-from preheat.recipe import Recipe, override, parse
+from preheat.recipe import Batch, Recipe, override, parse
 from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE
@@ -248,6 +248,55 @@ def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     assert 0 < plain.update[0] < plain.seconds[0] < spare.seconds[0]
     both = plain.with_change(spare, plain)
     assert both == spare
+
+
+def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
+    """Also settings that estimates take for as fast: fsdp's hidden communication, and schedules of a pipeline."""
+    stated = "techniques={mixed_precision: {mode: bf16_weights}, fused_operators: {}, efficient_attention: {}}"
+    settings = ("model.hidden_size=1024", "model.num_layers=4", "batch.seq_len=512", stated)
+    rates = Roofline(parse_accelerator("name=small,memory=1300MiB,bandwidth=1000,bf16=100,fp32=20,link=20"))
+    space = Space(Request(override(small(), *settings), rates.as_device, world=4, rates=rates), "exact")
+    best = search(space, seconds=5, confirm=False).best
+    neighbours = 0
+    for t in best.added:
+        for other in t.options(space.context(best.recipe)) if t.degrees() else ():  # type: ignore[attr-defined]
+            request = space.having([other if each is t else each for each in best.added])
+            if other.degrees() == t.degrees() and not candidate_problems(space, request):
+                neighbour = plan(request)
+                neighbours += 1
+                assert not neighbour["fits"] or neighbour["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"], other
+    assert neighbours >= 4
+
+
+def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidates() -> None:
+    """Gathering in bf16 is listed only beside a technique that computes in bf16, which the search adds."""
+    space = space_of(small(), 8192, "rounding", world=4)
+    one = _Search(space, "fastest", 1.0, lambda message: None)
+    kind, layout = (registry()["mixed_precision"](mode="bf16"),), (registry()["fsdp"](),)  # type: ignore[call-arg]
+    pair = (1e8, 1e8)
+    cost = LayerCost(pair, pair, pair, (1e-3, 1e-3), pair)
+    sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
+    current = one._candidates_of(layout, sizes, [Combination(kind, cost, frozenset())])[0]
+    best = EvaluatedPlan(space.having(current.added).recipe, {}, "rounding", current.micro, current.added)
+    others = [c.layout[0] for c in one._with_other_settings(current, best)]
+    assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
+    # All rows at once: when gradients are reduced changes nothing, so each pair is tried once.
+    assert len(others) == len({(t.gather, t.reshard_after_forward) for t in others}) == 4  # type: ignore[attr-defined]
+
+
+def test_half_precision_weights_are_not_halved_again_when_gathered() -> None:
+    model, rates, sizes = space_of(small(), 8192).model, gpu(8192), dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
+    pair = (1e8, 1e8)
+    cost = LayerCost(pair, pair, (0.0, 0.0), (1e-9, 0.0), (0.0, 0.0))
+
+    def guess(*tags: Tag) -> Guess:
+        sharded = frozenset({Tag.SHARDED_WEIGHTS, Tag.RESHARD_AFTER_FORWARD, *tags})
+        return estimate(cost, Batch(size=4, seq_len=512), model, sizes, 1, sharded, rates)
+
+    half, own = guess(Tag.BF16_ALL_GATHER), guess()
+    assert half.bytes < own.bytes
+    assert half.seconds < own.seconds
+    assert guess(Tag.BF16_ALL_GATHER, Tag.ELEMENTWISE_UPDATE) == own
 
 
 def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
