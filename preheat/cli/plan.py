@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text"]
 
 _METHODS = ("full", "lora", "qlora")  # each needs less memory than the one before
-# More devices mean more layouts to try.
-_SECONDS = {1: 4.0, 64: 25.0}  # {largest number of devices: seconds for the search}
-_MANY = 30.0  # seconds for the search on more devices
 
 
 def plan(
@@ -249,8 +246,9 @@ def parse_price(text: str) -> tuple[float, str]:
     from preheat.sanitize import quoted
 
     match = re.fullmatch(
-        r"([$€£¥]?)\s*([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)\s*([$€£¥]|[a-zA-Z]{3})?\s*/\s*(?:(?:gpu|device)-?)?"
-        r"(h|hr|hour|d|day|mo|month)",
+        # Commas between thousands only: 1,5 may be a decimal comma.
+        r"([$€£¥]?)\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)\s*([$€£¥]|[a-zA-Z]{3})?"
+        r"\s*/\s*(?:(?:gpu|device)-?)?(h|hr|hour|d|day|mo|month)",
         text.strip()[:60],
         re.IGNORECASE,
     )
@@ -278,11 +276,11 @@ def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_
     return [
         text
         for missing, text in (
-            (open_("--method", "techniques.lora"), "all weights are trained (--method)"),
+            (open_("--method", "techniques.lora"), "all weights (--method)"),
             (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a row (--length)"),
             (open_("--batch-tokens", "batch.size"), f"{rows:,} tokens a step (--batch-tokens)"),
             (count > per_host and open_("--nodes"), f"{per_host} devices a host (--nodes)"),
-            (not result["steps"], "length of the run unknown (--set stop.tokens=1e9)"),
+            (not result["steps"], "run of unknown length (--set stop.tokens=1e9)"),
         )
         if missing
     ]
@@ -343,6 +341,8 @@ def _what_would_fit(result: JsonObject, again: Sequence[str], *, searched: bool,
 
     if instead := [a["options"] for a in result["alternatives"] if "options" in a]:
         return having(*instead[0])
+    if result["searched"]["interrupted"]:
+        return list(again)
     if not searched:
         return having("--aim", "fastest")
     # The numerics first: they cost no hardware.
@@ -519,12 +519,10 @@ def _searched(
     from preheat.planning.search.max_context import longest
     from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
     from preheat.planning.search.result import SearchResult
-    from preheat.planning.search.search import search
+    from preheat.planning.search.search import search, seconds_for
     from preheat.planning.worker_pool import worker_pool
 
-    devices = request.devices
-    # By the first entry that covers the devices.
-    seconds = next((s for most, s in _SECONDS.items() if devices <= most), _MANY)
+    devices, seconds = request.devices, seconds_for(request.devices)
 
     def tell(message: str) -> None:
         if not quiet:

@@ -207,6 +207,10 @@ class Technique(ABC):
         # Overriding `degrees` is the definition of a parallel technique.
         return cls.degrees is not Technique.degrees
 
+    def bubble_fraction(self, micro_batches: int) -> float:
+        """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot see."""
+        return 0.0
+
     def check(self, context: Context) -> list[str]:
         """Returns the reasons why it cannot be used here; empty if it can."""
         return []

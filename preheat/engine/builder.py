@@ -22,7 +22,6 @@ from preheat.core import (
     Order,
     Problem,
     ProblemCode,
-    Searchable,
     Slot,
     Stage,
     Tag,

@@ -47,8 +47,8 @@ class Stopwatch:
 
     def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
         """Returns the seconds of one call: the median of a few samples, which is closer to a run than the minimum."""
-        # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass or
-        # optimizer step, which takes seconds after an installation.
+        # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass
+        # or optimizer step, which takes seconds after an installation.
         first, second = self._once(call), self._once(call)
         # Two long calls are enough: the noise of a scheduler is small compared with them.
         if second > 0.03:

@@ -160,7 +160,10 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         seconds, of_memory, of_speed = step_seconds(observation, rates), "measured", "measured"
     # MFU is relative to the rate of the dtype that the recipe's matmuls compute in.
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
-    dtype = "bf16" if Tag.BF16_COMPUTE in tags else "tf32" if Tag.TF32_PRODUCTS in tags else "fp32"
+    by_tag = {Tag.BF16_COMPUTE: "bf16", Tag.FP16_COMPUTE: "fp16", Tag.TF32_PRODUCTS: "tf32"}
+    dtype = next((dtype for tag, dtype in by_tag.items() if tag in tags), "fp32")
+    if dtype == "fp16" and dtype not in rates.peak_matrix_rate:  # a CPU's, which is not measured
+        dtype = "fp32"
     ceiling = rates.peak_matrix_rate.get(dtype)
     if not ceiling:
         raise RecipeError(

@@ -222,6 +222,9 @@ def train_with_mixed_precision(
     return [float(loss) for loss in losses]
 
 
+_AMPERE = (8, 0)  # CUDA compute capability of the first matrix units for bf16; an unknown one counts as recent
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Searchable):
     stage: ClassVar[Stage] = Stage.KERNEL
@@ -417,8 +420,13 @@ class MixedPrecision(Searchable):
         return MasterAdamW(groups, **settings)
 
     def options(self, context: Context) -> Iterable[Technique]:
+        frozen = Tag.FROZEN_BASE in context.tags
+        if context.device.kind == "cuda" and (context.device.capability or _AMPERE) < _AMPERE:
+            # Without fp16_weights: fp16 has too few exponents for weights without masters.
+            half = MixedPrecision(mode="fp16", frozen="half" if frozen else "fp32")
+            return [half] if frozen else [half, MixedPrecision(mode="fp16_master")]
         modes = ["bf16", "bf16_weights"]
-        if Tag.FROZEN_BASE not in context.tags:
+        if not frozen:
             modes.append("bf16_master")
         # Not fp32 with TF32: such a device has bf16 too, which is faster, and each option costs a search layouts.
         return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]

@@ -320,15 +320,15 @@ class PipelineParallel(Searchable):
         share = max(costs) * count / sum(costs) - 1
         # Stages differ in layers: the last also computes the head and the loss.
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
-        build.parallel.bubble_fraction = self._bubble
+        build.parallel.bubble_fraction = self.bubble_fraction
         return Change(
             f"{len(course.each)} layers in {count} stages of {layer_counts}; the most expensive costs {share:.0%} "
             "more than the mean",
             count,
         )
 
-    def _bubble(self, micro_batches: int) -> float:
-        """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot measure.
+    def bubble_fraction(self, micro_batches: int) -> float:
+        """Returns the idle time of a device relative to its compute time.
 
         (degree - 1) / (micro-batches x stages per device), Narayanan et al. 2021 section 2.2; a third of it if weight
         gradients, a third of the work, fill the bubble (Qi et al. 2024, table 2: zbv, at half the memory, leaves about

@@ -340,8 +340,8 @@ def read_data(
 
     Args:
         source_config: what `configs.source` gave for the recipe's model.
-        device: the device that the recipe is for: before the data is read, which may take minutes, its folder is compared
-            with its model, and its techniques are tried on the model without values. None: they are not.
+        device: the device that the recipe is for: before the data is read, which may take minutes, its folder is
+            compared with its model, and its techniques are tried on the model without values. None: they are not.
         world: as in `data_of`.
     """
     from preheat.data.rows.example_kinds import require_examples

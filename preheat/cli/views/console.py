@@ -132,8 +132,8 @@ class Live(Alarms):
         if self._warm:
             self._recent.append((metrics["seconds"], metrics["tokens_per_second"], metrics["mfu"]))
         self._warm = True
-        # On a screen, redrawing at every step would take longer than a short step. A log gets the first and the last step,
-        # every fiftieth, and one a minute.
+        # On a screen, redrawing at every step would take longer than a short step. A log gets the first and the last
+        # step, every fiftieth, and one a minute.
         step, since = metrics["step"], time.monotonic() - self._drawn
         due = since >= 0.25 if self.screen.is_terminal else step == 1 or step % 50 == 0 or since >= 60
         if not due and step != total:

@@ -30,6 +30,7 @@ LINES, WIDTH = 24, 80
 _LABEL = 10  # columns of a line's label
 _BAR = 34  # columns of the longest bar
 _SMALL = 0.02  # of the peak: smaller categories share a bar
+_TIGHT = 0.05  # the same if the lines of the answer are too many
 _BILLION = 1e9
 _FIRST = 9  # order of what is left out before anything else is shortened
 _NUMERICS = {
@@ -89,6 +90,8 @@ class Answer:
         entries, head = self._entries(recipe), self._head(recipe, width)
         bars = _bars(self.plan, width)
         room = LINES - self.below - len(head)
+        if len(bars) + sum(len(e.lines(width)) for e in entries if e.order < _FIRST) > room:
+            bars = _bars(self.plan, width, _TIGHT)
         while len(bars) + sum(len(e.lines(width)) for e in entries) > room:
             loose = [n for n, e in enumerate(entries) if e.order]
             if not loose:
@@ -108,7 +111,7 @@ class Answer:
         plan, device = self.plan, self.plan["device"]
         count = plan.get("devices") or 1
         where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
-        verdict = "fits" if plan["fits"] else "does not fit"
+        verdict = "fits" if plan["fits"] else "nothing fits so far" if _is_interrupted(plan) else "does not fit"
         model = _model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
         room = width - len(model) - len(verdict) - 9
@@ -159,7 +162,7 @@ class Answer:
         alternatives = plan.get("alternatives") or []
         for n, alternative in enumerate(alternatives[:3]):
             text = _alternative(alternative, plan, recipe)
-            entries.append(_Entry("" if n else "instead", text, style="cyan", order=6 + n))
+            entries.append(_Entry("" if n else "instead", text, style="cyan", most=3, order=6 + n))
         if later := _export(plan):
             entries.append(_Entry("export", later, style="dim", order=1))
         entries += [_Entry("note", text, style="yellow", most=2, order=1) for text in warnings_of(plan)]
@@ -181,10 +184,10 @@ def _of(first: str, last: str, between: str = " of ") -> str:
     return f"{amount if last.endswith(f' {unit}') else first}{between}{last}"
 
 
-def _bars(plan: Mapping[str, Any], width: int) -> list[tuple[str, str]]:
-    """Returns a bar per category of memory at the peak, and one for what is left."""
+def _bars(plan: Mapping[str, Any], width: int, small: float = _SMALL) -> list[tuple[str, str]]:
+    """Returns a bar per category of memory at the peak, and one for what is left; `small` ones share a bar."""
     peak, has = plan["peak_gib"], plan["available_gib"]
-    large = {c: gib for c, gib in plan["memory"].items() if gib >= _SMALL * peak}
+    large = {c: gib for c, gib in plan["memory"].items() if gib >= small * peak}
     rest = sum(plan["memory"].values()) - sum(large.values())
     rows = [*large.items(), *([("other", rest)] if rest >= _SMALL / 2 * peak else [])]
     room = max(min(_BAR, width - 27), 6)
@@ -334,21 +337,37 @@ def _nearest(plan: Mapping[str, Any]) -> str:
     """Says how near a plan that does not fit is, and what would make it fit."""
     searched, peak, has = plan.get("searched") or {}, plan["peak_gib"], plan["available_gib"]
     least = f", the least of {searched['candidates']:,} candidates" if searched.get("candidates") else ""
+    if _is_interrupted(plan):
+        return f"{memory(peak - has)} too much; a candidate that was not tried yet may fit"
     if has * 1024 < 1:
         return f"{memory(peak)} too much{least}; the limit must exceed what the process takes"
+    text = f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}"
+    if any("--count" in alternative.get("options", ()) for alternative in plan.get("alternatives") or ()):
+        return text  # the number of devices that suffice is known
     # At best, all memory divides by the devices.
     devices = math.ceil((plan.get("devices") or 1) * peak / has)
-    return (
-        f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}, or split over {devices:,} or more of "
-        "these devices"
-    )
+    return f"{text}, or split over at least {devices:,} of these devices"
+
+
+def _is_interrupted(plan: Mapping[str, Any]) -> bool:
+    return bool((plan.get("searched") or {}).get("interrupted"))
 
 
 def describe(technique: Technique) -> str:
-    """Returns a technique's name with the settings that differ from its defaults."""
+    """Returns a technique's name with the settings that differ from its defaults; a mode is named by its value alone.
+
+    Example:
+        >>> from preheat.core import registry
+        >>> checkpointing = registry()["activation_checkpointing"]
+        >>> describe(checkpointing(mode="selective", products=2)), describe(checkpointing(mode="budget", budget=0.5))
+        ('activation_checkpointing (selective, products 2)', 'activation_checkpointing (budget 0.5)')
+    """
     plain = type(technique)()
-    changed = [f"{key} {value}" for key, value in vars(technique).items() if value != getattr(plain, key)]
-    return technique.name() + (f" ({', '.join(changed)})" if changed else "")
+    changed = {key: value for key, value in vars(technique).items() if value != getattr(plain, key)}
+    mode = changed.pop("mode", None)
+    parts = [] if mode is None or mode in changed else [str(mode)]
+    parts += [f"{key} {value}" for key, value in changed.items()]
+    return technique.name() + (f" ({', '.join(parts)})" if parts else "")
 
 
 def recipe_of(plan: Mapping[str, Any], techniques: Mapping[str, Any] | None = None) -> Recipe:

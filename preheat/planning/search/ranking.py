@@ -152,6 +152,7 @@ def estimate(
     micros: int,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
+    idle: float = 0.0,
 ) -> Guess:
     """Estimates a step on a mesh.
 
@@ -159,6 +160,7 @@ def estimate(
         cost: cost of the same techniques on one device.
         micros: micro-batches per device.
         tags: tags of all techniques.
+        idle: the pipeline's bubble, a fraction of the time in which a device works.
     """
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
     # Layers of this stage, and rows of this data-parallel rank.
@@ -199,7 +201,7 @@ def estimate(
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
     waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates)
-    time = (working + waiting + max(hidden - working, 0.0)) * (1 + (pipeline - 1) / micros)
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle)
     time += of_all(cost.update) / updating + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
 

@@ -16,10 +16,10 @@ from functools import cached_property
 from signal import SIGINT
 from typing import Literal
 
-from preheat.core import DATA, Axis, Problem, ProblemCode, Tag, Technique
+from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
-from preheat.planning.layer_extrapolation import ENOUGH
+from preheat.planning.layer_extrapolation import ENOUGH, of_layers
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
@@ -27,10 +27,12 @@ from preheat.planning.search.ranking import Guess, LayerCost, estimate, gathered
 from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 
-__all__ = ["AIMS", "Aim", "least_estimate", "search"]
+__all__ = ["AIMS", "Aim", "least_estimate", "search", "seconds_for"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
+_SECONDS = {1: 4.0, 64: 25.0}  # {largest number of devices: seconds}: more devices mean more layouts to try
+_MANY = 30.0  # seconds on more devices
 _SLACK = 1.03  # of the available memory: candidates estimated up to this are dry-run, since estimates may be too high
 _LAYOUTS = 40  # layouts whose candidates are all estimated
 _ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
@@ -117,6 +119,16 @@ def search(
     return _Search(space, aim, seconds, tell).run(confirm)
 
 
+def seconds_for(devices: int) -> float:
+    """Returns the seconds that `preheat plan` gives a search on so many devices.
+
+    Example:
+        >>> seconds_for(1), seconds_for(8), seconds_for(1024)
+        (4.0, 25.0, 30.0)
+    """
+    return next((seconds for most, seconds in _SECONDS.items() if devices <= most), _MANY)
+
+
 def least_estimate(space: Space) -> float:
     """Returns the estimated GiB of a device with the candidate that needs the least; infinite without candidates.
 
@@ -145,6 +157,7 @@ class _Search:
         self._similar: dict[tuple[Settings, tuple[str, ...], int], _Correction | None] = {}
         # By (kind, layout): why the two are incompatible.
         self._conflicts: dict[tuple[Settings, Settings], Problem | None] = {}
+        self._kinds: dict[Settings, Combination] = {}  # of the candidates
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
         # By (kind, layout): the smallest micro-batch that did not fit.
         self._too_large: dict[tuple[Settings, Settings], int] = {}
@@ -291,6 +304,7 @@ class _Search:
         cuts = self._micro_batch_options(layout)
         candidates = []
         for kind in kinds:
+            self._kinds[kind.settings] = kind
             tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
             cost = kind.cost
             if gathered_share(cost, tags) < 1 and (change := self._change_by_cast) is not None:
@@ -299,7 +313,8 @@ class _Search:
                 micros = cut.micro_batch_count() if cut else fixed
                 # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
-                    guessed = estimate(cost, batch, self.space.model, sizes, micros, tags, self.rates)
+                    idle = max((t.bubble_fraction(micros) for t in (*own, *layout)), default=0.0)
+                    guessed = estimate(cost, batch, self.space.model, sizes, micros, tags, self.rates, idle)
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates
 
@@ -464,6 +479,7 @@ class _Search:
             self._evaluate_best_first()
             if any(s.plan["fits"] for s in self.seen):
                 self._evaluate_larger_micro_batches()
+                self._evaluate_layout_settings()
 
     def _evaluate_best_first(self) -> None:
         while left := self._viable(self.candidates):
@@ -495,6 +511,44 @@ class _Search:
             if not nearby:
                 return
             self._evaluate(min(nearby, key=self._estimated_rank))
+
+    def _evaluate_layout_settings(self) -> None:
+        """Dry-runs other settings of the parallel techniques of the best candidate.
+
+        Estimates hide communication behind the whole step, so settings that communicate less are often estimated as
+        fast, and dry runs find which part is exposed. Layouts are listed without the techniques of one device; here
+        also the settings that those allow are tried.
+        """
+        tried = None
+        while not self._is_late(_OVERTIME) and tried is not (best := self._best()):
+            tried = best
+            current = next((c for c in self.candidates if c.added == best.added), None)
+            for c in self._viable(self._with_other_settings(current, best) if current else []):
+                if not self._cannot_improve(c, best, 1 / _SLACK):
+                    self._evaluate(c)
+
+    def _with_other_settings(self, current: Candidate, best: EvaluatedPlan) -> list[Candidate]:
+        """Returns the candidates that differ from the best in settings of a parallel technique, not in its degrees.
+
+        Of several with the same estimate in all the first: they send the same and keep the same.
+        """
+        context = self.space.context(best.recipe)
+        alike = [c for c in self.candidates if c.kind == current.kind and c.cuts == current.cuts]
+        guesses = {c.guess for c in alike if c.added in self._tried}
+        candidates: list[Candidate] = []
+        for n, t in enumerate(current.layout):
+            assert isinstance(t, Searchable), "only these are searched"
+            for other in self.space.settings_of(type(t)).options(context):
+                layout = (*current.layout[:n], other, *current.layout[n + 1 :])
+                if other == t or other.degrees() != t.degrees() or not self.space.allowed(other):
+                    continue
+                for c in self._candidates_of(layout, dict(context.sizes), [self._kinds[current.kind]]):
+                    if c.cuts == current.cuts and c.guess not in guesses:
+                        guesses.add(c.guess)
+                        candidates.append(c)
+        known = {c.added for c in self.candidates}
+        self.candidates = [*self.candidates, *(c for c in candidates if c.added not in known)]
+        return candidates
 
     def _is_limited_by_memory(self) -> bool:
         """True if a candidate that does not fit may be faster than the best by more than `_FINE`."""
@@ -582,7 +636,7 @@ class _Search:
 
     def _refuse(self, t: Technique, problem: Problem) -> None:
         """Notes that a technique goes with no other that may be added."""
-        if problem.text not in {other.text for _, other in self.refused}:
+        if (t.name(), problem.text) not in {(other.name(), why.text) for other, why in self.refused}:
             self.refused.append((t, problem))
 
     def _reject(self, what: str, why: str) -> None:
@@ -639,7 +693,8 @@ class _Search:
         for t, problem in self.refused:
             others = tuple(other for other in best.added if type(other) is not type(t))
             problems = candidate_problems(self.space, self.space.having((*others, t)))
-            problems = problems or ([problem] if problem.code is ProblemCode.BUILD else [])
+            if not problems and problem.code is ProblemCode.BUILD:
+                problems = self._build_problems((*others, t))
             if problems:
                 # The reason of the recipe's own before one of what the search added.
                 own = [each for each in problems if each.technique == t.name()]
@@ -647,6 +702,14 @@ class _Search:
                 text = binding.text if binding.technique == t.name() else str(binding)
                 refusals.append((describe_techniques((t,)), text))
         return refusals
+
+    def _build_problems(self, added: Settings) -> list[Problem]:
+        """Returns why a recipe that nothing else refuses cannot be built; empty if it can."""
+        try:
+            observe_cached(of_layers(self.space.single(added), 1), how="step")
+        except RecipeError as error:
+            return [Problem(added[-1].name(), ProblemCode.BUILD, str(error).splitlines()[0])]
+        return []
 
 
 def _shape(layout: Settings) -> Hashable:

@@ -163,7 +163,7 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
         "117 h (4.9 days) per billion tokens",
         "micro-batches of 1 row of 2,048 tokens, 16 a step",
         # The stated method is part of it, not only what the search added.
-        "lora, nf4, mixed_precision (mode bf16_weights), efficient_attention, chunked_loss (rows 512), compile",
+        "lora, nf4, mixed_precision (bf16_weights), efficient_attention, chunked_loss (rows 512), compile",
         "2,048 tokens a row (--length), 32,768 tokens a step (--batch-tokens)",
         "6 % slower, as much memory: with fused_operators, without compile",
         "export runs on the host: a later preheat export needs 31.55 GiB of its memory",
@@ -195,6 +195,16 @@ def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str)
     assert "with the machine to itself" not in busy, "it was calibrated beside other work"
     # The interval is that of the machine to itself.
     assert f"speed {plan['tokens_per_second']:,.0f} tokens/s (" in flat
+
+
+@pytest.mark.parametrize("name", ["qlora", "cluster"])
+def test_nothing_of_an_answer_is_cut(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = screen(name, capsys, monkeypatch)
+    assert not any(line.endswith("…") for line in lines if not line.startswith("  free")), "\n".join(lines)
+    start = next(n for n, line in enumerate(lines) if line.startswith("instead"))
+    assert sum(" slower, " in line for line in lines[start:]) == len(PLANS[name]()[1]["alternatives"])
 
 
 def test_alternatives_give_up_lines_from_the_last_one() -> None:
@@ -235,14 +245,28 @@ def test_layout_and_micro_batch_of_each_rank() -> None:
     assert "70.6B parameters, in one of 4 stages" in Answer(plan, "m").lines()[0][0]
 
 
+def test_an_interrupted_search_does_not_say_that_nothing_fits() -> None:
+    _, plan = too_large()
+    plan |= {"alternatives": [], "searched": {**plan["searched"], "interrupted": True}}
+    lines = [line for line, _ in Answer(plan, "m").lines()]
+    assert lines[0].endswith(": nothing fits so far")
+    text = " ".join(" ".join(lines).split())
+    assert "9.90 GiB too much; a candidate that was not tried yet may fit" in text
+    assert "the least of" not in text
+    assert _what_would_fit(plan, ASKED["too large"], searched=True, gpu="G") == ASKED["too large"]
+
+
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
     _, plan = too_large()
     asked = ASKED["too large"]
     text = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
-    assert "9.90 GiB too much, the least of 143 candidates; would fit in 33.90 GiB, or split over 2 or more" in text
+    assert "9.90 GiB too much, the least of 143 candidates; would fit in 33.90 GiB, or split over at least 2" in text
     assert "--method lora: fits in 17.40 GiB, 2,307 tokens/s; trains an adapter" in text
     assert "tokens/s (" not in text, "no speed of what cannot run"
     assert _what_would_fit(plan, asked, searched=True, gpu="G") == [*asked, "--method", "lora"]
+    # A number of devices that was planned replaces the least that memory alone allows.
+    known = {**plan, "alternatives": [*plan["alternatives"], {**plan["alternatives"][0], "options": ["--count", "4"]}]}
+    assert "split over" not in " ".join(line for line, _ in Answer(known, "m").lines())
     plan["alternatives"] = []
     assert _what_would_fit(plan, asked, searched=True, gpu="G")[-2:] == ["--allow", "different"]
     beyond = [*asked, "--allow", "different", "--count", "2"]
@@ -281,14 +305,14 @@ def test_a_wrapped_command_is_still_one_command() -> None:
     ("text", "wanted"),
     [
         ("2.5USD/h", (2.5, "USD")), ("$2.5/hour", (2.5, "USD")), ("2.5 € / GPU-h", (2.5, "EUR")),
-        ("1,460eur/month", (2.0, "EUR")), ("48usd/day", (2.0, "USD")), ("0USD/h", (0.0, "USD")),
+        ("1,460eur/month", (2.0, "EUR")), ("48usd/day", (2.0, "USD")), ("1_460.00EUR/mo", (2.0, "EUR")), ("0USD/h", (0.0, "USD")),
     ],
 )  # fmt: skip
 def test_a_price_has_a_unit(text: str, wanted: tuple[float, str]) -> None:
     assert parse_price(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["2.5", "", "USD/h", "2.5USD", "2.5/h", "-1USD/h", "nanUSD/h", "1e400USD/h", "$2EUR/h", "2.5USD/h of it", "2\x1b[31mUSD", "9" * 99])  # fmt: skip
+@pytest.mark.parametrize("text", ["2.5", "", "USD/h", "2.5USD", "2.5/h", "-1USD/h", "1,5EUR/h", "1,50,000EUR/h", "nanUSD/h", "1e400USD/h", "$2EUR/h", "2.5USD/h of it", "2\x1b[31mUSD", "9" * 99])  # fmt: skip
 def test_a_price_without_a_unit_is_one_line(text: str) -> None:
     with pytest.raises(RecipeError, match=r"--price: .*must be an amount with its currency and time.*2\.5USD/h") as bad:
         parse_price(text)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from preheat.core import Tag, registry
+from preheat.core import Axis, Problem, ProblemCode, Tag, registry
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.interrupts import Interrupted, raising
@@ -22,7 +22,7 @@ from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-from preheat.planning.search.ranking import Guess, observe_layer
+from preheat.planning.search.ranking import Guess, LayerCost, gathered_share, observe_layer
 from preheat.planning.search.result import EvaluatedPlan
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
@@ -296,6 +296,50 @@ def test_a_stated_pipeline_with_its_micro_batches_is_searched() -> None:
     assert "gradient_accumulation" not in made.best.recipe.techniques
 
 
+def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
+    """Also settings that estimates take for as fast: fsdp's hidden communication, and schedules of a pipeline."""
+    stated = "techniques={mixed_precision: {mode: bf16_weights}, fused_operators: {}, efficient_attention: {}}"
+    settings = ("model.hidden_size=1024", "model.num_layers=4", "batch.seq_len=512", stated)
+    rates = Roofline(parse_accelerator("name=small,memory=1300MiB,bandwidth=1000,bf16=100,fp32=20,link=20"))
+    space = Space(Request(override(small(), *settings), rates.as_device, world=4, rates=rates), "exact")
+    best = search(space, seconds=5, confirm=False).best
+    neighbours = 0
+    for t in best.added:
+        for other in t.options(space.context(best.recipe)) if t.degrees() else ():  # type: ignore[attr-defined]
+            request = space.having([other if each is t else each for each in best.added])
+            if other.degrees() == t.degrees() and not candidate_problems(space, request):
+                neighbour = plan(request)
+                neighbours += 1
+                assert (
+                    not neighbour["fits"] or neighbour["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"]
+                ), other
+    assert neighbours >= 4
+
+
+def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidates() -> None:
+    """Gathering in bf16 is listed only beside a technique that computes in bf16, which the search adds."""
+    space = space_of(small(), 8192, "rounding", world=4)
+    one = _Search(space, "fastest", 1.0, lambda message: None)
+    kind, layout = (registry()["mixed_precision"](mode="bf16"),), (registry()["fsdp"](),)  # type: ignore[call-arg]
+    pair = (1e8, 1e8)
+    cost = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, (1e-3, 1e-3), pair)
+    sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
+    current = one._candidates_of(layout, sizes, [Combination(kind, cost, frozenset())])[0]
+    best = EvaluatedPlan(space.having(current.added).recipe, {}, "rounding", current.micro, current.added)
+    others = [c.layout[0] for c in one._with_other_settings(current, best)]
+    assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
+    # All rows at once: when gradients are reduced changes nothing, so each pair is tried once.
+    assert len(others) == len({(t.gather, t.reshard_after_forward) for t in others}) == 4  # type: ignore[attr-defined]
+
+
+def test_half_precision_weights_are_not_halved_again_when_gathered() -> None:
+    pair, tags = (1e8, 1e8), frozenset({Tag.BF16_ALL_GATHER})
+    full = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, pair, pair)
+    assert gathered_share(full, tags) == 0.5
+    assert gathered_share(replace(full, weights=(2e8, 2e8)), tags) == 1.0
+    assert gathered_share(full, frozenset()) == 1.0
+
+
 def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
     rates, recipe = (
         gpu(8192),
@@ -347,6 +391,34 @@ def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
         space = Space(Request(override(small(), "techniques.mixed_precision={}"), device, world=1), "different")
         refused = candidate_problems(space, space.having([registry()["fp8"]()]))
         assert any("compute capability" in problem.text for problem in refused) is not fits, refused
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
+    recipe = override(small(", lora: {}" if frozen else ""), "stop.max_steps=1000")
+    rates = Roofline.of("T4")
+    space = Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding")
+    made = search(space, seconds=1, confirm=False)
+    best = made.best.recipe.techniques["mixed_precision"]
+    assert best.mode.startswith("fp16"), best  # type: ignore[attr-defined]
+    assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in made.evaluated)
+    assert made.best.plan["matrix_rate"] == rates.peak_matrix_rate["fp16"]
+    assert made.best.plan["mfu"] < 1
+
+
+def test_what_cannot_be_built_beside_others_is_no_refusal_beside_the_best(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    space = space_of(small(), 8192, "rounding")
+    one = _Search(space, "fastest", 1.0, lambda message: None)
+    fused = registry()["fused_operators"]()
+    one._refuse(fused, Problem("fused_operators", ProblemCode.BUILD, "cannot be built beside another"))
+    best = EvaluatedPlan(space.recipe, {"fits": True}, "exact", 1, ())
+    assert one._refusals(best) == []
+    monkeypatch.setattr(type(fused), "apply", lambda *_: (_ for _ in ()).throw(RecipeError("no such kernel\nhere")))
+    recalling.clear()
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    assert one._refusals(best) == [("fused_operators", "no such kernel")]
 
 
 def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
