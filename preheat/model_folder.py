@@ -166,8 +166,8 @@ def quantization_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = values.get("text_config")
     for part in (values, text if isinstance(text, dict) else {}):
-        if isinstance(stated := part.get("quantization_config"), dict):
-            return stated
+        if isinstance(settings := part.get("quantization_config"), dict):
+            return settings
     return {}
 
 

@@ -40,7 +40,7 @@ def recipe_of(folder: Path, techniques: dict[str, dict[str, Any]]) -> recipes.Re
     plain = recipes.parse(
         f"model: {{path: {folder}}}\nbatch: {{size: 4, seq_len: 32}}\noptimizer: {{lr: 0.01}}\nstop: {{max_steps: 20}}"
     )
-    more = [words for name in techniques for words in asked(name)]
+    more = [setting for name in techniques for setting in asked(name)]
     return recipes.override(plain, f"techniques={complete(techniques)}", *more)
 
 

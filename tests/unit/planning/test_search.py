@@ -259,47 +259,47 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
     rates = gpu(65536)
     one = _Search(Space(Request(recipe, rates.as_device, world=8, rates=rates), "rounding"), "fastest", 1, print)
     kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
-    stated = ("{data_parallel: {}}", "{data_parallel: {}, zero1: {}}", "{fsdp: {}}", "{fsdp: {gather: bf16}}")
+    layouts = ("{data_parallel: {}}", "{data_parallel: {}, zero1: {}}", "{fsdp: {}}", "{fsdp: {gather: bf16}}")
     seconds: dict[str, list[float]] = {}
-    for text in stated:
+    for text in layouts:
         layout = tuple(override(recipe, f"techniques={text}").techniques.values())
         sizes = one.space.sizes((*recipe.techniques.values(), *layout))
         assert sizes is not None
         for c in one._candidates_of(layout, sizes, kinds):
             if c.micro not in (4, 1):
                 continue
-            made = plan(one.space.having(c.added))
-            assert c.guess.bytes / 2**30 == pytest.approx(made["allocated_gib"], rel=0.2), text
-            assert c.guess.seconds == pytest.approx(made["seconds_per_step"], rel=0.15), (text, c.micro)
+            planned = plan(one.space.having(c.added))
+            assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.2), text
+            assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.15), (text, c.micro)
             seconds.setdefault(text, []).append(c.guess.seconds)
     # New weights are gathered when nothing else runs: 7/8 of them over 0.8 of the link, after 20 us.
     weights = 4 * sum(kinds[0].cost.parameters[n] * times for n, times in ((0, 6), (1, 1)))
     update = kinds[0].cost.update[0] * 6 + kinds[0].cost.update[1]
-    for plain, cut in zip(seconds[stated[0]], seconds[stated[1]], strict=True):
+    for plain, cut in zip(seconds[layouts[0]], seconds[layouts[1]], strict=True):
         assert cut - plain == pytest.approx(weights * 7 / 8 / 80e9 + 20e-6 - update * 7 / 8, rel=0.02)
 
 
 def test_weights_that_are_gathered_in_bf16_are_tried() -> None:
     """Activations between layers are in bf16 then: no estimate of one device shows it."""
-    made = found(small(", mixed_precision: {}"), 8192, "rounding", world=8)
-    other = override(made.best.recipe, "techniques.fsdp.gather=own")
-    assert made.best.recipe.techniques["fsdp"].gather == "bf16"
+    result = found(small(", mixed_precision: {}"), 8192, "rounding", world=8)
+    other = override(result.best.recipe, "techniques.fsdp.gather=own")
+    assert result.best.recipe.techniques["fsdp"].gather == "bf16"
     slower = plan(Request(other, gpu(8192).as_device, rates=gpu(8192)))
-    assert made.best.plan["tokens_per_second"] > slower["tokens_per_second"]
+    assert result.best.plan["tokens_per_second"] > slower["tokens_per_second"]
 
 
 def test_a_stated_pipeline_with_its_micro_batches_is_searched() -> None:
-    stated = "techniques={efficient_attention: {}, pipeline_parallel: {degree: 2, micro_batches: 4}}"
-    made = found(override(small(rows=16), stated), 8192, world=4)
-    assert made.best.plan["fits"]
-    assert made.best.recipe.techniques["pipeline_parallel"].micro_batches == 4
-    assert "gradient_accumulation" not in made.best.recipe.techniques
+    techniques = "techniques={efficient_attention: {}, pipeline_parallel: {degree: 2, micro_batches: 4}}"
+    result = found(override(small(rows=16), techniques), 8192, world=4)
+    assert result.best.plan["fits"]
+    assert result.best.recipe.techniques["pipeline_parallel"].micro_batches == 4
+    assert "gradient_accumulation" not in result.best.recipe.techniques
 
 
 def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
     """Also settings that estimates take for as fast: fsdp's hidden communication, and schedules of a pipeline."""
-    stated = "techniques={mixed_precision: {mode: bf16_weights}, fused_operators: {}, efficient_attention: {}}"
-    settings = ("model.hidden_size=1024", "model.num_layers=4", "batch.seq_len=512", stated)
+    techniques = "techniques={mixed_precision: {mode: bf16_weights}, fused_operators: {}, efficient_attention: {}}"
+    settings = ("model.hidden_size=1024", "model.num_layers=4", "batch.seq_len=512", techniques)
     rates = Roofline(parse_accelerator("name=small,memory=1300MiB,bandwidth=1000,bf16=100,fp32=20,link=20"))
     space = Space(Request(override(small(), *settings), rates.as_device, world=4, rates=rates), "exact")
     best = search(space, seconds=5, confirm=False).best
@@ -398,12 +398,12 @@ def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
     recipe = override(small(", lora: {}" if frozen else ""), "stop.max_steps=1000")
     rates = Roofline.of("T4")
     space = Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding")
-    made = search(space, seconds=1, confirm=False)
-    best = made.best.recipe.techniques["mixed_precision"]
+    result = search(space, seconds=1, confirm=False)
+    best = result.best.recipe.techniques["mixed_precision"]
     assert best.mode.startswith("fp16"), best  # type: ignore[attr-defined]
-    assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in made.evaluated)
-    assert made.best.plan["matrix_rate"] == rates.peak_matrix_rate["fp16"]
-    assert made.best.plan["mfu"] < 1
+    assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in result.evaluated)
+    assert result.best.plan["matrix_rate"] == rates.peak_matrix_rate["fp16"]
+    assert result.best.plan["mfu"] < 1
 
 
 def test_what_cannot_be_built_beside_others_is_no_refusal_beside_the_best(
