@@ -197,7 +197,9 @@ def test_a_folder_that_contradicts_its_configuration_is_refused_before_the_data(
 
 
 def test_techniques_that_the_model_does_not_take_are_refused_before_the_data(preheat: Command) -> None:
-    tiny_config("lfm2").save_pretrained(preheat.folder / "base")
+    config = tiny_config("lfm2")
+    config.vocab_size = 4096
+    config.save_pretrained(preheat.folder / "base")
     (preheat.folder / "t.yaml").write_text(
         "model: {path: base, weights: random}\ndata: {source: gone.jsonl}\nbatch: {size: 2, seq_len: 64}\n"
         "stop: {max_steps: 2}\nparallel: {devices: 2}\n"

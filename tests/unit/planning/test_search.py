@@ -313,7 +313,7 @@ def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
                 assert (
                     not neighbour["fits"] or neighbour["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"]
                 ), other
-    assert neighbours >= 4
+    assert neighbours >= 3
 
 
 def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidates() -> None:
