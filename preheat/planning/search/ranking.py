@@ -168,9 +168,7 @@ def estimate(
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
     waiting, hidden = _sent(batch, model, sizes, micros, micro, weights, half, tags, rates)
-    time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle) + of_all(
-        cost.update
-    ) / sharded
+    time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle) + of_all(cost.update) / sharded
     return Guess(memory, time, batch.size * batch.seq_len / time)
 
 
