@@ -293,8 +293,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         "",
         "All neighbours are planned by the prediction that the search uses, with the numbers that `--allow` permits "
         "(rounding unless stated). All single changes are dry-run; of the pairs, those that by the effects of their two "
-        "changes could be faster and fit, and those with a change that is refused by itself. Made by "
-        "`python benchmarks/search_invariant.py`.",
+        "changes could be faster and fit, and those with a change that is refused by itself; a pair that is "
+        "faster though its changes are slower one by one is not seen. Layouts differ from the answer's in two "
+        "techniques. Made by `python benchmarks/search_invariant.py`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -194,7 +194,9 @@ class ContextParallel(Searchable):
         # A zigzag gives each device an early and a late chunk, whose causal masks balance.
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         # The labels are shifted already: the last label of a shard is the first token of the next one.
-        build.hooks.transforms.append((Order.SPLIT, lambda batch: cut_rows(batch, self.degree, rank, zigzag=zigzag)))
+        if part is build.trained[0]:  # once, if a pipeline has several stages on a device
+            cut = functools.partial(cut_rows, degree=self.degree, rank=rank, zigzag=zigzag)
+            build.hooks.transforms.append((Order.SPLIT, cut))
         summary = f"each row split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 

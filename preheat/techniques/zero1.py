@@ -81,7 +81,8 @@ class Zero1(Searchable):
             return make_sharded
 
         # Around whichever optimizer the recipe has, so that its states are created for shards only.
-        build.hooks.around_optimizer.append(sharded)
+        if part is build.trained[0]:  # once, if a pipeline has several stages on a device
+            build.hooks.around_optimizer.append(sharded)
         count = sum(p.requires_grad for p in part.parameters())
         return Change(
             f"optimizer states of {count} parameters, 1/{build.mesh.size(*across)} of each on each device", count

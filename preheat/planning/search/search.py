@@ -520,7 +520,7 @@ class _Search:
         also the settings that those allow are tried.
         """
         tried = None
-        while not self._is_late(_OVERTIME) and tried is not (best := self._best()):
+        while not self._is_late() and tried is not (best := self._best()):
             tried = best
             current = next((c for c in self.candidates if c.added == best.added), None)
             for c in self._viable(self._with_other_settings(current, best) if current else []):

@@ -17,8 +17,9 @@ from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.interrupts import Interrupted, raising
 from preheat.planning import observation_cache as recalling
+from preheat.planning.dry_run import observe
 from preheat.planning.explain import explain, figures
-from preheat.planning.plan import plan
+from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
@@ -308,7 +309,7 @@ def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
         for other in t.options(space.context(best.recipe)) if t.degrees() else ():  # type: ignore[attr-defined]
             request = space.having([other if each is t else each for each in best.added])
             if other.degrees() == t.degrees() and not candidate_problems(space, request):
-                neighbour = plan(request)
+                neighbour = describe(request, recalling.observe_cached(request, how="few"))
                 neighbours += 1
                 assert (
                     not neighbour["fits"] or neighbour["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"]
@@ -330,6 +331,23 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
     assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
     # All rows at once: when gradients are reduced changes nothing, so each pair is tried once.
     assert len(others) == len({(t.gather, t.reshard_after_forward) for t in others}) == 4  # type: ignore[attr-defined]
+
+
+def test_rows_are_cut_once_for_several_stages_on_a_device() -> None:
+    recipe = parse(
+        "model: {num_layers: 8, hidden_size: 64, num_heads: 4, vocab_size: 512}\nbatch: {size: 8, seq_len: 512}\n"
+        "stop: {max_steps: 1}\nparallel: {devices: 8}\ntechniques: {context_parallel: {degree: 2}, data_parallel: {}, "
+        "zero1: {}, gradient_accumulation: {steps: 4}, pipeline_parallel: {degree: 2}}"
+    )
+    one, two = (
+        observe(
+            Request(override(recipe, f"techniques.pipeline_parallel.schedule={schedule}"), gpu(8192).as_device, world=8)
+        )
+        for schedule in ("1f1b", "interleaved")
+    )
+    assert two.model_flops == one.model_flops > 0
+    states = [o.categories["update"]["optimizer"] for o in (one, two)]
+    assert states[1] == pytest.approx(states[0], rel=0.02)
 
 
 def test_half_precision_weights_are_not_halved_again_when_gathered() -> None:
