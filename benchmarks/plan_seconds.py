@@ -30,9 +30,9 @@ PLANS = (
     "Qwen/Qwen3.5-9B --method qlora --gpu RTX-4090",
     "Qwen/Qwen2.5-32B --method qlora --gpu L40S",
     "llama-3.1-8b --method lora --gpu H100 --allow different",
-    "llama-3.1-8b --gpu A100-80GB --gpus 8",
-    "llama-3.1-70b --gpu H100 --gpus 8 --nodes 8",
-    "llama-3.1-405b --gpu H100 --gpus 8 --nodes 2048",
+    "llama-3.1-8b --gpu A100-80GB --count 8",
+    "llama-3.1-70b --gpu H100 --count 8 --nodes 8",
+    "llama-3.1-405b --gpu H100 --count 8 --nodes 2048",
 )
 
 
