@@ -513,8 +513,8 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
         if names.get(key, key) in stated and not {key, names.get(key, key)} & values.keys():
             raise RecipeError(f"model.path: {file} has no {names.get(key, key)}, which has no default; add it")
     # A model of several stacks may have no such count (BLT).
-    layers = getattr(config, "num_hidden_layers", None)
-    for key in _PER_LAYER if isinstance(layers, int) else ():
+    layers: Any = getattr(config, "num_hidden_layers", None)
+    for key in () if layers is None else _PER_LAYER:
         entries = values.get(key)
         # Layers that predict further tokens may have entries too.
         most = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
