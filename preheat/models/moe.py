@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.models.layer_sizes import largest
@@ -39,6 +39,7 @@ __all__ = [
     "register",
     "routed",
     "routers",
+    "unrecorded",
     "shared_width",
     "sizes_of",
 ]
@@ -197,6 +198,19 @@ class RouterRecorder:
 
     def __init__(self) -> None:
         self.open = False
+
+
+@contextmanager
+def unrecorded(layer: nn.Module) -> Iterator[None]:
+    """Leaves the records of a layer's routers as they are, while the layer runs outside of a step."""
+    records = [(module, getattr(module, ROUTED)) for module in layer.modules() if hasattr(module, ROUTED)]
+    for router, _ in records:
+        setattr(router, ROUTED, None)
+    try:
+        yield
+    finally:
+        for router, record in records:
+            setattr(router, ROUTED, record)
 
 
 def record_routers(model: nn.Module) -> RouterRecorder:

@@ -84,8 +84,10 @@ def with_sinks(
     at = to_device(index, q.device)[:, None, :, None]
     q, k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (q, k, v))
     # The sink is the first token of its document, so causality hides it from none;
-    # `global_tokens` exempts it from windows.
-    out = kernel(q, k, v, replace(mask, documents=longer, global_tokens=max(mask.global_tokens, 1)), scale)
+    # `global_tokens` exempts it from windows. A window as long as a row hides nothing, but sinks lengthen it.
+    window = mask.window if mask.window is not None and mask.window < length else None
+    mask = replace(mask, window=window, documents=longer, global_tokens=max(mask.global_tokens, 1))
+    out = kernel(q, k, v, mask, scale)
     # Drops the sinks' own results and the dimensions that were added to the values.
     where = to_device(back, q.device)[:, None, :, None]
     return out[..., :width].gather(2, where.expand(-1, heads, -1, width))

@@ -84,7 +84,7 @@ def checkpoint_layers(
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
         kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # equal layers reuse one policy
-        layer.forward = Checkpointed(layer.forward, kind, planner)  # type: ignore[method-assign]
+        layer.forward = Checkpointed(layer, kind, planner)  # type: ignore[method-assign]
     return len(chosen)
 
 
@@ -92,13 +92,13 @@ class Checkpointed:
     """A layer's forward pass that is recomputed in the backward pass; created by `checkpoint_layers`.
 
     Args:
-        forward: the layer's forward.
+        layer: the layer, with its own forward.
         kind: key under which equal layers reuse one policy.
         planner: chooses what to keep besides the layer's input; None: nothing.
     """
 
-    def __init__(self, forward: Callable[..., object], kind: Hashable, planner: CheckpointPolicyCache | None):
-        self.forward, self.kind, self.planner = forward, kind, planner
+    def __init__(self, layer: nn.Module, kind: Hashable, planner: CheckpointPolicyCache | None):
+        self.layer, self.forward, self.kind, self.planner = layer, layer.forward, kind, planner
         # None: to be chosen at the first call; {}: torch's checkpoint keeps only the inputs.
         self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
@@ -109,8 +109,11 @@ class Checkpointed:
         """
         import torch
 
+        from preheat.models.moe import unrecorded
+
         if self.planner is not None and torch.is_grad_enabled():
-            self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
+            with unrecorded(self.layer):
+                self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         import torch

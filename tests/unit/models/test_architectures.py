@@ -18,7 +18,7 @@ from preheat.errors import RecipeError
 from preheat.models import hf, moe
 from preheat.models.sinks import in_chunks, with_sinks
 from preheat.models.token_mixers import attentions_of, recurrent_mixers, split_documents
-from preheat.ops.attention.sdpa import reference_attention
+from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.recipe import parse
 
 from ...architectures.columns import Subject, write_data
@@ -106,6 +106,16 @@ def test_attention_sinks_take_part_in_the_softmax(window: int | None) -> None:
     assert torch.allclose(out, expected, atol=1e-12)
     ours, theirs = (torch.autograd.grad(x.square().sum(), sinks, retain_graph=True)[0] for x in (out, expected))
     assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_a_window_as_long_as_a_row_needs_no_kernel_with_windows() -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0)).double()
+    sinks = torch.tensor([0.5, -1.0]).double()
+    full, windowed = (
+        with_sinks(kernel, q, k, v, MaskSpec(window=window), 0.5, sinks)
+        for kernel, window in ((reference_attention, None), (sdpa_attention, 6))
+    )
+    assert torch.allclose(windowed, full, atol=1e-12)
 
 
 def test_missing_kernels_are_named_with_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
