@@ -267,8 +267,8 @@ def vision_part(model: PreTrainedModel) -> tuple[dict[str, nn.Module], tuple[str
     if inner:
         return dict(seeing.named_children()), tuple(inner)
     others = (seeing, model.get_decoder(), *unread_parts(model))
-    beside = {n: m for n, m in model.base_model.named_children() if not any(m is other for other in others)}
-    return {"tower": seeing, **beside}, tuple(beside)
+    projectors = {n: m for n, m in model.base_model.named_children() if not any(m is other for other in others)}
+    return {"tower": seeing, **projectors}, tuple(projectors)
 
 
 def unread_parts(model: PreTrainedModel) -> list[nn.Module]:

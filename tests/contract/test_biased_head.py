@@ -46,7 +46,7 @@ def recipe_of(folder: Path, techniques: dict[str, dict[str, Any]]) -> recipes.Re
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """What transformers computes, one document at a time."""
+    """Loss and gradients of transformers, one document at a time."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     batch, total = uneven(), torch.zeros(())
     for row, documents in enumerate(batch.mask.documents):

@@ -1,4 +1,4 @@
-"""What a technique or a method cannot do with the modules of a model is refused before any data is read."""
+"""Techniques and methods of compression that a model lacks the modules for are refused before the data is read."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def estimate(
     if sharded > 1:
         # The weights of a layer and of the next one, or of the ends, the largest FSDP group; a pipeline keeps all of
         # its stage for the next micro-batch.
-        some = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
-        gathered = half * ((cost.weights[0] + max(cost.weights)) / tensor if some else weights)
+        resharded = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
+        gathered = half * ((cost.weights[0] + max(cost.weights)) / tensor if resharded else weights)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += trained  # unsharded gradients accumulate until the last micro-batch
     elif Tag.REPLICATED_WEIGHTS in tags:
@@ -189,10 +189,10 @@ def estimate(
     # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     # Bytes: states + gathered weights + activations of a micro-batch.
-    held = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
-    memory = held + gathered + micro * alive / context
-    # What one row's dry run casts for each row, a micro-batch casts once: 4 + 2 bytes of each weight, 2 + 4 of each
-    # gradient. Without recomputation backward keeps the casts.
+    states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
+    memory = states + gathered + micro * alive / context
+    # Weights and gradients are cast once per micro-batch, but the cost of a layer is that of a single row: 4 + 2 bytes
+    # of each weight, 2 + 4 of each gradient. Without recomputation the casts are saved for backward.
     casts = of_all(cost.parameters) if _casts_weights(cost, tags) else 0.0
     if Tag.RECOMPUTATION not in tags:
         memory -= 2 * casts * (micro - 1)

@@ -365,10 +365,10 @@ def test_published_weights_in_few_bits_are_read_dequantized(
     configured(path, quantization_config={k: v for k, v in kind.to_dict().items() if k != "dequantize"})
     tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=kind)
-    made = opened(path)
-    model: Any = made.trained[0]
+    loaded = opened(path)
+    model: Any = loaded.trained[0]
     assert getattr(model.config, "quantization_config", None) is None  # nor is an export of it
-    (note,) = made.weights.notes
+    (note,) = loaded.weights.notes
     assert f"stored in {kind.quant_method.value}; its weights are dequantized" in note
     if adapter:  # packed weights have another dtype than the values that are read
         recipe = f"model: {{path: {path}}}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 16}}\ntechniques: {{lora: {{}}}}"

@@ -152,12 +152,12 @@ def test_in_bf16_its_gradient_is_as_near_as_the_plain_one(inputs: Any) -> None:
     hidden, labels = torch.randn(4096, WIDTH, generator=g), torch.randint(TOKENS, (4096,), generator=g)
     head = head_of().float()
     (exact,) = torch.autograd.grad(cross_entropy(head(hidden), labels).sum(), [head.bias])
-    found = []
+    errors = []
     for by in (functools.partial(chunked_logits, rows=512), full_logits):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = by(hidden[None], head, CrossEntropy(), labels[None])
-        found.append(relative(torch.autograd.grad(total, [head.bias])[0], exact))
-    assert found[0] < max(1.2 * found[1], 2e-3), found
+        errors.append(relative(torch.autograd.grad(total, [head.bias])[0], exact))
+    assert errors[0] < max(1.2 * errors[1], 2e-3), errors
 
 
 def test_a_teacher_adds_its_bias() -> None:
