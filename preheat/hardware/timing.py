@@ -50,9 +50,10 @@ class Stopwatch:
         # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass
         # or optimizer step, which takes seconds after an installation.
         first, second = self._once(call), self._once(call)
-        # Two long calls are enough: the noise of a scheduler is small compared with them.
+        # Two long calls are enough: the noise of a scheduler is small compared with them. If they differ much, one of
+        # them was interrupted, and a short call may seem long.
         if second > 0.03:
-            return min(first, second)
+            return min(first, second, self._once(call) if max(first, second) > 1.5 * min(first, second) else math.inf)
         # Several calls per sample if one is too short for the clock or, on a GPU, to hide the launch.
         times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
         # The second call is a sample only if samples have the same number of calls.

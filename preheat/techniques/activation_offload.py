@@ -88,8 +88,14 @@ class ActivationOffload(Searchable):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
+        from preheat.errors import RecipeError
         from preheat.models.hf import anatomy
 
         layers = anatomy(part).blocks
+        if self.stay >= len(layers):  # of a pipeline's stage, which `check` does not know
+            raise RecipeError(
+                f"techniques.activation_offload.stay: {self.stay} of the {len(layers)} layers of a pipeline's stage "
+                "offloads none; use fewer stages, or leave it out"
+            )
         count = offload_activations(layers, stay=self.stay, least=self.least_kib << 10)
         return Change(f"activations of {count} of {len(layers)} layers are offloaded to the host", count)

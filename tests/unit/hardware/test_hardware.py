@@ -834,8 +834,9 @@ def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: 
 
 
 def test_a_slow_first_call_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As the first backward pass after an installation, while Python compiles what torch imports for it.
-    wall, calls = 0.0, iter([2.0])
+    # As the first backward pass after an installation, while Python compiles what torch imports for it, and the second
+    # while another process has the core.
+    wall, calls = 0.0, iter([2.0, 0.2])
 
     def call() -> None:
         nonlocal wall

@@ -350,6 +350,15 @@ def test_rows_are_cut_once_for_several_stages_on_a_device() -> None:
     assert states[1] == pytest.approx(states[0], rel=0.02)
 
 
+def test_offload_is_refused_for_a_stage_of_one_layer() -> None:
+    techniques = (
+        "techniques={efficient_attention: {}, activation_offload: {}, pipeline_parallel: {degree: 2, micro_batches: 2}}"
+    )
+    recipe = override(small(), "model.num_layers=2", techniques, "parallel.devices=2")
+    with pytest.raises(RecipeError, match=r"activation_offload\.stay: 1 of the 1 layers of a pipeline's stage"):
+        plan(Request(recipe, gpu(8192).as_device, world=2, rates=gpu(8192)))
+
+
 def test_half_precision_weights_are_not_halved_again_when_gathered() -> None:
     pair, tags = (1e8, 1e8), frozenset({Tag.BF16_ALL_GATHER})
     full = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, pair, pair)
