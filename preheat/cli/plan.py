@@ -45,7 +45,7 @@ def plan(
         typer.Option(
             "--gpu",
             help=(
-                "A device of the catalogue (H100, RTX-4090), or its figures: "
+                "A device of the catalogue (H100, RTX-4090; --gpu list prints all), or its figures: "
                 "name=X,memory=24GiB,bandwidth=1008,bf16=165."
             ),
         ),
@@ -120,8 +120,14 @@ def plan(
     --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.cli.options.unused import name_unread
+    from preheat.hardware.catalogue import named_or_described
 
     per_hour, currency = (None, None) if price is None else parse_price(price)
+    if gpu == "list":
+        _list_devices(json)
+        return
+    if gpu is not None:
+        named_or_described(gpu)  # reports an unknown device before torch is imported, which takes seconds
     if compute_budget is not None:
         _budget(compute_budget, json)
         return
@@ -600,6 +606,31 @@ def recipe_text(result: JsonObject, subject: Subject) -> str:
         text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"
         text += "# data: {source: DATA.jsonl}\n"
     return text
+
+
+def _list_devices(json: bool) -> None:
+    """Prints the catalogue of devices that a plan can be for."""
+    from preheat.cli.views.console import emit
+    from preheat.cli.views.output import say
+    from preheat.hardware.catalogue import accelerators
+
+    devices = accelerators().values()
+    if json:
+        emit({"devices": {d.name: {"memory": d.memory, "bandwidth": d.bandwidth, "peaks": d.peaks()} for d in devices}})
+        return
+    row = "{:<18}{:>5}{:>7}{:>7}{:>7}".format
+
+    def cell(value: float | None, unit: float) -> str:
+        return "-" if value is None else f"{value / unit:,.0f}"
+
+    say(row("device", "GiB", "GB/s", "bf16", "fp8"))
+    for d in devices:
+        rates = cell(d.peaks().get("bf16"), 1e12), cell(d.fp8, 1e12)
+        say(row(d.name, cell(d.memory, 2**30), cell(d.bandwidth, 1e9), *rates))
+    say(
+        "\nbf16 (or fp16) and fp8: dense peaks in TFLOP/s; "
+        "another device: --gpu name=X,memory=24GiB,bandwidth=1008,bf16=165"
+    )
 
 
 def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:

@@ -202,9 +202,12 @@ def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
+    from preheat.hardware.catalogue import named_or_described
     from preheat.training.plan_request import hardware, request_of, subject_of
 
-    # Reports recipe errors before torch is imported, which takes seconds.
+    # Reports recipe errors and an unknown device before torch is imported, which takes seconds.
+    if gpu is not None:
+        named_or_described(gpu)
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     # These import torch.
     from preheat.cli.plan import finish, plan_as_written
@@ -223,7 +226,6 @@ def _dry_run(
     devices = subject.recipe.parallel.devices or 1
     # None: this process alone, on this machine.
     world = None if gpu is None else devices
-    # Reports an unknown GPU before the data is read.
     device = resolve_device(subject.recipe)[0] if gpu is None else hardware(gpu, subject.recipe, 1)[0]
     # A model that is absent is planned by its preset: there is nothing to read.
     if subject.absent is None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 
-__all__ = ["Accelerator", "accelerator", "accelerators", "parse_accelerator"]
+__all__ = ["Accelerator", "accelerator", "accelerators", "named_or_described", "parse_accelerator"]
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,21 @@ class Accelerator:
 _ACHIEVED = 0.82
 # NVIDIA generations with TF32, at half the bf16 rate by their data sheets: 156 of 312 (A100), 494.7 of 989 (H100),
 # 183 of 366 (L40S), 82.6 of 165.2 (RTX 4090), 1,125 of 2,250 (B200), all dense.
-_TF32 = ("ampere", "ada", "hopper", "blackwell")
+_TF32 = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
 # Fraction of the best measured rate that large matmuls sustain in training. Fitted to the published training speeds of
 # half the sources in benchmarks/results/published.md; the other half is held out. Blackwell's is between two torchao
-# results (0.55) and eight of NVIDIA's; 0.62 to 0.74 fit about equally well.
-_SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "cdna": 0.7}
+# results (0.55) and eight of NVIDIA's; 0.62 to 0.74 fit about equally well. No published run is on a workstation's
+# Blackwell: it has Ada's, whose kind of matrix instruction (warp-wide, from registers) it shares.
+_SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "blackwell-rtx": 0.85, "cdna": 0.7}
 
 # Sources:
 # - Memory, bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
 #   stas00/ml-engineering; A100-40GB and A800: data sheets; H100-96GB: torchtitan's benchmarks; V100: bigscience,
 #   gpt2.md.
-# - A10G to RTX-4070Ti-SUPER, T4: data sheets; GeForce: dense bf16 with fp32 accumulation. A10G's bf16 is uncertain (70;
-#   an A10 has 125).
+# - L40 to RTX-2080Ti, H100-NVL, H800, H20, RTX-PRO-6000 to RTX-5060Ti: data sheets and NVIDIA's architecture papers;
+#   GeForce: dense bf16 (Turing: fp16) with fp32 accumulation. A10G's bf16 is uncertain (70; an A10 has 125).
+# - Achieved of L4, H20: large products measured by owners (github.com/zzc0721/torch-performance-test-data); theirs of
+#   GeForce are 0.9 to 1.15 of the data sheet's rate, of the RTX PRO 6000 0.82.
 # - Network: the same chapter, if hosts of a kind of device commonly have one rate (8 H100s: 8 x 400 Gbit/s); A100 hosts
 #   have 200 to 1600 Gbit/s, so they have no figure.
 # - Achieved: the "maximum achievable matmul FLOPS" finder of stas00/ml-engineering: A100 torch 2.6, A100-PCIe 2.5.1,
@@ -121,22 +124,48 @@ A800-80GB         80   2039  312   312   19.5   -     -       -       200   -   
 H100              80   3350  989   989   67     1979  794.5   1402.6  450   50       132    700    63     hopper
 H100-SXM-96GB     96   2400  989   989   67     1979  -       -       450   50       132    500    63     hopper
 H100-PCIe         80   2000  756   756   51     1513  -       -       63    -        114    350    63     hopper
+H100-NVL          94   3938  835   835   60    1671  -       -       300   -        132    400    63     hopper
+H800              80   3350  989   989   67     1979  -       -       200   50       132    700    63     hopper
+H20               96   4000  148   148   44     296   142     -       450   50       78     400    63     hopper
 H200              141  4800  989   989   67     1979  794.5   1453.4  450   50       132    700    63     hopper
 GH200-SXM         141  4800  989   989   67     1979  828.6   1535.0  450   -        132    -      450    hopper
 B200              180  8000  2250  2250  75     4500  1745.0  3432.5  900   50       148    1000   63     blackwell
 B300              288  8000  2250  2250  75     4500  1769.0  3353.3  900   100      148    -      -      blackwell
 GB200             186  8000  2500  2500  80     5000  1822.0  3615.6  900   -        148    -      -      blackwell
 GB300             288  8000  2500  2500  80     5000  -       -       900   -        148    -      -      blackwell
+RTX-PRO-6000      96   1792  504   504   126    1008  -       -       63    -        188    600    63     blackwell-rtx
+RTX-5090          32   1792  209.5 209.5 104.8  419   -       -       63    -        170    575    63     blackwell-rtx
+RTX-5080          16   960   112.6 112.6 56.3   225.1 -       -       63    -        84     360    63     blackwell-rtx
+RTX-5070Ti        16   896   87.9  87.9  43.9   175.8 -       -       63    -        70     300    63     blackwell-rtx
+RTX-5070          12   672   61.7  61.7  30.9   123.5 -       -       63    -        48     250    63     blackwell-rtx
+RTX-5060Ti-16GB   16   448   47.4  47.4  23.7   94.9  -       -       31    -        36     180    31.5   blackwell-rtx
 L40S              48   864   362   362   91.6   733   -       -       31    -        142    350    31.5   ada
+L40               48   864   181   181   90.5   362   -       -       31    -        142    300    31.5   ada
+L4                24   300   121   121   30.3   242   70.9    -       31    -        58     72     31.5   ada
 A10G-24GB         24   600   70    70    31.2   -     -       -       31    -        72     -      31.5   ampere
+A10               24   600   125   125   31.2   -     -       -       31    -        72     150    31.5   ampere
+A30               24   933   165   165   10.3   -     -       -       100   -        56     165    31.5   ampere
+A40               48   696   149.7 149.7 37.4   -     -       -       56    -        84     300    31.5   ampere
 A6000-48GB        48   768   155   155   38.7   -     -       -       56    -        84     300    31.5   ampere
 A6000-Ada-48GB    48   960   364   364   91.1   728   -       -       31    -        142    300    31.5   ada
 A5000-24GB        24   768   111   111   27.8   -     -       -       56    -        64     230    31.5   ampere
+A4000-16GB        16   448   76.7  76.7  19.2   -     -       -       31    -        48     140    31.5   ampere
 RTX-3090          24   936   71    71    35.6   -     -       -       56    -        82     350    31.5   ampere
+RTX-3090Ti        24   1008  80    80    40     -     -       -       56    -        84     450    31.5   ampere
+RTX-3080-10GB     10   760   59.5  59.5  29.8   -     -       -       31    -        68     320    31.5   ampere
+RTX-3080Ti        12   912   68.2  68.2  34.1   -     -       -       31    -        80     350    31.5   ampere
+RTX-3060-12GB     12   360   25.5  25.5  12.7   -     -       -       31    -        28     170    31.5   ampere
 RTX-4090          24   1008  165   165   82.6   330   -       -       31    -        128    450    31.5   ada
+RTX-4080-SUPER    16   736   104.4 104.4 52.2   208.8 -       -       31    -        80     320    31.5   ada
+RTX-4080          16   717   97.5  97.5  48.7   194.9 -       -       31    -        76     320    31.5   ada
 RTX-4070Ti-SUPER  16   672   88    88    44.1   176   -       -       31    -        66     285    31.5   ada
+RTX-4070-SUPER    12   504   70.9  70.9  35.5   141.8 -       -       31    -        56     220    31.5   ada
+RTX-4070          12   504   58.3  58.3  29.1   116.6 -       -       31    -        46     200    31.5   ada
+RTX-4060Ti-16GB   16   288   44.1  44.1  22.1   88.2  -       -       15.75 -        34     165    15.75  ada
 T4                16   320   -     65    8.1    -     -       -       16    -        40     70     15.75  turing
+RTX-2080Ti        11   616   -     53.8  13.4   -     -       -       16    -        68     250    15.75  turing
 V100-32GB         32   900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
+V100-16GB         16   900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
 MI250X            128  3280  383   383   47.9   -     -       -       50    -        220    560    -      cdna
 MI300X            192  5300  1307  1307  163.4  2610  668.4   -       64    -        304    750    63     cdna
 MI325X            256  6000  1300  1300  163.4  2610  784.9   -       64    -        304    1000   63     cdna
@@ -169,12 +198,18 @@ _ALIASES = {
     "a6000ada": "A6000-Ada-48GB",
     "rtx6000ada": "A6000-Ada-48GB",
     "rtx6000adageneration": "A6000-Ada-48GB",
+    "rtxpro6000blackwellworkstationedition": "RTX-PRO-6000",
+    "rtxpro6000blackwellserveredition": "RTX-PRO-6000",
+    "rtxpro6000blackwell": "RTX-PRO-6000",
+    "a4000": "A4000-16GB",
+    "rtxa4000": "A4000-16GB",
     "a5000": "A5000-24GB",
     "rtxa5000": "A5000-24GB",
-    "3090": "RTX-3090",
-    "4090": "RTX-4090",
+    "rtx3060": "RTX-3060-12GB",
+    "rtx3080": "RTX-3080-10GB",
     "v100": "V100-32GB",
     "v100sxm232gb": "V100-32GB",
+    "v100sxm216gb": "V100-16GB",
 }
 
 
@@ -229,7 +264,7 @@ def accelerator(name: str) -> Accelerator:
     """
     rows = _rows()
     by_key = {_key(known): known for known in rows} | _ALIASES
-    match = by_key.get(_key(name))
+    match = by_key.get(_key(name)) or by_key.get(f"rtx{_key(name)}")  # 4090
     if match is None:
         # Normalized keys, so that case and punctuation do not count.
         near = difflib.get_close_matches(_key(name), by_key, n=1)
@@ -250,6 +285,28 @@ _RATES = {
     "host": 1e9,
     "watts": 1.0,
 }
+
+
+def named_or_described(text: str) -> Accelerator:
+    """Returns the accelerator that `--gpu` names, or describes by its figures (`parse_accelerator`).
+
+    Raises:
+        RecipeError: the name is unknown, or there is too little to plan with; the message has the option's name.
+
+    Example:
+        >>> named_or_described("RTX-4090").name, named_or_described("name=X,memory=24GiB,bandwidth=1008,bf16=165").name
+        ('RTX-4090', 'X')
+    """
+    if "=" in text:
+        return parse_accelerator(text)
+    describe = "describe the device: --gpu name=X,memory=24GiB,bandwidth=1008,bf16=165, in GB/s and TFLOP/s"
+    try:
+        entry = accelerator(text)
+    except RecipeError as error:
+        raise RecipeError(f"--gpu: {error} (--gpu list prints all); or {describe}") from None
+    if entry.memory is None or entry.bandwidth is None or not entry.peaks():
+        raise RecipeError(f"--gpu: the catalogue lacks the memory, bandwidth or rate of {entry.name}; {describe}")
+    return entry
 
 
 def parse_accelerator(text: str) -> Accelerator:

@@ -17,7 +17,7 @@ from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Device
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import accelerator, parse_accelerator
+from preheat.hardware.catalogue import named_or_described
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
     from preheat.data import PreparedData
-    from preheat.hardware.catalogue import Accelerator
     from preheat.planning.request import Request
     from preheat.planning.speed.roofline import Roofline
 
@@ -381,23 +380,9 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
     # A described device has no generation, so the rates of unknown generations apply to it.
-    entry = parse_accelerator(gpu) if "=" in gpu else _known(gpu)
-    if entry.memory is None or entry.bandwidth is None:
-        raise RecipeError(f"--gpu: the catalogue has no memory or bandwidth of {entry.name}; {_STATE}")
+    entry = named_or_described(gpu)
     roofline = Roofline(entry, per_host)
-    if not roofline.peak_matrix_rate:
-        raise RecipeError(f"--gpu: {entry.name} has no matrix rate; {_STATE}")
     device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=entry.generation == "cdna"))
     limit = recipe.hardware.memory
     # Nothing is in use on a device that is not here.
     return replace(device, memory=parse_memory(limit)) if limit else device, roofline, 0
-
-
-_STATE = "state a device as in --gpu name=X,memory=24GiB,bandwidth=1008,bf16=165 (GB/s, TFLOP/s)"
-
-
-def _known(name: str) -> Accelerator:
-    try:
-        return accelerator(name)
-    except RecipeError as error:
-        raise RecipeError(f"--gpu: {error} Or {_STATE}") from None

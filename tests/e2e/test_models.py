@@ -46,6 +46,18 @@ def test_a_model_is_shown_by_its_name_on_the_hub(preheat: Command) -> None:
     assert len(error.splitlines()) == 1
 
 
+def test_devices_of_the_catalogue_are_listed_and_an_unknown_one_is_one_line(preheat: Command) -> None:
+    out, _ = preheat.here("plan", "--gpu", "list")
+    assert "RTX-5090             32  1,792    210    419" in out
+    listed = preheat.here.json("plan", "--gpu", "list")["devices"]
+    assert listed["T4"]["peaks"]["fp16"] == 65e12
+    # Before torch is imported and before a dry run is announced.
+    for command in (["plan", "llama-3.2-1b"], ["train", "demo", "--dry-run"]):
+        _, error = preheat.here(*command, "--gpu", "RTX-9999", code=2)
+        assert error.startswith("error: --gpu: no accelerator 'RTX-9999' in the catalogue; did you mean 'RTX-"), error
+        assert len(error.splitlines()) == 1
+
+
 def test_a_gemma2_is_trained_exported_and_read_back(preheat: Command) -> None:
     config = {
         "num_hidden_layers": 2,

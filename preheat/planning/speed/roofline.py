@@ -92,6 +92,7 @@ _ATTENTION: Mapping[str, tuple[float, float]] = {
     "ada": (0.62, 0.52),
     "hopper": (0.38, 0.33),
     "blackwell": (0.45, 0.38),
+    "blackwell-rtx": (0.62, 0.52),  # runs FlashAttention-2 as Ada does
     "cdna": (0.45, 0.35),
 }
 _CAPABILITY = {  # lowest CUDA compute capability of a generation
@@ -101,6 +102,7 @@ _CAPABILITY = {  # lowest CUDA compute capability of a generation
     "ada": (8, 9),
     "hopper": (9, 0),
     "blackwell": (10, 0),
+    "blackwell-rtx": (12, 0),
 }
 # Operator suffix -> (side with the full buffer, how often its bytes cross the link).
 _COLLECTIVES: Mapping[str, tuple[str, float]] = {
