@@ -101,6 +101,8 @@ class Context:
     tags: frozenset[Tag]
     sizes: Mapping[Axis, int] = field(default_factory=lambda: dict.fromkeys(Axis, 1))
     """Devices along each axis of the mesh."""
+    per_host: int = 0
+    """Devices of a host; 0: unknown."""
 
 
 Numerics = Literal["exact", "rounding", "different"]

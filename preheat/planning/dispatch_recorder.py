@@ -144,6 +144,7 @@ class _Operator:
     splits: bool
     stream: str | None
     collective: bool
+    read: tuple[int, ...] | None  # indices of the arguments that it reads; None: all
     pointwise: bool  # elementwise, and promotes mixed dtypes
     formula: Formula | None
 
@@ -397,7 +398,11 @@ class Recorder(TorchDispatchMode):
         for size in temporaries:
             self._log_temporary(size)
         flops = flops_of(operator.formula, args, out)
-        read, wrote = self._traffic(where, inputs, outputs, written)
+        if operator.name == "fsdp::all_gather_copy_in":
+            # A rank copies its own shards into its part of the buffer; the buffer is an argument and a result too.
+            written = outputs[:1]
+        sources = inputs if operator.read is None else tensors([args[n] for n in operator.read if n < len(args)])
+        read, wrote = self._traffic(where, sources, outputs, written)
         kernel = Kernel(
             operator=operator.name.removeprefix("aten::"),
             dtype=self._dtype(operator.name, flops, inputs, outputs),
@@ -496,9 +501,23 @@ def _describe(func: OpOverload) -> _Operator:
         name.endswith("::split_with_sizes_copy"),
         _STREAMS.get(name.rpartition("::")[2]),
         func.namespace in ("c10d", "_c10d_functional"),
+        _read(func),
         torch.Tag.pointwise in func.tags and name not in _CASTS,
         formula_of(func),
     )
+
+
+def _read(func: OpOverload) -> tuple[int, ...] | None:
+    """Returns the indices of the arguments that a collective, or a copy of FSDP2 around one, reads; None: all.
+
+    c10d passes buffers for results first, and FSDP2 as `out`; FSDP2's copy into a gather reads the shards only.
+    """
+    if func._schema.name == "fsdp::all_gather_copy_in":
+        return (0,)
+    if func.namespace not in ("fsdp", "c10d"):
+        return None
+    arguments = enumerate(func._schema.arguments)
+    return tuple(n for n, a in arguments if not a.kwarg_only and not (n == 0 and a.name.startswith("output")))
 
 
 _operators: dict[int, _Operator] = {}  # by the id of the operator

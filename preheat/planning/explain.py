@@ -92,7 +92,9 @@ def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """Describes what an alternative gives up in comparison with the best."""
     speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"] - 1
     more = s.plan["peak_gib"] - best.plan["peak_gib"]
-    parts = [f"{percent(abs(speed))} {'slower' if speed < 0 else 'faster'}"] if abs(speed) >= 0.005 else ["as fast"]
+    parts = [f"{percent(abs(speed))} {'slower' if speed < 0 else 'faster'}"]
+    if abs(speed) < 0.005:
+        parts = [f"{'slower' if speed < 0 else 'faster'} by less than 1 %" if speed else "as fast"]
     # Differences that no device would notice are none.
     alike = abs(more) < 0.01 * best.plan["peak_gib"]
     parts.append("as much memory" if alike else f"{memory(abs(more))} {'more' if more > 0 else 'less'}")

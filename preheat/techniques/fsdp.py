@@ -5,7 +5,7 @@ reduce-scattered as soon as backward has computed them. `reshard_after_forward: 
 backward has used them: less communication, more memory.
 Helps: memory of weights, gradients and optimizer falls with the number of devices; communication overlaps with compute.
 Hurts: every layer's weights are gathered twice per micro-batch (three times the bytes of data parallel's gradients), so
-slow links and small batches suffer.
+slow links and small batches suffer. With `replicate`, gathers stay within a group of devices (hybrid sharding, HSDP).
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054): `reshard_after_forward` is its stage 3, without it stage 2;
 Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
@@ -149,10 +149,22 @@ class FSDP(Searchable):
             (False, "last"),
         )
         return [
-            replace(self, reshard_after_forward=again, reduce=reduce, gather=gather)
+            replace(self, reshard_after_forward=again, reduce=reduce, gather=gather, replicate=copies)
+            for copies in self._copies(context)
             for gather in precisions
             for again, reduce in combinations
         ]
+
+    def _copies(self, context: Context) -> list[int]:
+        """Returns the numbers of groups to try: one, and as many as keep a group within two hosts or within one."""
+        if self.replicate > 1:
+            return [self.replicate]
+        # Devices of context parallelism share a copy of the weights too.
+        across = context.sizes[Axis.CONTEXT]
+        inner = across * context.sizes[Axis.TENSOR]
+        ranks = context.sizes[Axis.REPLICATE] * context.sizes[Axis.SHARD]
+        shards = [devices // inner for devices in (2 * context.per_host, context.per_host) if devices % inner == 0]
+        return [1, *(ranks // n for n in shards if n * across > 1 and ranks > n and ranks % n == 0)]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
         # Reducing each micro-batch frees unsharded gradients; resharding frees the gathered weights too.

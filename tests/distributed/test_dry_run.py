@@ -288,3 +288,36 @@ def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(
     few = sent()
     monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)
     assert few == sent() != {}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_fsdp_read_and_write_each_byte_once(replicas: int) -> None:
+    """A rank copies its own shard into a gather, all shards out of it, and all gradients into a reduction; hybrid
+    sharding sums the shards of the gradients of a group across the groups."""
+    wide = "model={family: llama, num_layers: 4, hidden_size: 64, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
+    spread = f"{{fsdp: {{replicate: {replicas}}}, gradient_accumulation: {{steps: 2}}}}"
+    recipe = recipes.override(tiny(spread, rows=2 * WORLD), wide, f"parallel.devices={WORLD}")
+    gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+    observation = observe(Request(recipe, gpu, vocabulary=96), evaluated=False)
+    moved: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for kernel, count in observation.kernels.items():
+        name = kernel.operator.rpartition("::")[2]
+        moved[f"{name} read"] += count * kernel.bytes_read
+        moved[f"{name} written"] += count * kernel.bytes_written
+        if kernel.group is not None:
+            calls[f"{name} of {kernel.group}"] += count * max(kernel.bytes_read, kernel.bytes_written)
+    shards, micros = WORLD // replicas, 2
+    weights = 4 * observation.parameters
+    # Layers are gathered for forward and for backward of each micro-batch; the ends once, as they stay gathered.
+    gathered = moved["split_with_sizes_copy written"]
+    assert micros * weights < gathered <= 2 * micros * weights
+    assert moved["split_with_sizes_copy read"] == gathered
+    assert moved["all_gather_copy_in read"] == moved["all_gather_copy_in written"] == gathered // shards
+    assert moved["chunk_cat read"] == moved["chunk_cat written"] == micros * weights
+    gathers = {name: size for name, size in calls.items() if name.startswith("_allgather_base_")}
+    assert gathers == {f"_allgather_base_ of {(shards, 1)}": gathered}
+    assert calls[f"_reduce_scatter_base_ of {(shards, 1)}"] == micros * weights
+    # The replicas are `shards` ranks apart.
+    across = {name: size for name, size in calls.items() if name.startswith("allreduce_ of") and f", {shards})" in name}
+    assert across == ({f"allreduce_ of {(replicas, shards)}": micros * weights // shards} if replicas > 1 else {})

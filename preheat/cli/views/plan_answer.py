@@ -353,8 +353,11 @@ def _is_interrupted(plan: Mapping[str, Any]) -> bool:
     return bool((plan.get("searched") or {}).get("interrupted"))
 
 
-def describe(technique: Technique) -> str:
+def describe(technique: Technique, plain: Technique | None = None) -> str:
     """Returns a technique's name with the settings that differ from its defaults; a mode is named by its value alone.
+
+    Args:
+        plain: the same technique with the settings to compare with, instead of the defaults.
 
     Example:
         >>> from preheat.core import registry
@@ -362,11 +365,12 @@ def describe(technique: Technique) -> str:
         >>> describe(checkpointing(mode="selective", products=2)), describe(checkpointing(mode="budget", budget=0.5))
         ('activation_checkpointing (selective, products 2)', 'activation_checkpointing (budget 0.5)')
     """
-    plain = type(technique)()
+    plain = plain or type(technique)()
     changed = {key: value for key, value in vars(technique).items() if value != getattr(plain, key)}
     mode = changed.pop("mode", None)
     parts = [] if mode is None or mode in changed else [str(mode)]
-    parts += [f"{key} {value}" for key, value in changed.items()]
+    # A flag is named alone.
+    parts += [key if value is True else f"{key} {value}" for key, value in changed.items()]
     return technique.name() + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -408,7 +412,11 @@ def _changes(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Re
     ours, theirs = _shown(recipe.techniques.values()), _shown(other.techniques.values())
     names = {t.name() for t in recipe.techniques.values()} & {t.name() for t in other.techniques.values()}
     added = [text for text in theirs if text not in ours and text.split(" ")[0] not in names]
-    changed = [text for text in theirs if text not in ours and text.split(" ")[0] in names]
+    changed = [
+        _change(other.techniques[text.split(" ")[0]], recipe.techniques[text.split(" ")[0]])
+        for text in theirs
+        if text not in ours and text.split(" ")[0] in names
+    ]
     without = [text.split(" ")[0] for text in ours if text.split(" ")[0] not in names]
     micros = [math.prod(t.micro_batch_count() for t in r.techniques.values()) for r in (recipe, other)]
     if micros[0] != micros[1]:
@@ -416,6 +424,12 @@ def _changes(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Re
     parts = [f"with {', '.join([*added, *changed])}" if added or changed else ""]
     parts.append(f"without {', '.join(without)}" if without else "")
     return ", ".join(filter(None, parts)) or "the same techniques"
+
+
+def _change(technique: Technique, ours: Technique) -> str:
+    """Describes a technique by what differs from ours; another mode has settings of its own, so all are shown."""
+    same_mode = getattr(technique, "mode", None) == getattr(ours, "mode", None)
+    return describe(technique, ours if same_mode else None)
 
 
 def _export(plan: Mapping[str, Any]) -> str:

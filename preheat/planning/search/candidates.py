@@ -108,7 +108,8 @@ class Space:
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
         """Returns the context of a recipe; raises RecipeError if the mesh does not match the number of devices."""
-        return context_of(recipe, self.request.config, self.device, world or self.world, facts=self.model)
+        context = context_of(recipe, self.request.config, self.device, world or self.world, facts=self.model)
+        return replace(context, per_host=self.request.per_host)
 
     def allowed(self, technique: Technique) -> bool:
         if technique.name() in self.left_open:
@@ -160,7 +161,7 @@ class Space:
         given = list(self.recipe.techniques.values())
         # Degree 0 takes all devices that the other axes leave, so there may be one such technique only.
         is_open = any(0 in t.degrees().values() for t in given)
-        rest = [t for cls in spread if 0 in cls().degrees().values() and not _inner(cls) for t in self._options(cls)]
+        open_ended = [cls for cls in spread if 0 in cls().degrees().values() and not _inner(cls)]
         extras = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
         inner = [[None, *self._options(cls)] for cls in spread if cls.is_parallel() and _inner(cls)]
         for cut in itertools.product(*inner):
@@ -171,7 +172,8 @@ class Space:
                 continue
             if used == self.world or is_open:
                 yield chosen
-            for t in () if is_open or used == self.world else rest:
+                continue
+            for t in (t for cls in open_ended for t in self._options(cls, (*given, *chosen))):
                 yield (*chosen, t)
                 # Techniques that build on the tags of a parallel one, one at a time.
                 yield from ((*chosen, t, also) for also in extras if self._serves(also, (*chosen, t)))
@@ -188,11 +190,14 @@ class Space:
         """Returns a technique as the recipe has it if that leaves settings open, else with its defaults."""
         return self.left_open.get(cls.name()) or cls()
 
-    def _options(self, cls: type[Searchable]) -> list[Technique]:
-        # Options are listed for a plain sharded mesh, because the layout is not known yet.
-        sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: self.world}
+    def _options(self, cls: type[Searchable], others: Iterable[Technique] = ()) -> list[Technique]:
+        """Returns the allowed settings of a technique, for a mesh with the degrees of others and the rest sharded."""
+        sizes = dict.fromkeys(Axis, 1)
+        for t in others:
+            sizes |= {axis: size for axis, size in t.degrees().items() if size > 1}
+        sizes[Axis.SHARD] *= self.world // math.prod(sizes.values())
         tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
-        context = Context(self.recipe, self.model, self.device, tags, sizes)
+        context = Context(self.recipe, self.model, self.device, tags, sizes, self.request.per_host)
         return [t for t in self.settings_of(cls).options(context) if self.allowed(t)]
 
     def having(self, added: Iterable[Technique]) -> Request:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from preheat.core import Numerics
 from preheat.sanitize import memory
@@ -14,7 +14,22 @@ if TYPE_CHECKING:  # the views import this module without torch
     from preheat.planning.search.candidates import Settings  # imports torch, which printing a stored plan does not need
     from preheat.recipe import Recipe
 
-__all__ = ["SearchResult", "EstimatedPlan", "EvaluatedPlan", "falls_short", "fragmentation_hint", "too_large"]
+__all__ = [
+    "LESS_MEMORY",
+    "EstimatedPlan",
+    "EvaluatedPlan",
+    "SearchResult",
+    "falls_short",
+    "fragmentation_hint",
+    "is_tradeoff",
+    "too_large",
+]
+
+LESS_MEMORY = (
+    0.99  # of the answer's memory: an alternative that needs more than this saves nothing that a device notices
+)
+_FASTER = 1.005  # times the answer's speed: below, the two are as fast
+_NUMERICS = get_args(Numerics)  # effects on the numbers, smallest first
 
 
 class EstimatedPlan(NamedTuple):
@@ -57,7 +72,8 @@ class SearchResult:
 
     Attributes:
         best: the best candidate that fits; if none fits, the one that needs the least memory.
-        alternatives: others that fit: the best of each other set of techniques, and those that need less memory.
+        alternatives: others that fit and are better than the best in something: the best of each other set of
+            techniques, and those that need less memory.
         evaluated: all dry-run candidates, in order.
         rejected: (settings, reason) of what does not fit or is refused beside the best, a line each.
         guessed: number of estimated candidates.
@@ -74,6 +90,22 @@ class SearchResult:
     confirmed: bool = False
     guesses: list[EstimatedPlan] = field(default_factory=list)
     interrupted: bool = False
+
+
+def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
+    """True if a candidate is better than the best in something, and worse in something: a choice that a user may make.
+
+    Memory, speed, the time before the first step and the change of numerics count, and the size of micro-batches as a
+    loss.
+    """
+    speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"]
+    memory = s.plan["peak_gib"] / best.plan["peak_gib"]
+    later = s.plan["seconds_to_start"] - best.plan["seconds_to_start"]
+    trades = _NUMERICS.index(s.trades) - _NUMERICS.index(best.trades)
+    gains = memory < LESS_MEMORY or speed > _FASTER or later < 0 or trades < 0
+    # The slightest loss counts: the search ranks by it.
+    loses = speed < 1 or memory > 1 / LESS_MEMORY or later > 0 or trades > 0 or s.micro < best.micro
+    return gains and loses
 
 
 def too_large(plan: JsonObject) -> str:

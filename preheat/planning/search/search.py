@@ -24,7 +24,14 @@ from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
 from preheat.planning.search.ranking import Guess, LayerCost, estimate, gathered_share, observe_layer
-from preheat.planning.search.result import EstimatedPlan, EvaluatedPlan, SearchResult, too_large
+from preheat.planning.search.result import (
+    LESS_MEMORY,
+    EstimatedPlan,
+    EvaluatedPlan,
+    SearchResult,
+    is_tradeoff,
+    too_large,
+)
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 
 __all__ = ["AIMS", "Aim", "least_estimate", "search", "seconds_for"]
@@ -223,6 +230,7 @@ class _Search:
         """Returns all candidates of the most promising layouts; if there are many, a few kinds decide which."""
         # Hundreds of layouts times hundreds of kinds are too many estimates: rank the layouts by a sample of the kinds.
         layouts = list(self._meshes())
+        layouts = [pair for pair in layouts if self._may_hold_states(kinds, pair[1])] or layouts
         if len(layouts) > _LAYOUTS:
             best = [k for k in kinds if not k.better]
             # The sample: kinds that nothing dominates, or the fastest and the smallest ones that the layout is
@@ -255,6 +263,16 @@ class _Search:
         candidates = [c for layout, _ in layouts for c in self._undominated(layout, kinds)]
         self.guessed += len(candidates)
         return candidates
+
+    def _may_hold_states(self, kinds: list[Combination], sizes: dict[Axis, int]) -> bool:
+        """True if a device may hold its part of weights and states; replicas share the optimizer's states at most."""
+        model, world = self.space.model, self.space.world
+
+        def least(cost: LayerCost) -> float:
+            states, optimizer = (pair[0] * model.layers + pair[1] for pair in (cost.states, cost.optimizer))
+            return (states - optimizer) * sizes[Axis.REPLICATE] / world + optimizer / world
+
+        return min(least(k.cost) for k in kinds) <= self.room * _TOLERANCE
 
     def _undominated(self, layout: Settings, kinds: list[Combination]) -> list[Candidate]:
         """Returns the candidates of a layout with the kinds that no other compatible one dominates."""
@@ -591,12 +609,26 @@ class _Search:
 
     def _evaluate_alternatives(self, candidates: list[Candidate]) -> None:
         """Dry-runs the best of other sets of techniques while time remains, as alternatives."""
+        runs = 0
         for c in sorted(self._viable(candidates), key=self._estimated_rank):
-            if self._is_late() or len(self._alternatives(self._best())) >= _ALTERNATIVES:
+            best = self._best()
+            # As many dry runs at most as there may be alternatives: estimates may be wrong about the gain.
+            if self._is_late() or runs >= _ALTERNATIVES or len(self._alternatives(best)) >= _ALTERNATIVES:
                 return
             # One dry run for each set of techniques.
-            if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen}:
+            if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen} and self._may_gain(
+                c, best
+            ):
                 self._evaluate(c)
+                runs += 1
+
+    def _may_gain(self, c: Candidate, best: EvaluatedPlan) -> bool:
+        """True if a candidate that is estimated to be slower is better than the best in something else."""
+        device = self.space.device
+        start, others = (sum(t.startup_seconds(device) for t in added) for added in (c.added, best.added))
+        milder = NUMERICS.index(worst(c.added)) < NUMERICS.index(best.trades)
+        faster = self._corrected(c)[1] > self._speed(best)  # with smaller micro-batches, for example
+        return faster or milder or start < others or self._corrected(c)[0] < LESS_MEMORY * best.plan["peak_gib"] * GIB
 
     def _guesses(self, candidates: list[Candidate]) -> list[EstimatedPlan]:
         """Returns the estimates of the candidates, fastest first; at most as many as a plot can show."""
@@ -676,11 +708,14 @@ class _Search:
     def _alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
         """Returns the dry-run candidates that fit and are worth a choice, the best first.
 
-        These are the best of each other set of techniques, and all that need less memory than every better one.
+        These are the best of each other set of techniques, and all that need less memory than every better one, if
+        they are better than `best` in something and worse in something.
         """
         alternatives: list[EvaluatedPlan] = []
         names, least = {best.names}, best.plan["peak_gib"]
         for s in sorted((s for s in self.seen if s.plan["fits"] and s is not best), key=self._rank):
+            if not is_tradeoff(s, best):
+                continue
             if s.names not in names or s.plan["peak_gib"] < least * _LESS:
                 alternatives.append(s)
             names.add(s.names)

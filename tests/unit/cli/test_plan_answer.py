@@ -82,6 +82,23 @@ def cluster(text: str = LAYOUT) -> tuple[Subject, dict[str, Any]]:
     return subject, result(subject, text, 79.998, 80.0, alternatives=others, devices=64, device=device, parameters=size)
 
 
+def frontier() -> tuple[Subject, dict[str, Any]]:
+    """405B on 16,384 devices."""
+    subject = subject_of("llama-3.1-405b", devices=16384)
+    mine = "{mixed_precision: {mode: bf16_weights}, efficient_attention: {}, fused_operators: {}, activation_checkpointing: {mode: budget, budget: 0.5}, tensor_parallel: {degree: 4}, fsdp: {}}"  # fmt: skip
+    sequence = "tensor_parallel: {degree: 4, sequence_parallel: true}"
+    others = [
+        alternative(mine.replace("tensor_parallel: {degree: 4}", sequence), "1 % slower, 23.35 GiB less"),
+        alternative(mine.replace("mode: budget, budget: 0.5}, tensor_parallel: {degree: 4}", f"}}, {sequence}"), "1 % slower, 26.13 GiB less"),
+        alternative(mine.replace("tensor_parallel: {degree: 4}", f"context_parallel: {{}}, {sequence}"), "3 % slower, 24.70 GiB less"),
+    ]  # fmt: skip
+    device = {"kind": "cuda", "name": "H100", "segments": "expandable"}
+    size = {"total": 405853388800, "trained": 405853388800}
+    return subject, result(
+        subject, mine, 50.91, 80.0, alternatives=others, devices=16384, device=device, parameters=size
+    )
+
+
 def cpu() -> tuple[Subject, dict[str, Any]]:
     subject = subject_of("demo")
     device = {"kind": "cpu", "name": "AMD EPYC", "segments": None}
@@ -111,10 +128,11 @@ def shared() -> tuple[Subject, dict[str, Any]]:
     return subject, {**plan, "now": {"tokens_per_second": 1234.5, "seconds_per_step": 3.3, "machine": SHARED}}
 
 
-PLANS = {"shared": shared, "qlora": qlora, "cluster": cluster, "cpu": cpu, "too large": too_large}
+PLANS = {"shared": shared, "qlora": qlora, "cluster": cluster, "frontier": frontier, "cpu": cpu, "too large": too_large}
 ASKED = {
     "qlora": ["preheat", "plan", "Qwen/Qwen3-8B", "--gpu", "RTX-4090", "--method", "qlora"],
     "cluster": ["preheat", "plan", "llama-3.1-70b", "--gpu", "H100", "--count", "8", "--nodes", "8"],
+    "frontier": ["preheat", "plan", "llama-3.1-405b", "--gpu", "H100", "--count", "8", "--nodes", "2048"],
     "cpu": ["preheat", "plan", "demo"],
     "shared": ["preheat", "plan", "demo"],
     "too large": ["preheat", "plan", "Qwen/Qwen3-8B", "--gpu", "RTX-4090"],
@@ -197,7 +215,7 @@ def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str)
     assert f"speed {plan['tokens_per_second']:,.0f} tokens/s (" in flat
 
 
-@pytest.mark.parametrize("name", ["qlora", "cluster"])
+@pytest.mark.parametrize("name", ["qlora", "cluster", "frontier"])
 def test_nothing_of_an_answer_is_cut(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

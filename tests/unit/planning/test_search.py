@@ -24,7 +24,7 @@ from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
 from preheat.planning.search.ranking import Guess, LayerCost, gathered_share, observe_layer
-from preheat.planning.search.result import EvaluatedPlan
+from preheat.planning.search.result import EvaluatedPlan, is_tradeoff
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
@@ -260,7 +260,14 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
     rates = gpu(65536)
     one = _Search(Space(Request(recipe, rates.as_device, world=8, rates=rates), "rounding"), "fastest", 1, print)
     kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
-    layouts = ("{data_parallel: {}}", "{data_parallel: {}, zero1: {}}", "{fsdp: {}}", "{fsdp: {gather: bf16}}")
+    layouts = (
+        "{data_parallel: {}}",
+        "{data_parallel: {}, zero1: {}}",
+        "{fsdp: {}}",
+        "{fsdp: {gather: bf16}}",
+        "{fsdp: {replicate: 2}}",
+        "{fsdp: {replicate: 4, reshard_after_forward: false, reduce: last}}",
+    )
     seconds: dict[str, list[float]] = {}
     for text in layouts:
         layout = tuple(override(recipe, f"techniques={text}").techniques.values())
@@ -562,6 +569,80 @@ def test_refusals_are_those_of_the_best_recipe_and_what_fits_is_an_alternative()
     assert made.best.names not in {
         s.names for s in made.alternatives if s.plan["peak_gib"] >= made.best.plan["peak_gib"]
     }
+
+
+def of_figures(speed: float, gib: float, trades: Any = "rounding", later: float = 0.0, micro: int = 4) -> EvaluatedPlan:
+    plan = {"tokens_per_second": speed, "peak_gib": gib, "seconds_to_start": later, "fits": True}
+    return EvaluatedPlan(small(), plan, trades, micro, ())
+
+
+@pytest.mark.parametrize(
+    ("candidate", "expected"),
+    [
+        (of_figures(90, 40), True),  # slower, less memory
+        (of_figures(99.9, 40), True),
+        (of_figures(90, 50), False),  # slower for nothing
+        (of_figures(90, 49.9), False),  # a difference that no device notices
+        (of_figures(90, 60), False),
+        (of_figures(100, 50), False),
+        (of_figures(110, 40), False),  # gives nothing up
+        (of_figures(110, 60), True),  # as of the largest batch, or the closest numerics
+        (of_figures(110, 50, micro=2), True),
+        (of_figures(90, 50, "exact"), True),
+        (of_figures(90, 50, "different"), False),
+        (of_figures(110, 50, "different"), True),
+        (of_figures(90, 60, later=-60.0), True),  # starts earlier
+        (of_figures(90, 50, later=60.0), False),
+    ],
+)
+def test_an_alternative_gains_something_and_gives_something_up(candidate: EvaluatedPlan, expected: bool) -> None:
+    best = of_figures(100, 50)
+    assert is_tradeoff(candidate, best) is expected
+    rates = gpu(65536)
+    one = _Search(Space(Request(small(), rates.as_device, world=1, rates=rates), "rounding"), "fastest", 1, print)
+    other = replace(candidate, added=(registry()["activation_checkpointing"](),))
+    one.seen = [best, other]
+    assert one._alternatives(best) == ([other] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("stated", "world", "per_host", "expected"),
+    [
+        ("", 64, 8, {1, 4, 8}),
+        ("", 8, 8, {1}),
+        ("", 16, 8, {1, 2}),
+        ("tensor_parallel: {degree: 4}, ", 64, 8, {1, 4, 8}),
+        ("tensor_parallel: {degree: 8}, ", 64, 8, {1, 4}),  # a host holds one shard: no group within it
+        ("pipeline_parallel: {degree: 2}, ", 64, 8, {1, 2, 4}),
+    ],
+)
+def test_hybrid_sharding_is_tried_on_several_hosts(stated: str, world: int, per_host: int, expected: set[int]) -> None:
+    """Groups of the shards span one host or two."""
+    recipe, rates = override(small(rows=64), f"techniques={{{stated}}}"), replace(gpu(65536), per_host=per_host)
+    space = Space(Request(recipe, rates.as_device, world=world, rates=rates, per_host=per_host))
+    copies = set()
+    for layout in space.layouts():
+        if [t.name() for t in layout] == ["fsdp"]:
+            copies.add(layout[0].replicate)
+            sizes = space.sizes((*recipe.techniques.values(), *layout))
+            assert sizes is not None
+            within = sizes[Axis.SHARD] * sizes[Axis.CONTEXT] * sizes[Axis.TENSOR]
+            assert layout[0].replicate == 1 or within in (per_host, 2 * per_host)
+    assert copies == expected
+
+
+def test_layouts_whose_states_exceed_a_device_are_not_estimated() -> None:
+    recipe = override(small(rows=64), "model.hidden_size=1024", "techniques={mixed_precision: {}}")
+    rates = gpu(36)
+    one = _Search(Space(Request(recipe, rates.as_device, world=16, rates=rates, per_host=8)), "fastest", 1, print)
+    cost = observe_layer(one.space.single(()))
+    kinds = [Combination((), cost, frozenset())]
+    states, optimizer = (pair[0] * 2 + pair[1] for pair in (cost.states, cost.optimizer))
+    assert states / 16 < 36 * 2**20 < (states - optimizer) / 8 + optimizer / 16, "two replicas do not fit"
+    layouts = {c.layout for c in one._candidates(kinds)}
+    sizes = [one.space.sizes((*recipe.techniques.values(), *layout)) for layout in layouts]
+    assert sizes
+    assert all(each is not None and each[Axis.REPLICATE] == 1 for each in sizes)
 
 
 def test_an_interrupted_search_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
