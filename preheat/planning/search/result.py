@@ -25,9 +25,8 @@ __all__ = [
     "too_large",
 ]
 
-LESS_MEMORY = (
-    0.99  # of the answer's memory: an alternative that needs more than this saves nothing that a device notices
-)
+# Of the answer's memory: an alternative that needs more than this saves nothing that a device notices.
+LESS_MEMORY = 0.99
 _FASTER = 1.005  # times the answer's speed: below, the two are as fast
 _NUMERICS = get_args(Numerics)  # effects on the numbers, smallest first
 

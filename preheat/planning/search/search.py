@@ -616,9 +616,8 @@ class _Search:
             if self._is_late() or runs >= _ALTERNATIVES or len(self._alternatives(best)) >= _ALTERNATIVES:
                 return
             # One dry run for each set of techniques.
-            if frozenset(t.name() for t in (*c.kind, *c.layout)) not in {s.names for s in self.seen} and self._may_gain(
-                c, best
-            ):
+            names = frozenset(t.name() for t in (*c.kind, *c.layout))
+            if names not in {s.names for s in self.seen} and self._may_gain(c, best):
                 self._evaluate(c)
                 runs += 1
 
