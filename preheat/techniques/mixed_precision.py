@@ -427,6 +427,6 @@ class MixedPrecision(Searchable):
             return [half] if frozen else [half, MixedPrecision(mode="fp16_master")]
         modes = ["bf16", "bf16_weights"]
         if not frozen:
-            modes.append("bf16_master")
+            modes += ["bf16_master", "bf16_pure"]
         # Not fp32 with TF32: such a device has bf16 too, which is faster, and each option costs a search layouts.
         return [MixedPrecision(mode=mode) for mode in modes]  # type: ignore[arg-type]

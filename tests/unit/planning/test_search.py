@@ -427,6 +427,16 @@ def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
         assert any("compute capability" in problem.text for problem in refused) is not fits, refused
 
 
+def test_weights_and_moments_in_bf16_are_searched_if_numerics_may_differ() -> None:
+    device = gpu(8192).as_device
+    for recipe, more in ((small(), {"bf16_pure"}), (small(", lora: {}"), set())):
+        modes = {}
+        for allow in ("rounding", "different"):
+            space = Space(Request(recipe, device, world=1), allow)  # type: ignore[arg-type]
+            modes[allow] = {t.mode for t in space._options(registry()["mixed_precision"])}  # type: ignore[attr-defined,arg-type]
+        assert modes["different"] - modes["rounding"] == more
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
     recipe = override(small(", lora: {}" if frozen else ""), "stop.max_steps=1000")
