@@ -60,7 +60,7 @@ test-presets: $(INSTALLED)
 	@PREHEAT_PRESETS=all $(RUN) -m pytest tests/unit/models/test_presets.py
 
 test-scale: $(INSTALLED)
-	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed tests/e2e/test_out_of_memory.py
+	@PREHEAT_SCALE=all $(RUN) -m pytest tests/distributed tests/e2e/test_out_of_memory.py tests/e2e/test_gpu_check.py
 
 architectures: $(INSTALLED)
 	@$(RUN) -m tests.architectures.matrix

@@ -48,6 +48,7 @@ NEEDED = {  # module -> the name that pip knows it by
     "pytest": "pytest",
 }
 START = 120.0  # seconds that a process may take for its imports and the first kernel
+SHARED = 4.0  # times a case's limit on a CPU, which other work may share; the limits are those of a GPU's machine
 ENDS = ("CUDA error", "AcceleratorError", "device-side assert", "illegal memory access", "CUBLAS_STATUS", "cuDNN error")
 """Words of errors after which a process can do nothing more on its device."""
 
@@ -121,7 +122,7 @@ def _clean(where: Where) -> None:
 class Process:
     """A process that serves cases."""
 
-    def __init__(self, part: str, where: Where, log: Any):
+    def __init__(self, part: str, where: Where, log: Any, seconds: float = START):
         ours, theirs = os.pipe()
         command = [
             sys.executable,
@@ -142,7 +143,7 @@ class Process:
         os.close(theirs)
         self.answers = os.fdopen(ours, encoding="utf-8")
         self.ran = 0
-        self.ready = self._answer(START) is not None
+        self.ready = self._answer(seconds) is not None
 
     def ask(self, name: str, seconds: float) -> dict[str, Any] | None:
         """The answer; None where it does not come in time or the process has ended."""
@@ -195,14 +196,14 @@ def results(part: str, where: Where, chosen: list[Case], budget: float, log: Any
                 process.end()
                 process = None
             if process is None:
-                process = Process(part, where, log)
+                process = Process(part, where, log, min(START, until - time.monotonic()))
             if not process.ready:
                 process.end()
                 process = None
                 why = "the process that runs cases did not start: see the log"
                 yield {"case": case.name, "result": "failed", "seconds": 0.0, "why": why, "figures": {}}
                 continue
-            allowed = min(case.seconds, until - time.monotonic())
+            allowed = min(case.seconds * (SHARED if where.kind == "cpu" else 1), until - time.monotonic())
             begun = time.monotonic()
             answer = process.ask(case.name, allowed)
             if answer is None:

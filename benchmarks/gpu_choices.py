@@ -118,7 +118,7 @@ def tried(case: Case) -> Iterator[tuple[Technique, ...]]:
         kinds["mixed_precision"](mode=mode) for mode in (("bf16", "bf16_weights") if full else ("bf16_weights",))
     ]
     cuts = [None if n == 1 else kinds["gradient_accumulation"](steps=n) for n in (1, 2, 4, 8, 16)]
-    shards = [kinds["fsdp"](reshard=reshard) for reshard in (True, False)] if case.devices > 1 else [None]
+    shards = [kinds["fsdp"](reshard_after_forward=again) for again in (True, False)] if case.devices > 1 else [None]
     if case.devices > 1:  # whose dry runs take longer: without what was never best on one device
         loss, cuts = loss[1:], cuts[1:4]
     for settings in itertools.product(checkpointing, loss, precision, shards, cuts):

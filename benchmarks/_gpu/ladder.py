@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from _gpu.case import Case, Skip, Where, Wrong
 from _gpu.shapes import recipe_of
 
 STEPS, UNTIMED = 9, 4
+LOSS = {"first loss": 0.01, "last loss": 0.05}
+"""The largest relative differences between the losses of a task's rungs: same weights and rows, rounded differently."""
 HALF: dict[str, Any] = {"mixed_precision": {"mode": "bf16_weights"}}
 FLASH: dict[str, Any] = {**HALF, "efficient_attention": {}}
 CHUNKS: dict[str, Any] = {**FLASH, "chunked_loss": {}}
@@ -103,10 +106,10 @@ def _memory(where: Where) -> dict[str, Any]:
 
 
 def _taken(task: str, techniques: dict[str, Any], where: Where) -> dict[str, Any]:
-    return _run(_recipe(task, techniques, where), where)
+    return _run(task, _recipe(task, techniques, where), where)
 
 
-def _run(recipe: Any, where: Where) -> dict[str, Any]:
+def _run(task: str, recipe: Any, where: Where) -> dict[str, Any]:
     from preheat import recipe as recipes
     from preheat.bench.worker import take_steps
     from preheat.errors import RecipeError
@@ -115,7 +118,26 @@ def _run(recipe: Any, where: Where) -> dict[str, Any]:
         timed_run = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": 60.0})
     except RecipeError as error:
         raise Skip(str(error)) from None
-    return _figures(timed_run["seconds"], timed_run["tokens"], timed_run["losses"]) | _memory(where)
+    figures = _figures(timed_run["seconds"], timed_run["tokens"], timed_run["losses"]) | _memory(where)
+    return like_the_first(figures, Path(where.folder) / f"{task} losses.json")
+
+
+def like_the_first(figures: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Returns the figures; raises `Wrong` if a loss is not that of the task's first rung, which `file` keeps."""
+    losses = {key: figures[key] for key in LOSS}
+    if not all(math.isfinite(loss) for loss in losses.values()):
+        raise Wrong("a loss is not finite", {key: str(value) for key, value in figures.items()})
+    if not file.exists():
+        file.write_text(json.dumps(losses), encoding="utf-8")
+    first = json.loads(file.read_text(encoding="utf-8"))
+    beyond = [
+        f"{key} {losses[key]:.4g}, before {first[key]:.4g}"
+        for key in LOSS
+        if abs(losses[key] / first[key] - 1) > LOSS[key]
+    ]
+    if beyond:
+        raise Wrong("; ".join(beyond), figures)
+    return figures
 
 
 def _chosen(task: str, where: Where) -> dict[str, Any]:
@@ -133,7 +155,7 @@ def _chosen(task: str, where: Where) -> dict[str, Any]:
         raise Wrong(f"plan: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}", {})
     plan = json.loads(done.stdout)
     chosen = recipes.parse(json.dumps(plan["recipe"]))
-    figures = _run(chosen, where)
+    figures = _run(task, chosen, where)
     return {"chosen": plan.get("chosen", ""), "planned tokens/s": plan["tokens_per_second"]} | figures
 
 
@@ -152,4 +174,6 @@ def _peer(task: str, run: Callable[..., peers.Taken], where: Where) -> dict[str,
         shape, "nf4" in str(rungs), "lora" in str(rungs), rows, length, STEPS, where.tiny, where.kind, where.folder
     )
     taken = run(how, tokens)
+    if not all(math.isfinite(loss) for loss in taken.losses):
+        raise Wrong("a loss is not finite", {"losses": str(taken.losses)})
     return _figures(taken.seconds, [rows * length] * STEPS, taken.losses) | _memory(where)

@@ -11,12 +11,12 @@ __all__ = ["SHAPES", "recipe_of"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "124M": {"family": "gpt2", "num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50304},
-    "0.5B": {"family": "qwen2", "num_layers": 24, "hidden_size": 896, "num_heads": 14, "num_kv_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_embeddings": True},
+    "0.5B": {"num_layers": 24, "hidden_size": 896, "num_heads": 14, "num_kv_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_embeddings": True},
     "1B": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "tie_embeddings": True},
     "8B": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
     "8B, 8 layers": {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
 }  # fmt: skip
-"""Those of GPT-2, Qwen2.5-0.5B, Llama-3.2-1B and Llama-3.1-8B."""
+"""Those of GPT-2, Qwen2.5-0.5B (as a Llama, without its biases), Llama-3.2-1B and Llama-3.1-8B."""
 
 
 def recipe_of(

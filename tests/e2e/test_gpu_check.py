@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,13 @@ def cases(where):
     named = {"a": process, "wrong": wrong, "skip": skip, "b": process, "crash": crash, "c": process, "unusable": unusable, "d": process}
     return [Case(name, run) for name, run in named.items()] + [Case("hang", hang, seconds=2), Case("e", process), Case("long", hang, seconds=99)]
 """
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of the check's cases."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return lambda name: importlib.import_module(f"_gpu.{name}")
 
 
 def check(folder: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
@@ -70,10 +81,102 @@ def test_the_budget_cuts_off_and_what_is_left_is_named(tmp_path: Path) -> None:
     assert {row["result"] for row in rows} == {"left out"}
 
 
+def test_a_process_that_does_not_start_takes_no_more_than_the_budget(tmp_path: Path) -> None:
+    slow = "import time\nfrom pathlib import Path\n" + CASES.replace(
+        "def cases(where):", "def cases(where):\n    if where.folder and Path('slow').exists(): time.sleep(60)"
+    )
+    (tmp_path / "mine.py").write_text(slow + "\n")
+    script = (
+        "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import gpu_check as g\n"
+        "where = g.Where('cpu', True, '.'); cases = g.cases_of('mine', where)[:3]; Path('slow').touch()\n"
+        "begun = time.monotonic(); rows = list(g.results('mine', where, cases, 6, open('log', 'w')))\n"
+        "print(time.monotonic() - begun, [row['result'] for row in rows])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(SCRIPT.parent)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    seconds, _, results = done.stdout.partition(" ")
+    assert float(seconds) < 12
+    assert results.strip() == "['failed', 'left out', 'left out']"
+
+
+def _figures(**off: float) -> dict[str, float]:
+    return {"allocated off": 0.01, "reserved off": -0.09, "memory off": 0.1, "speed off": -0.2} | off
+
+
+def test_plans_that_are_far_off_are_wrong(gpu: Any) -> None:
+    memory = gpu("memory")
+    assert memory.within_bounds(_figures()) == _figures()
+    for key, value in {"allocated off": -0.06, "reserved off": 0.2, "memory off": 0.2, "speed off": 5.5}.items():
+        for figure in (value, float("nan")):
+            with pytest.raises(gpu("case").Wrong, match=key):
+                memory.within_bounds(_figures(**{key: figure}))
+
+
+def test_a_rung_that_trains_otherwise_is_wrong(gpu: Any, tmp_path: Path) -> None:
+    like, wrong, file = gpu("ladder").like_the_first, gpu("case").Wrong, tmp_path / "losses.json"
+    with pytest.raises(wrong, match="not finite"):
+        like({"first loss": 12.2, "last loss": float("nan")}, file)
+    like({"first loss": 12.2, "last loss": 7.5}, file)
+    like({"first loss": 12.21, "last loss": 7.6}, file)
+    for key, value in {"first loss": 12.5, "last loss": 8.5}.items():
+        with pytest.raises(wrong, match=key):
+            like({"first loss": 12.2, "last loss": 7.5} | {key: value}, file)
+
+
+def test_all_recipes_exist_at_the_sizes_of_a_gpu(gpu: Any) -> None:
+    where, recipe_of = gpu("case").Where("cuda", False, ""), gpu("shapes").recipe_of
+    for _, *of in gpu("memory").RECIPES:
+        assert recipe_of(where, *of, 3)
+    for shape, rows, length, rungs in gpu("ladder").TASKS.values():
+        for techniques in rungs.values():
+            assert recipe_of(where, shape, rows, length, techniques, 3)
+
+
+def test_only_known_refusals_are_skipped(gpu: Any) -> None:
+    correct, case = gpu("correct"), gpu("case")
+    refuse = correct._refusal
+    assert isinstance(refuse("techniques.fp8: needs torchao, which is not installed", {"fp8": {}}), case.Skip)
+    assert isinstance(refuse("techniques.liger: Liger's kernels need a CUDA device", {"liger": {}}), case.Skip)
+    assert isinstance(refuse("batch.seq_len: 128 is longer than the model's 64 positions", {"lora": {}}), case.Wrong)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "fault"),
+    [
+        ("LIMIT\nout of memory in forward", 3, ""),
+        ("LIMIT\ntechniques.lora: no such key", 2, "another error"),
+        ("", 0, "never set"),
+        ("LIMIT\nTraceback (most recent call last):\nValueError", 1, "a traceback"),
+        ("LIMIT", 0, "the limit was not met"),
+    ],
+)
+def test_out_of_memory_needs_a_limit_and_its_error(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, fault: str
+) -> None:
+    correct, case = gpu("correct"), gpu("case")
+    result = subprocess.CompletedProcess([], code, "", said.replace("LIMIT", correct.LIMITED))
+    monkeypatch.setattr(correct.subprocess, "run", lambda *_, **__: result)
+    where = case.Where("cpu", True, str(tmp_path))
+    if fault:
+        with pytest.raises(case.Wrong, match=fault):
+            correct._short("forward", where)
+    else:
+        assert correct._short("forward", where)["exit code"] == code
+    assert "vocab_size: 16384" in (tmp_path / "short-forward.yaml").read_text(), "logits are most of its memory"
+
+
+def test_the_phases_that_are_limited_exist(gpu: Any) -> None:
+    for owner, name in gpu("short_of_memory").places().values():
+        assert callable(getattr(owner, name))
+
+
 @pytest.mark.parametrize(
     ("part", "only", "least"),
     [
-        ("correct", ["operators/", "techniques/lora {", "recipes/fine-tune", "collectives/"], 10),
+        ("correct", ["operators/", "techniques/lora {", "techniques/neftune", "recipes/fine-tune", "collectives/"], 12),
         ("memory", ["constants", "recipes/1B full, autocast, chunked"], 2),
         ("ladder", ["1B full/+ chunked", "packed functions/attention"], 2),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,13 @@ def test_a_search_comes_near_the_best_that_a_user_would_find(model: str) -> None
     best = _SCRIPT["brute_force"](case, ("RTX-4090",))["RTX-4090"]
     assert not _SCRIPT["faults"](chosen, best), (chosen.what, chosen.speed, best.what, best.speed)
     assert "compile" in chosen.techniques
+
+
+@pytest.mark.parametrize("case", _SCRIPT["CASES"], ids=lambda case: case.name)
+def test_the_settings_of_the_brute_force_exist(case: Any) -> None:
+    settings = list(_SCRIPT["tried"](case))
+    assert len(settings) == len(set(settings)) >= 30
+    assert any(t.name() == "fsdp" for each in settings for t in each) is (case.devices > 1)
 
 
 def test_a_grouped_model_is_planned_with_efficient_attention_whatever_the_precision() -> None:
