@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
+from preheat.core.schema import SMALLEST_TOKENIZER
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, encoder_decoder, moe, text_part, vision
@@ -110,6 +111,20 @@ def configure(
     rows = text.vocab_size
     # A token without a row would index beyond the embedding, which a GPU reports as an opaque device assertion.
     if vocabulary is not None and vocabulary > rows:
+        enlarge = (
+            ""
+            if model.path
+            else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
+        )
+        # Without a tokenizer one is trained, as large as the recipe says.
+        if recipe.data.tokenizer is None and configs.tokenizer_folder(recipe) is None:
+            smaller = (
+                f"set data.vocab_size: {rows}" if rows >= SMALLEST_TOKENIZER else "set data.tokenizer to a smaller one"
+            )
+            raise RecipeError(
+                f"data.vocab_size: {vocabulary}: the tokenizer that is trained would have more tokens than the "
+                f"model's embedding has rows, {rows:,}; {smaller}{enlarge}"
+            )
         raise RecipeError(
             f"data.tokenizer: has {vocabulary:,} tokens but the model's embedding has {rows:,} rows; "
             + (
@@ -117,11 +132,7 @@ def configure(
                 if recipe.data.tokenizer or not model.path
                 else "name the missing tokens in model.add_tokens"
             )
-            + (
-                ""
-                if model.path
-                else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
-            )
+            + enlarge
         )
     positions = _positions(text)
     if positions and recipe.batch.seq_len > positions:
