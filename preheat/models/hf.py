@@ -310,6 +310,8 @@ def _refuse(config: PretrainedConfig) -> None:
             f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan "
             "--inference plans to serve it"
         )
+    if not config.is_encoder_decoder:
+        _require_causal(config)
     if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat "
@@ -322,6 +324,39 @@ def _refuse(config: PretrainedConfig) -> None:
     for key, neutral in _UNSUPPORTED.items():
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+
+
+def _require_causal(config: PretrainedConfig) -> None:
+    """Raises for an architecture without a causal language model: encoders, towers for images or sound, pairs of them.
+
+    A composite model that has a decoder of text, and code of a folder, are decided elsewhere.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    family, causal = config.model_type, AutoModelForCausalLM._model_mapping
+    if getattr(config, "auto_map", None) or family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return
+    text = config.get_text_config()
+    # Encoders whose class can also be built as a decoder say so by `is_decoder` (BERT).
+    masked = family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and family not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    encodes = masked and getattr(text, "is_decoder", None) is False
+    if (type(config) in causal or type(text) in causal) and not encodes:
+        return
+    nearest_use = (
+        "image classifiers such as MobileNet are compressed: preheat compress FOLDER --recipe edge-vision --data IMAGES"
+        if family in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+        else "to label texts, the technique classification puts a head on a decoder (llama, qwen3, gpt2)"
+    )
+    raise RecipeError(
+        f"model: {family} of transformers has no causal language model, which is what preheat trains; name a decoder "
+        f"(preheat models lists them); nearest: {nearest_use}"
+    )
 
 
 def logit_multiplier(config: PretrainedConfig) -> float:
