@@ -29,6 +29,7 @@ __all__ = [
     "fault",
     "finite",
     "listed",
+    "missing_weights",
     "open_tensors",
     "quantization_of",
     "quiet",
@@ -218,6 +219,17 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     unread = [name for name in present if folder / name not in files and not name.startswith("consolidated")]
     notes = [f"{folder}: {listed(unread)} not read; transformers reads {main.name}"] if unread else []
     return Weights(files, notes)
+
+
+def missing_weights(folder: Path) -> str:
+    """Returns the weights that a download has not brought into a folder, as part of a sentence; "" if all are there."""
+    if not any(folder.glob("*.safetensors")):
+        return "its weights"
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return ""
+    places = read_object(folder / INDEX, "model.path").get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) else set()
+    return listed(sorted(str(name) for name in names if not (folder / str(name)).is_file()))
 
 
 def _inside(folder: Path, name: Any, what: str) -> Path:

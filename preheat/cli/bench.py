@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import Json, Set
 from preheat.core.json_types import JsonObject
 
@@ -80,7 +81,6 @@ def bench(
     Example: `preheat bench demo --ablate`, `preheat bench demo --techniques lora,lion`, or
     `preheat bench runs/mine compressed/mine --inference --variant cache=int8`.
     """
-    from preheat import recipe as recipes
     from preheat.errors import RecipeError
 
     if inference:
@@ -107,7 +107,7 @@ def bench(
     # Exactly one of the two.
     if ablate == bool(techniques):
         raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
-    loaded = recipes.load(recipe, [*(set or []), *([f"hardware.device={device}"] if device else [])])
+    loaded = load_recipe(recipe, "bench", [*(set or []), *([f"hardware.device={device}"] if device else [])])
     # Imported after the recipe is checked, since these import torch.
     from preheat.bench.compare import ablation, chosen
     from preheat.bench.compare import bench as run

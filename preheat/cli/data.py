@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.core.json_types import JsonObject
 
@@ -26,9 +27,7 @@ def data(
 
     Example: `preheat data my.yaml --rows 5 --html data.html`. Exit code 4: a check failed.
     """
-    from preheat import recipe as recipes
-
-    chosen = recipes.load(recipe, set or [])  # reports recipe errors before torch is imported, which takes seconds
+    chosen = load_recipe(recipe, "data", set)  # reports recipe errors before torch is imported, which takes seconds
     from preheat import report
     from preheat.cli.views.console import console, emit
     from preheat.data.preview import preview

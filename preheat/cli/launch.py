@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
 from preheat.recipe import field_docs
@@ -68,7 +69,7 @@ def launch(
     from preheat.training.launch import submit, written
 
     job = Job(
-        recipe=recipes.load(recipe, set or []),
+        recipe=load_recipe(recipe, "launch", set),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         processes_per_node=processes_per_node,

@@ -272,6 +272,8 @@ def parse_price(text: str) -> tuple[float, str]:
 
 def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_host: int) -> list[str]:
     """Returns the settings of a model's plan that the command does not state, with the options that do."""
+    from preheat.training.plan_request import lacks_tokenizer
+
     batch, count = subject.recipe.batch, result["devices"]
     stated = {item.partition("=")[0].strip() for item in again}
 
@@ -286,6 +288,11 @@ def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_
             (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a row (--length)"),
             (open_("--batch-tokens", "batch.size"), f"{rows:,} tokens a step (--batch-tokens)"),
             (count > per_host and open_("--nodes"), f"{per_host} devices a host (--nodes)"),
+            # A model of the hub has a tokenizer there, which a plan does not download.
+            (
+                subject.checkpoint is None and lacks_tokenizer(subject.recipe),
+                "a tokenizer for the model's embedding (--set data.tokenizer)",
+            ),
             (not result["steps"], "run of unknown length (--set stop.tokens=1e9)"),
         )
         if missing

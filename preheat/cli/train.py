@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from preheat.cli.options.recipe_argument import refuse_model
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
@@ -179,25 +180,6 @@ def _summary(result: JsonObject) -> Group:
     )
 
 
-def _not_a_model(what: str) -> None:
-    """Raises RecipeError if `what` is a model instead of a recipe; the message has the commands that make a recipe."""
-    from preheat import recipe as recipes
-    from preheat.errors import RecipeError
-    from preheat.models import presets
-
-    # A built-in recipe takes precedence over a model of the same name.
-    if what in recipes.built_in():
-        return
-    try:
-        presets.on_hub(what)
-    except RecipeError:  # not the name of a model: loading it as a recipe reports any error
-        return
-    if not Path(what).exists():
-        raise RecipeError(
-            f"{what}: is a model, not a recipe; preheat plan {what} --out r.yaml writes one, then: preheat train r.yaml"
-        )
-
-
 def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
@@ -325,7 +307,7 @@ def train(
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
 
-    _not_a_model(recipe)
+    refuse_model(recipe, "train")
     if dry_run:
         _dry_run(recipe, set or [], gpu=gpu, out=out, resume=resume, nproc=nproc, json=json)
         return

@@ -19,6 +19,8 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "tokenizer.tiktoken", "tiktoken.model"),
 )
 """Files that transformers loads a tokenizer from: the first, or one of the others if it is missing."""
+SMALLEST_TOKENIZER = 258
+"""Tokens of the smallest BPE: 256 bytes, the end-of-text token and the padding token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class Data:
     """Read the source during training instead of tokenizing all of it first."""
     tokenizer: str | None = None
     """A tokenizer folder; the model's own by default; with neither, a BPE is trained on the data."""
-    vocab_size: Annotated[int, Bound(258, 2**22)] = 4096
+    vocab_size: Annotated[int, Bound(SMALLEST_TOKENIZER, 2**22)] = 4096
     """Vocabulary size of the BPE that is trained if there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
     """`stream` splits documents at row ends; `whole` never splits an example and pads. auto: stream for plain text,

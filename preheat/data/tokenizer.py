@@ -17,7 +17,7 @@ from preheat.data.document import END, PAD, Document, TextSpan
 from preheat.data.rows.file_readers import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
-from preheat.hardware.connectivity import hub_reachable
+from preheat.hardware.connectivity import cached_folder, hub_offline
 from preheat.model_folder import FAULTS, beginning, fault, read_object, vocabulary_size
 from preheat.run_dir import to_json
 from preheat.sanitize import quoted
@@ -78,19 +78,24 @@ def load_tokenizer(
         DataError: the folder is missing, holds no usable tokenizer, or `add_tokens` cannot be added to it.
     """
     path = expanded(knob, name)
+    source = str(path) if path.exists() else name
     # A hub repository has exactly one slash in its name; every other missing name was meant as a path.
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise missing(knob, path)
     if path.exists():
         _look_at(knob, path)
-    elif not hub_reachable():
-        raise DataError(
-            f"{knob} {name}: no such folder, and no network to look for a model of that name; name a "
-            "folder that has tokenizer.json"
-        )
+    elif hub_offline():
+        # From the folder in the cache: by its name, the hub's client would wait for a network first.
+        if (cached := cached_folder(name, TOKENIZER_FILES)) is None:
+            raise DataError(
+                f"{knob} {name}: no such folder, and no network to look for a model of that name, of which the hub's "
+                f"cache holds no tokenizer; run: hf download {name} with a network, or name a folder that has "
+                "tokenizer.json"
+            )
+        source = str(cached)
     # Code of a folder runs only with the user's consent; code from the hub never runs.
     runs = path.exists() and remote_code.may_run(knob, name, _code(knob, path))
-    loaded = _read(knob, str(path) if path.exists() else name, runs)
+    loaded = _read(knob, source, runs)
     # Slow tokenizers are pure Python: they have no `backend_tokenizer`, which `Encoder` needs.
     if not loaded.is_fast:
         raise DataError(

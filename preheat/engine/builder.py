@@ -35,7 +35,8 @@ from preheat.engine.moe_aux_loss import balance, scores
 from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
-from preheat.model_folder import DEQUANTIZED
+from preheat.hardware.connectivity import hub_offline
+from preheat.model_folder import DEQUANTIZED, missing_weights
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
 from preheat.models.hub_config import folder_on_hub
 from preheat.models.token_mixers import kernel_packages, missing_kernels, recurrent_mixers
@@ -464,11 +465,20 @@ def _weights_folder(recipe: Recipe, *, dry: bool = False) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    # Without a network from the cache: the hub's client would wait for one.
+    offline = hub_offline()
     try:
         # No .bin files: they are pickles, which preheat does not load.
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise RecipeError(
             f"model.path: {path}: its weights cannot be loaded from the hub ({str(error).splitlines()[0][:160]}); "
             "download them and name the folder"
         ) from None
+    # The cache may hold the config.json alone, as a plan leaves it, or a download that was interrupted.
+    if offline and (missing := missing_weights(folder)):
+        raise RecipeError(
+            f"model.path: {path}: the hub's cache holds its config.json but not {missing}, and there is no network; "
+            f"run: hf download {path} with a network, or set model.weights: random for a new model of that shape"
+        )
+    return folder

@@ -1,10 +1,12 @@
-"""Network connectivity. Does not import torch."""
+"""Network connectivity, and the hub's cache for those without. Does not import torch."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["hub_reachable"]
+__all__ = ["cached_folder", "hub_offline", "hub_reachable"]
 
 
 def hub_reachable() -> bool:
@@ -24,3 +26,29 @@ def hub_reachable() -> bool:
             return True
     except OSError:
         return False
+
+
+def hub_offline() -> bool:
+    """True if nothing can be downloaded from the hub: HF_HUB_OFFLINE is set, or it is not reachable."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE) or not hub_reachable()
+
+
+def cached_folder(name: str, files: Iterable[str]) -> Path | None:
+    """Returns the folder of the hub's cache that holds any of the files of a repository; None if none is there.
+
+    Args:
+        name: `owner/name`.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in files:
+        try:
+            path = try_to_load_from_cache(name, file)
+        except HFValidationError:  # not the form of a repository's name
+            return None
+        if isinstance(path, str):
+            return Path(path).parent
+    return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
 from preheat.errors import RecipeError, nearest
-from preheat.hardware.connectivity import hub_reachable
+from preheat.hardware.connectivity import cached_folder, hub_offline, hub_reachable
 from preheat.model_folder import DEQUANTIZED, FAULTS, fault, quantization_of, read_object
 from preheat.models import moe, presets, size_dial, text_part, vision
 from preheat.models.layer_sizes import largest
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "change",
+    "has_tokenizer",
     "new",
     "of",
     "preset_config",
@@ -42,19 +43,36 @@ __all__ = [
 ]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """True if a model's folder holds a tokenizer."""
+    return any((folder / name).exists() for name in ("tokenizer_config.json", *TOKENIZER_FILES))
+
+
 def tokenizer_folder(recipe: Recipe) -> str | None:
     """The model's own tokenizer, if its folder has one.
 
     Raises:
-        RecipeError: the model was trained with one, and neither its folder nor the recipe names it.
+        RecipeError: the model was trained with one, and neither its folder nor the recipe names it; or it is on the hub
+            alone, and there is no network.
     """
     path = recipe.model.path
     if path is None:
         return None
     folder = Path(path)
-    known = ("tokenizer_config.json", *TOKENIZER_FILES)
+    if not folder.is_dir():
+        if (
+            recipe.data.tokenizer is None
+            and re.fullmatch(r"[^/]+/[^/]+", path)
+            and cached_folder(path, TOKENIZER_FILES) is None
+            and hub_offline()
+        ):
+            raise RecipeError(
+                f"model.path: {path}: the hub's cache holds no tokenizer of it, and there is no network; run: hf "
+                f"download {path} with a network, or set data.tokenizer to a folder that has it"
+            )
+        return path
     # A folder with only a config.json is a shape for new weights, which may get a new tokenizer.
-    if folder.is_dir() and not any((folder / name).exists() for name in known):
+    if not has_tokenizer(folder):
         if recipe.data.tokenizer is None and recipe.model.weights == "pretrained" and any(folder.glob("*.safetensors")):
             raise RecipeError(
                 f"model.path {path}: has weights and no tokenizer, and a new one would give them tokens that they "

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
+from preheat.core.schema import SMALLEST_TOKENIZER
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, encoder_decoder, moe, text_part, vision
@@ -110,6 +111,20 @@ def configure(
     rows = text.vocab_size
     # A token without a row would index beyond the embedding, which a GPU reports as an opaque device assertion.
     if vocabulary is not None and vocabulary > rows:
+        enlarge = (
+            ""
+            if model.path
+            else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
+        )
+        # Without a tokenizer one is trained, as large as the recipe says.
+        if recipe.data.tokenizer is None and configs.tokenizer_folder(recipe) is None:
+            smaller = (
+                f"set data.vocab_size: {rows}" if rows >= SMALLEST_TOKENIZER else "set data.tokenizer to a smaller one"
+            )
+            raise RecipeError(
+                f"data.vocab_size: {vocabulary}: the tokenizer that is trained would have more tokens than the "
+                f"model's embedding has rows, {rows:,}; {smaller}{enlarge}"
+            )
         raise RecipeError(
             f"data.tokenizer: has {vocabulary:,} tokens but the model's embedding has {rows:,} rows; "
             + (
@@ -117,11 +132,7 @@ def configure(
                 if recipe.data.tokenizer or not model.path
                 else "name the missing tokens in model.add_tokens"
             )
-            + (
-                ""
-                if model.path
-                else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
-            )
+            + enlarge
         )
     positions = _positions(text)
     if positions and recipe.batch.seq_len > positions:
@@ -299,6 +310,8 @@ def _refuse(config: PretrainedConfig) -> None:
             f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan "
             "--inference plans to serve it"
         )
+    if not config.is_encoder_decoder:
+        _require_causal(config)
     if text is not config and config.model_type not in vision.FAMILIES:
         raise RecipeError(
             f"model: {config.model_type} is several models in one ({text.model_type} is its text part), and preheat "
@@ -311,6 +324,39 @@ def _refuse(config: PretrainedConfig) -> None:
     for key, neutral in _UNSUPPORTED.items():
         if (value := getattr(text, key, None)) not in neutral:
             raise RecipeError(f"model: {config.model_type} has {key} = {value}, which preheat does not handle yet")
+
+
+def _require_causal(config: PretrainedConfig) -> None:
+    """Raises for an architecture without a causal language model: encoders, towers for images or sound, pairs of them.
+
+    A composite model that has a decoder of text, and code of a folder, are decided elsewhere.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    family, causal = config.model_type, AutoModelForCausalLM._model_mapping
+    if getattr(config, "auto_map", None) or family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return
+    text = config.get_text_config()
+    # Encoders whose class can also be built as a decoder say so by `is_decoder` (BERT).
+    masked = family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and family not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    encodes = masked and getattr(text, "is_decoder", None) is False
+    if (type(config) in causal or type(text) in causal) and not encodes:
+        return
+    nearest_use = (
+        "image classifiers such as MobileNet are compressed: preheat compress FOLDER --recipe edge-vision --data IMAGES"
+        if family in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+        else "to label texts, the technique classification puts a head on a decoder (llama, qwen3, gpt2)"
+    )
+    raise RecipeError(
+        f"model: {family} of transformers has no causal language model, which is what preheat trains; name a decoder "
+        f"(preheat models lists them); nearest: {nearest_use}"
+    )
 
 
 def logit_multiplier(config: PretrainedConfig) -> float:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["assumed_pixels", "with_images"]
 
 
-def assumed_pixels(recipe: Recipe, vocabulary: int, source_config: PretrainedConfig | None = None) -> int | None:
+def assumed_pixels(recipe: Recipe, vocabulary: int | None, source_config: PretrainedConfig | None = None) -> int | None:
     """Returns the pixels that the model's image processor makes of a square image of `data.image_pixels` pixels, for a
     plan without data; None for text-only models.
 

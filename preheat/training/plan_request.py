@@ -43,6 +43,7 @@ __all__ = [
     "data_of",
     "hardware",
     "in_use",
+    "lacks_tokenizer",
     "plan_here",
     "request_of",
     "row_count",
@@ -215,7 +216,8 @@ def request_of(
         gpu: a device of the catalogue, or one that the user describes.
         world: number of devices; the recipe's own number by default.
         per_host: devices per host; on CPUs they share this machine's cores and memory.
-        count_rows: read the data if the length of the run depends on it.
+        count_rows: read the data if the length of the run depends on it. False: the model alone is planned, which
+            needs no tokenizer.
 
     Raises:
         RecipeError: there is no such device or model, or the two do not match the recipe.
@@ -225,7 +227,9 @@ def request_of(
 
     # A missing model or tokenizer is reported before this machine is benchmarked, which takes a minute.
     source_config = configs.source(recipe)
-    vocabulary = vocabulary_of(recipe, source_config)
+    vocabulary: int | None = None  # the model decides
+    if count_rows or source_config is None or recipe.model.add_tokens or not lacks_tokenizer(recipe):
+        vocabulary = vocabulary_of(recipe, source_config)
     device, rates, used = hardware(gpu, recipe, per_host)
     return Request(
         recipe,
@@ -316,6 +320,17 @@ def data_of(
         embedding=hf.facts(config).vocabulary,
         **reading(config, recipe.model.path),
         **options,
+    )
+
+
+def lacks_tokenizer(recipe: Recipe) -> bool:
+    """True if neither the recipe nor the folder of its model has a tokenizer."""
+    folder = recipe.model.path
+    return (
+        recipe.data.tokenizer is None
+        and folder is not None
+        and Path(folder).is_dir()
+        and not configs.has_tokenizer(Path(folder))
     )
 
 

@@ -12,7 +12,7 @@ from preheat.errors import RecipeError
 from preheat.models.hub_config import folder_on_hub
 from preheat.training.plan_request import subject_of
 
-from ...architectures.tiny import tiny_config
+from ...architectures.tiny import create_model, tiny_config
 
 
 @pytest.fixture
@@ -45,3 +45,79 @@ def test_a_name_that_the_hub_does_not_have_is_not_a_model(name: str, hub: Path) 
     assert folder_on_hub(name) is None
     with pytest.raises(RecipeError, match="not a known model"):
         subject_of(name)
+
+
+OF_HUB = "model: {path: owner/new-model}\nstop: {max_steps: 1}\nbatch: {size: 2, seq_len: 32}\n"
+
+
+@pytest.mark.parametrize("switch", ["offline", "no network"])
+def test_a_model_of_which_only_config_json_is_cached_is_refused_before_the_data(
+    switch: str, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from preheat import recipe as recipes
+    from preheat.engine.builder import require_model
+    from preheat.models import configs
+    from preheat.training.loop import train
+
+    if switch == "no network":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        for module in ("preheat.hardware.connectivity", "preheat.models.configs", "preheat.models.hub_config"):
+            monkeypatch.setattr(f"{module}.hub_reachable", lambda: False)
+    monkeypatch.setattr("preheat.training.session.data_of", lambda *_, **__: pytest.fail("read the data"))
+    recipe = recipes.parse(OF_HUB)
+    weights = "model.path: owner/new-model: the hub's cache holds its config.json but not its weights.*"
+    with pytest.raises(RecipeError, match=weights + "hf download owner/new-model"):
+        train(recipe, out=tmp_path / "run")
+    with pytest.raises(RecipeError, match=r"no tokenizer of it.*hf download owner/new-model"):
+        configs.tokenizer_folder(recipe)
+    # A download that was interrupted.
+    (hub / "model-1.safetensors").touch()
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(RecipeError, match=r"but not model-2\.safetensors, and there is no network; run: hf download"):
+        require_model(recipe, configs.source(recipe))
+
+
+def test_a_model_that_is_cached_trains_without_a_network(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from preheat import recipe as recipes
+    from preheat.data import prepare
+    from preheat.data.tokenizer import save_tokenizer
+    from preheat.engine.builder import require_model
+    from preheat.models import configs
+    from preheat.recipe import Data
+    from preheat.training.plan_request import vocabulary_of
+
+    config = tiny_config("llama", vocab_size=300)
+    create_model(config).save_pretrained(hub)
+    (tmp_path / "text.txt").write_text("One line of text.\n" * 50)
+    data = prepare(Data(source=str(tmp_path / "text.txt"), vocab_size=300, validation=0.0), length=8, seed=0)
+    save_tokenizer(data.tokenizer, hub)
+    # HF_HUB_OFFLINE is not set, and a client that looked for the network would wait for it.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for module in ("preheat.hardware.connectivity", "preheat.models.configs", "preheat.models.hub_config"):
+        monkeypatch.setattr(f"{module}.hub_reachable", lambda: False)
+    recipe = recipes.parse(OF_HUB)
+    source = configs.source(recipe)
+    require_model(recipe, source)
+    assert vocabulary_of(recipe, source) == len(data.tokenizer)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, tmp_path: Path) -> None:
+    from preheat import recipe as recipes
+    from preheat.cli.plan import _assumed
+    from preheat.planning.plan import plan
+    from preheat.training.plan_request import request_of
+
+    config = tiny_config("llama")
+    (create_model(config) if weights else config).save_pretrained(tmp_path / "model")
+    subject = subject_of(str(tmp_path / "model"))
+    prediction = plan(request_of(subject.recipe, "H100", count_rows=False))
+    assert prediction["peak_gib"] > 0
+    lines = _assumed(subject, {"devices": 1, "steps": 1}, [], per_host=8)
+    assert "a tokenizer for the model's embedding (--set data.tokenizer)" in lines
+    # A run would train a tokenizer of 4,096 tokens, for 96 rows, or read the weights' tokens wrongly.
+    with pytest.raises(RecipeError, match="has weights and no tokenizer" if weights else "data.vocab_size: 4096: the"):
+        request_of(recipes.parse(f"model: {{path: {tmp_path / 'model'}}}\nstop: {{max_steps: 1}}"), "H100")

@@ -419,3 +419,32 @@ def test_no_number_of_a_configuration_ends_in_a_traceback(settings: dict[str, An
             opened(tmp_path, weights="random")
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("family", "nearest"),
+    [
+        *((name, "classification") for name in ("bert", "modernbert", "distilbert", "clip_text_model", "t5")),
+        *((name, "compress") for name in ("vit", "siglip")),
+    ],
+)
+def test_an_architecture_without_a_causal_language_model_is_refused_as_such(family: str, nearest: str) -> None:
+    from transformers import AutoConfig
+
+    from preheat.models import hf
+
+    config = AutoConfig.for_model(family)
+    config.is_encoder_decoder = False  # of T5 its encoder alone
+    with pytest.raises(RecipeError, match=f"model: {family} of transformers has no causal language model.*{nearest}"):
+        hf.build_on_meta(config)
+
+
+def test_an_encoder_s_class_that_is_built_as_a_decoder_is_not_taken_for_an_encoder() -> None:
+    from transformers import BertConfig
+
+    from preheat.models import hf
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    with pytest.raises(RecipeError) as error:  # for another reason
+        hf.build_on_meta(BertConfig(**sizes, is_decoder=True))
+    assert "no causal language model" not in str(error.value)

@@ -176,17 +176,6 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
     assert "little room" not in told(whole["peak_gib"] * 2)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
-def test_training_a_model_s_name_says_which_commands_do(name: str) -> None:
-    from preheat.cli.train import _not_a_model
-    from preheat.errors import RecipeError
-
-    with pytest.raises(RecipeError, match=rf"preheat plan {name} --out r.yaml writes one, then: preheat train r.yaml"):
-        _not_a_model(name)
-    _not_a_model("demo")
-    _not_a_model("no-such.yaml")
-
-
 def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> None:
     import numpy as np
 

@@ -1,0 +1,86 @@
+"""Loads the recipe that a command names, and explains how to write one if the user names a model instead."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from preheat.recipe import Recipe
+
+__all__ = ["load_recipe", "refuse_model"]
+
+
+def load_recipe(what: str, command: str, overrides: Sequence[str] | None = None, *, warn: bool = True) -> Recipe:
+    """Returns the recipe of a file, or a built-in one by its name.
+
+    Args:
+        what: as the user typed it.
+        command: name of the command, for the message.
+        overrides: `key=value` each.
+        warn: as for `preheat.recipe.load`.
+
+    Raises:
+        RecipeError: there is no such recipe, it is a model, or the recipe is wrong.
+    """
+    from preheat import recipe as recipes
+
+    refuse_model(what, command)
+    return recipes.load(what, overrides or [], warn=warn)
+
+
+def refuse_model(what: str, command: str) -> None:
+    """Raises RecipeError if `what` is a model instead of a recipe; the message has the commands that make a recipe.
+
+    Models are what `preheat plan` takes as such: a known name, a folder or its config.json, a size, a name on the hub.
+    """
+    from preheat import recipe as recipes
+    from preheat.errors import RecipeError
+    from preheat.sanitize import shorten
+
+    # A built-in recipe takes precedence over a model of the same name.
+    if what in recipes.built_in() or not _may_be_model(what):
+        return
+    shown = shlex.quote(shorten(what, 200))
+    if _is_model(what):
+        raise RecipeError(
+            f"{shorten(what, 200)}: is a model, not a recipe; preheat plan {shown} --out r.yaml writes one, then: "
+            f"preheat {command} r.yaml"
+        )
+    # Anything else is reported by loading it as a recipe; of this it would only say that there is no such file.
+    if what.count("/") == 1 and not what.startswith((".", "/", "~")) and not Path(what).exists():
+        raise RecipeError(
+            f"{shown}: no such recipe file, and no model of that name on the hub (without a network: in its cache); "
+            "preheat plan OWNER/NAME --out r.yaml writes a recipe for a model of the hub"
+        )
+
+
+def _may_be_model(what: str) -> bool:
+    """Returns False for the name of a recipe file: a config.json is a model's, every other file a recipe's."""
+    file = Path(what)
+    try:
+        if file.is_file():
+            return file.name == "config.json"
+        return file.suffix not in (".yaml", ".yml")
+    except (OSError, ValueError):  # too long, or holds NUL: loading it says so
+        return False
+
+
+def _is_model(what: str) -> bool:
+    from preheat.errors import RecipeError
+    from preheat.models import presets
+    from preheat.models.hub_config import folder_on_hub
+
+    file = Path(what)
+    if file.name == "config.json" or file.is_dir():
+        return file.is_file() or (file / "config.json").is_file()
+    if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
+        return True
+    try:
+        presets.on_hub(what)
+    except RecipeError:
+        return folder_on_hub(what) is not None
+    return True
