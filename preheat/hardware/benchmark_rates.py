@@ -84,7 +84,7 @@ class Grid:
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
     limit: float = 90.0
-    """Seconds within which a part that other processes disturbed may be measured again."""
+    """Seconds within which parts and calls that other processes disturbed may be measured again."""
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -144,8 +144,9 @@ def grid_of(device: Device) -> Grid:
 _log = logging.getLogger(__name__)
 _REPEATS = 2
 """How often a part that other processes disturbed is measured again."""
-_LONG = 1.0
-"""Seconds of a part that is judged by itself at the end: a moment's work of another process is much of a short one."""
+_LONG = 0.25
+"""Seconds in which a part is judged by itself, over all its attempts: a moment's work of another process is much of a
+shorter one, and the kernel counts in ticks of 10 ms."""
 _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square matmul, and the seconds that the next one may take at its rate."""
 _TOO_LONG = 0.06
@@ -157,6 +158,8 @@ In a step, tensors are not in cache, as they would be if an operator were repeat
 MiB of own cache and a share of 105 MiB, matmuls take 1.3 times as long with cold operands, memory-bound operators twice
 as long.
 """
+_FILLING = 0.05
+"""Seconds in which results are allocated before a measurement; 17 calls on operands of 4 MiB take 10 to 20 ms."""
 _TURNS = 16
 """Limit of operand sets: small tensors of a step are in cache, because they were just produced."""
 
@@ -180,7 +183,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     parts = _Parts(1 if cuda else threads, start + grid.limit, tell)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
-    seconds = Stopwatch(cuda)
+    seconds = Stopwatch(cuda, start + grid.limit)
     random = Random(device.kind)
     matrix: list[MatrixRate] = []
     moved: list[MovedRate] = []
@@ -260,7 +263,7 @@ class _Parts:
 
     def __init__(self, threads: int, end: float, tell: Progress):
         self.threads, self.end, self._tell = threads, end, tell
-        self._last, self._uses = ("", 0.0), list[MachineUse]()
+        self._last, self._uses = ("", 0.0), list[tuple[MachineUse, float]]()
 
     def tell(self, what: str, done: float) -> None:
         self._last = what, done
@@ -281,14 +284,18 @@ class _Parts:
             if use.alone is not False or time.perf_counter() + use.seconds > self.end:
                 break
         use, result = min(attempts, key=lambda attempt: attempt[0].other_cores or 0.0)
-        self._uses.append(use)
+        self._uses.append((use, sum(attempted.seconds for attempted, _ in attempts)))
         return result
 
     @property
     def most_disturbed(self) -> MachineUse:
-        """The use of the machine during all parts, or during the long part with the most other work."""
-        long = [use for use in self._uses if use.seconds >= _LONG]
-        return max([joined(self._uses), *long], key=lambda use: use.other_cores or 0.0)
+        """The use of the machine during all parts, or during the part with the most other work.
+
+        One slow rate is enough for a wrong plan, so a part that was disturbed in all of its attempts counts even if the
+        others, which took longer, were not.
+        """
+        long = [use for use, seconds in self._uses if seconds >= _LONG]
+        return max([joined([use for use, _ in self._uses]), *long], key=lambda use: use.other_cores or 0.0)
 
 
 def _turns(bytes: int) -> int:
@@ -300,9 +307,13 @@ class _Cycle:
 
     def __init__(self, calls: Sequence[Callable[[], object]]):
         self._calls, self._kept = itertools.cycle(calls), deque[object](maxlen=len(calls))
-        # Allocates all memory up front, with one more: a result is freed only after the next one exists.
+        # Allocates all memory up front, with one more: a result is freed only after the next one exists. Calls that
+        # take long, or that other processes interrupt, hide an allocation.
+        end = time.perf_counter() + _FILLING
         for _ in range(len(calls) + 1):
             self()
+            if time.perf_counter() > end:
+                break
 
     def __call__(self) -> None:
         # A full deque drops its oldest result, whose memory the next call gets from the allocator, as in a step.

@@ -15,12 +15,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Random", "Stopwatch", "threads_of"]
 
+_LONG = 0.03
+"""Seconds of a call that is not repeated for the noise of the scheduler alone."""
+_COMPUTED = 0.8
+"""CPU seconds for each second in which a call ran without interruption: at least 1 by one thread or more, less the
+resolution of the clock."""
+_MORE = 4
+"""Calls after two that were interrupted."""
+_INTERRUPTED = 2.0
+"""A sample that takes so many times as long as the shortest one was interrupted: another process had a core for a time
+slice (3 ms and more), while samples of short calls take 0.2 ms and differ by a tenth."""
+_PATIENCE = 0.05
+"""Seconds beyond the budget in which to wait for samples without interruption: a dozen time slices."""
+
 
 class Stopwatch:
-    """Times calls on one device."""
+    """Times calls on one device.
 
-    def __init__(self, cuda: bool):
-        self.cuda = cuda
+    Args:
+        end: time after which a call that other processes interrupt is not repeated.
+    """
+
+    def __init__(self, cuda: bool, end: float = math.inf):
+        self.cuda, self.end = cuda, end
 
     def _once(self, call: Callable[[], object], times: int = 1) -> float:
         if self.cuda:
@@ -49,20 +66,38 @@ class Stopwatch:
         """Returns the seconds of one call: the median of a few samples, which is closer to a run than the minimum."""
         # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass
         # or optimizer step, which takes seconds after an installation.
-        first, second = self._once(call), self._once(call)
+        begin, used = time.perf_counter(), time.process_time()
+
+        def waited() -> bool:
+            return not self.cuda and time.process_time() - used < _COMPUTED * (time.perf_counter() - begin)
+
+        first = self._once(call)
+        # More calls would take minutes for all operators, and their rates would be as wrong.
+        if time.perf_counter() > self.end and waited():
+            return first
+        second = self._once(call)
+        shortest = min(first, second)
         # Two long calls are enough: the noise of a scheduler is small compared with them. If they differ much, one of
-        # them was interrupted, and a short call may seem long.
-        if second > 0.03:
-            return min(first, second, self._once(call) if max(first, second) > 1.5 * min(first, second) else math.inf)
+        # them was interrupted, and if this process did not compute all the time, maybe both: a short call seems long.
+        more = _MORE if waited() else 1 if max(first, second) > 1.5 * shortest else 0
+        while shortest > _LONG and more:
+            shortest, more = min(shortest, self._once(call)), more - 1
+        if shortest > _LONG:
+            return shortest
         # Several calls per sample if one is too short for the clock or, on a GPU, to hide the launch.
-        times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / second))
-        # The second call is a sample only if samples have the same number of calls.
-        samples = [second] if times == 1 else []
+        times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / shortest))
+        # The shortest call is a sample only if samples have the same number of calls.
+        samples = [shortest] if times == 1 else []
         end = time.perf_counter() + budget
-        # Two to nine samples, as many as fit into the budget.
-        while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
+        # Two to nine samples, as many as fit into the budget; more while calls are interrupted.
+        while True:
+            now = time.perf_counter()
+            if len(samples) >= 2 and (len(samples) >= 9 or now >= end):
+                uninterrupted = [sample for sample in samples if sample <= _INTERRUPTED * min(samples)]
+                usual = 2 * len(uninterrupted) > len(samples) and not waited()
+                if usual or 3 <= len(uninterrupted) < len(samples) or now >= end + _PATIENCE:
+                    return median(uninterrupted)
             samples.append(self._once(call, times))
-        return median(samples)
 
 
 @contextmanager

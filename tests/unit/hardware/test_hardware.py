@@ -1,6 +1,7 @@
 """Hardware: the catalogue, the probe of this machine, and its measured rates."""
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -10,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
 from preheat.hardware import segments
-from preheat.hardware.benchmark_rates import FULL, GPU, _host_link, _Parts, calibrate, grid_of, rates
+from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
 from preheat.hardware.machine_use import MachineUse
@@ -586,9 +588,12 @@ def test_parts_of_a_calibration_beside_other_work_are_measured_again(monkeypatch
     results, use = calibration(None, None, None)  # unknown is not measured again, nor is it called quiet
     assert use.alone is None
     # A moment's work of another process is much of a short part, and little of all.
-    results, use = calibration(0.0, 0.5, 0.5, 0.5, 0.0, seconds=0.1)
+    results, use = calibration(0.0, 0.5, 0.5, 0.5, 0.0, seconds=0.05)
     assert use.alone is True
     assert use.other_cores == pytest.approx(0.5 / 3)
+    # At the sizes of a demo all parts are short; work that lasts through all attempts of one spoils its rates.
+    results, use = calibration(0.0, 0.5, 0.5, 0.5, 0.0, seconds=0.2)
+    assert (use.alone, use.other_cores) == (False, 0.5)
 
 
 def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -854,7 +859,58 @@ def test_a_slow_first_call_is_no_measurement(monkeypatch: pytest.MonkeyPatch) ->
         wall += next(calls, 0.05)
 
     monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
+    monkeypatch.setattr("preheat.hardware.timing.time.process_time", lambda: wall)
     assert Stopwatch(cuda=False)(call) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "wait"),
+    [
+        ([0, 1], 0.004),  # the warm-up, from which the number of calls in a sample follows
+        ([1, 2, 3, 4, 6, 7], 0.004),  # most samples, of which one is a call by itself
+        (range(0, 300, 2), 0.004),  # every other call
+        ([n for n in range(300) if n % 10 != 9], 0.004),  # the cores are free for moments, as beside two busy processes
+        ([0, 1], 0.04),  # so long that it seems a long call
+        ([0, 1, 2, 3], 0.04),
+        (range(1, 300, 2), 0.04),
+    ],
+)
+def test_interrupted_calls_are_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, interrupted: Sequence[int], wait: float
+) -> None:
+    wall, computed, number = 0.0, 0.0, itertools.count()
+
+    def call() -> None:
+        nonlocal wall, computed
+        computed += 3e-4
+        wall += 3e-4 + (wait if next(number) in interrupted else 0.0)
+
+    monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
+    monkeypatch.setattr("preheat.hardware.timing.time.process_time", lambda: computed)
+    assert Stopwatch(cuda=False)(call) == pytest.approx(3e-4)
+    assert wall < 0.3  # and they are not repeated for long
+    number = itertools.count()
+    assert Stopwatch(cuda=False, end=wall + 1)(call) == pytest.approx(3e-4)
+    # After the calibration's limit an interrupted call counts as it is, and others are repeated as ever.
+    number = itertools.count()
+    first = 3e-4 + (wait if 0 in interrupted else 0.0)
+    assert Stopwatch(cuda=False, end=wall)(call) == pytest.approx(first)
+
+
+def test_a_measurement_fills_its_memory_only_while_calls_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall, calls = 0.0, 0
+
+    def call(seconds: float) -> None:
+        nonlocal wall, calls
+        wall, calls = wall + seconds, calls + 1
+
+    monkeypatch.setattr("preheat.hardware.benchmark_rates.time.perf_counter", lambda: wall)
+    _Cycle([functools.partial(call, 1e-3)] * 16)
+    assert calls == 17
+    # As if another process took the core in each of them: a minute for all operators.
+    calls = 0
+    _Cycle([functools.partial(call, 0.03)] * 16)
+    assert calls == 2
 
 
 def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
