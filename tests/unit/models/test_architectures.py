@@ -141,9 +141,23 @@ def refusals(name: str, technique: str, **more: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "attention sinks"), ("llama4_text", "in chunks")]
 )
-def test_what_needs_whole_documents_is_not_split(name: str, reason: str) -> None:
-    for technique in ("tensor_parallel: {degree: 2}", "data_parallel: {}, context_parallel: {degree: 2}"):
-        assert any(reason in problem for problem in refusals(name, technique)), technique
+def test_rows_of_what_needs_whole_documents_are_not_split(name: str, reason: str) -> None:
+    (problem,) = refusals(name, "data_parallel: {}, context_parallel: {degree: 2}")
+    assert problem.startswith(f"{name} has ")
+    assert f"{reason}, which need whole rows on one device" in problem
+
+
+def test_matrices_are_split_by_the_plan_whatever_the_mixers() -> None:
+    tensor = "tensor_parallel: {degree: 2}"
+    assert refusals("qwen3_5_text", tensor) == []
+    assert refusals("llama4_text", tensor, moe_layers=[]) == []
+    dense = {"layers_block_type": ["mamba", "attention", "mlp"]}
+    for name, more in (("lfm2", {}), ("gpt_oss", {}), ("nemotron_h", dense)):
+        (problem,) = refusals(name, tensor, **more)
+        assert f"no tensor parallel plan for {name}" in problem
+    for name in ("llama4_text", "minimax"):
+        (problem,) = refusals(name, tensor)
+        assert f"the plan of {name} shards experts" in problem
 
 
 def test_stages_take_every_mixer_and_refuse_experts_alone() -> None:
