@@ -64,18 +64,10 @@ class ModelFacts:
     expert_width: int = 0  # inner width of one expert
     expert_layers: int = 0  # layers that have experts
     sinks: bool = False  # attention has a learned score per head without a key (gpt-oss)
-    special_mixers: str = ""  # recurrent layers, sinks or chunks: what needs whole documents on one device; "": none
+    special_mixers: str = ""  # recurrent layers, sinks or chunks: what needs whole rows on one device; "": none
     foreign_experts: bool = False  # transformers computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both
-
-    def mixer_problems(self) -> list[str]:
-        """Returns the problem of a technique that splits sequences or layers, if a mixer needs whole documents."""
-        # `[...] * False` is the empty list.
-        return [
-            f"{self.family} has {self.special_mixers}, which it does not support yet; leave it out, or use fsdp, which "
-            "shards any model"
-        ] * bool(self.special_mixers)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ class TpStyle(StrEnum):
     """The role of a module under tensor parallelism."""
 
     BLOCK = "block"  # attention or feed-forward: takes an unsharded input
+    BLOCK_OF_HEADS = "block of heads"  # the same, with parameters of its own that have an entry for each head
+    BLOCK_WHOLE = "whole block"  # a block that each device computes for all positions, with all parameters
     COLUMNS = "columns"  # a linear layer with sharded outputs
     COLUMNS_GATHERED = "columns gathered"  # the same, with outputs gathered afterwards
     ROWS = "rows"  # a linear layer with sharded inputs; results are summed into the residual stream

@@ -55,4 +55,6 @@ def to_device(values: numpy.ndarray | Sequence[int] | Tensor, device: torch.devi
     host = values if isinstance(values, Tensor) else torch.from_numpy(numpy.asarray(values))
     if device.type == "cpu":
         return host
-    return (host if in_dry_run() else host.pin_memory()).to(device, non_blocking=True)  # fake tensors cannot be pinned
+    # Fake tensors cannot be pinned, and those on meta have no values to copy.
+    pinned = host if in_dry_run() or device.type == "meta" else host.pin_memory()
+    return pinned.to(device, non_blocking=True)

@@ -154,7 +154,9 @@ def facts(config: PretrainedConfig) -> ModelFacts:
     """The facts about a model that a technique's `check` may use."""
     text = config.get_text_config()
     heads = largest(text, "num_attention_heads", 0)
-    count, chosen, width = moe.sizes_of(text)
+    expert_layers = moe.expert_layers(text)
+    # Dense models of families with experts state a number of them, too.
+    count, chosen, width = moe.sizes_of(text) if expert_layers else (0, 0, 0)
     encoder = config.model_type in encoder_decoder.FAMILIES
     sinks = _has_sinks(config.__class__)
     return ModelFacts(
@@ -174,7 +176,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         experts=count,
         experts_per_token=chosen,
         expert_width=width,
-        expert_layers=moe.expert_layers(text),
+        expert_layers=expert_layers,
         sinks=sinks,
         special_mixers=special_mixers(text, sinks),
         foreign_experts=count > 0 and text.model_type not in moe.FAMILIES,

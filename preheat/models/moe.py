@@ -104,12 +104,13 @@ def have_experts(config: PretrainedConfig) -> list[bool]:
     get = functools.partial(getattr, config)
     if (kinds := get("mlp_layer_types", None)) is not None:
         return [kind == "sparse" for kind in kinds]
-    if "moe" in (kinds := get("layers_block_type", None) or ()):  # Nemotron-H: a layer is a mixer or experts
+    # Nemotron-H: a layer is a mixer, a feed-forward block or experts.
+    if {"mlp", "moe"} & {*(kinds := get("layers_block_type", None) or ())}:
         return [kind == "moe" for kind in kinds]
     if (chosen := get("moe_layers", None)) is not None:  # Llama 4
         return [n in chosen for n in numbers]
-    if (period := get("expert_layer_period", None)) is not None:  # Jamba
-        return [n % period == config.expert_layer_offset for n in numbers]
+    if (period := get("expert_layer_period", None)) is not None:  # Jamba, whose only expert is a feed-forward block
+        return [config.num_experts > 1 and n % period == config.expert_layer_offset for n in numbers]
     if (first := get("moe_layer_start_index", None)) is not None:  # ERNIE 4.5
         last = config.moe_layer_end_index
         return [first <= n <= last and (n + 1) % config.moe_layer_interval == 0 for n in numbers]

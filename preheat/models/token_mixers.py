@@ -209,7 +209,7 @@ def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
 
 
 def special_mixers(text: PretrainedConfig, sinks: bool) -> str:
-    """Returns what a configuration's layers have that needs whole documents on one device; empty: plain attention."""
+    """Returns what a configuration's layers have that needs whole rows on one device; empty: plain attention."""
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if kinds & _RECURRENT:
         return "recurrent layers"

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from preheat.core.tp_style import TpStyle
 from preheat.models.hf import anatomy
+from preheat.models.token_mixers import attentions_of, recurrent_mixers
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["plan_of", "problems", "tp_styles"]
+__all__ = ["coverage", "plan_of", "problems", "tp_styles"]
 
 
 _STYLES = {  # by transformers' names
@@ -22,6 +23,7 @@ _STYLES = {  # by transformers' names
     "rowwise": TpStyle.ROWS,
     "rowwise_split_input": TpStyle.ROWS_SPLIT,
     "replicated_with_grad_allreduce": TpStyle.HEADS,
+    "local_params": TpStyle.BLOCK_OF_HEADS,
 }
 
 
@@ -44,9 +46,10 @@ def plan_of(family: str) -> Mapping[str, str]:
     return {name: style for name, style in (plan or {}).items() if name.startswith("layers.")}
 
 
-def problems(family: str, *, heads: int, kv_heads: int, degree: int) -> list[str]:
+def problems(family: str, *, heads: int, kv_heads: int, experts: bool, degree: int) -> list[str]:
     """Why the layers of a family cannot be sharded across `degree` devices; messages begin with the knob."""
-    plan = plan_of(family)
+    # The plan of a family with experts covers them, though a model may have none.
+    plan = {name: style for name, style in plan_of(family).items() if experts or ".experts" not in name}
     if not plan:
         return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
     strange = sorted({style for style in plan.values() if style not in _STYLES})
@@ -85,8 +88,18 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
         style = plan.get("layers." + re.sub(r"^\d+\.", "*.", name.removeprefix(start)))
         return _STYLES[style] if style is not None else None
 
+    covered: set[str] = set()  # modules in blocks that have one style for all
     for layer in parts.layers:
+        recurrent, attentions = ({id(m) for m in mixers(layer)} for mixers in (recurrent_mixers, attentions_of))
         for child in layer.children():
+            # Attention that the plan leaves out needs all positions, unlike a norm. Plans gather what they split of a
+            # recurrent mixer, projection by projection: if each device computes all of it, nothing is sent.
+            modules = {id(m) for m in child.modules()}
+            unplanned = not any(planned(names[number]) for number in modules)
+            if modules & recurrent or (modules & attentions and unplanned):
+                styles[names[id(child)]] = TpStyle.BLOCK_WHOLE
+                covered |= {names[id(m)] for m in child.modules()}
+                continue
             inside = {names[id(m)]: planned(names[id(m)]) for m in child.modules()}
             for module in [m for m in child.modules() if hasattr(m, "get_base_layer")]:
                 inside |= _adapted(names[id(module)], module, inside[names[id(module)]])
@@ -103,18 +116,34 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
                 style = inside[name]
                 if style is None and split:
                     raise ValueError(f"transformers' plan of {model.config.model_type} does not cover {name}")
+                if style is TpStyle.BLOCK_OF_HEADS:
+                    for key, _ in module.named_parameters(recurse=False):
+                        if planned(f"{name}.{key}") is not TpStyle.COLUMNS:
+                            raise ValueError(
+                                f"{model.config.model_type}: transformers' plan does not split {name}.{key}"
+                            )
                 styles[name] = style or TpStyle.REPLICATED
     ends = ((parts.embedding, TpStyle.EMBEDDING), (parts.head, TpStyle.HEAD))  # a pipeline stage may have none
     styles |= {names[id(module)]: style for module, style in ends if module is not None}
     # Only the last pipeline stage has a head and the norm before it.
     last = [name for name in parts.norms if not name.startswith(start)]
-    strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in styles and names[id(m)] not in last]
+    strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in {*styles, *covered, *last}]
     if strange or len(last) != (parts.head is not None):
         extra = ", ".join([*last, *strange]) or "no norm"
         raise ValueError(
             f"{model.config.model_type} has {extra} besides its layers; only a norm after them is supported"
         )
     return styles | dict.fromkeys(last, TpStyle.LAST)
+
+
+def coverage(model: PreTrainedModel, styles: Mapping[str, TpStyle]) -> tuple[int, int]:
+    """Returns the number of layers that `tp_styles` splits, and the number of token mixers that it leaves whole."""
+    names = {id(module): name for name, module in model.named_modules()}
+    split = (TpStyle.COLUMNS, TpStyle.COLUMNS_GATHERED, TpStyle.ROWS, TpStyle.ROWS_SPLIT)
+    layers = sum(
+        any(styles.get(names[id(module)]) in split for module in layer.modules()) for layer in anatomy(model).layers
+    )
+    return layers, sum(style is TpStyle.BLOCK_WHOLE for style in styles.values())
 
 
 def _adapted(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, TpStyle | None]:

@@ -377,7 +377,8 @@ class WeightSource:
                     read(f"{name}.weight", weight)
         for owner, module in _initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
             if id(module) not in self._packed:
-                owner._init_weights(module)
+                with _without_placeholders(module):
+                    owner._init_weights(module)
         # After the initializers, so that the checkpoint's buffers win over computed ones.
         needed, state = moe.biases(model), model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():  # buffers that a checkpoint has
@@ -589,6 +590,23 @@ class WeightSource:
                     f"model: transformers gives the buffer {name} {tuple(buffer.shape)} no value; preheat cannot "
                     "train this model"
                 )
+
+
+@contextmanager
+def _without_placeholders(module: nn.Module) -> Iterator[None]:
+    """Context manager in which a pipeline stage's list has its own layers only: Falcon-H1 initializes by this list."""
+    from torch import nn
+
+    from preheat.models.conversions.modules import Passthrough
+
+    lists = {key: child for key, child in module._modules.items() if isinstance(child, nn.ModuleList)}
+    module._modules |= {
+        key: nn.ModuleList(m for m in child if not isinstance(m, Passthrough)) for key, child in lists.items()
+    }
+    try:
+        yield
+    finally:
+        module._modules |= lists
 
 
 def _initializers(owner: Any, module: Any) -> Iterator[tuple[Any, Any]]:

@@ -114,7 +114,12 @@ class ContextParallel(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        recipe, problems = context.recipe, context.model.mixer_problems()
+        recipe, problems = context.recipe, list[str]()
+        if special := context.model.special_mixers:
+            problems.append(
+                f"{context.model.family} has {special}, which need whole rows on one device; leave it out, or use "
+                "fsdp, which shards any model"
+            )
         if Tag.REDUCED_GRADIENTS not in context.tags:
             problems.append(
                 "each device has the gradients of its own positions, and nothing sums them; add data_parallel or fsdp"

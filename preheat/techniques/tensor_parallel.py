@@ -9,7 +9,9 @@ vocabulary, some rows at a time: two numbers per row are sent, and no logits.
 Helps: weights, gradients, optimizer and most activations shrink with the degree, at any batch size.
 Hurts: communication blocks every layer and grows with the batch, so it needs the fastest links (within a host) and few
 devices; small matmuls run slower. Norms are replicated, and so is attention if the plan of a family gathers fused or
-normalized projections (Phi-3, OLMo 2). chunked_loss and liger's loss require `loss_parallel: false`.
+normalized projections (Phi-3, OLMo 2). Recurrent layers, and attention that the plan leaves out, are computed whole on
+each device, with all their weights, gradients and optimizer states. chunked_loss and liger's loss require
+`loss_parallel: false`.
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022
 (arXiv:2205.05198).
 """
@@ -63,7 +65,9 @@ def parallelize(
     from preheat.ops.distributed import tensor_parallel
 
     facts = hf.facts(model.config)
-    problems = tp_plan.problems(facts.family, heads=facts.heads, kv_heads=facts.kv_heads, degree=mesh.size())
+    problems = tp_plan.problems(
+        facts.family, heads=facts.heads, kv_heads=facts.kv_heads, experts=facts.experts > 0, degree=mesh.size()
+    )
     if problems:
         raise ValueError(problems[0])
     return tensor_parallel.parallelize(
@@ -129,8 +133,9 @@ class TensorParallel(Searchable):
             return [
                 "shards matrices across devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        problems = context.model.mixer_problems()
-        problems += tp_plan.problems(model.family, heads=model.heads, kv_heads=model.kv_heads, degree=degree)
+        problems = tp_plan.problems(
+            model.family, heads=model.heads, kv_heads=model.kv_heads, experts=model.experts > 0, degree=degree
+        )
         if self.regather and not self.sequence_parallel:
             problems.append(
                 "regather: nothing is gathered without sequence_parallel; set that to true, or leave regather out"
@@ -177,7 +182,7 @@ class TensorParallel(Searchable):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        from preheat.models import hf
+        from preheat.models import hf, tp_plan
         from preheat.ops.distributed import tensor_parallel
 
         degree = build.mesh.size(Axis.TENSOR)
@@ -186,6 +191,7 @@ class TensorParallel(Searchable):
         vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags
         _without_dropout(part)
         try:
+            layers, whole_mixers = tp_plan.coverage(part, tp_plan.tp_styles(part))
             count = parallelize(
                 part,
                 build.mesh.sub(Axis.TENSOR),
@@ -204,6 +210,9 @@ class TensorParallel(Searchable):
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
         parts = [f"{count} matrices sharded across {degree} devices"]
+        if whole_mixers:
+            total = len(hf.anatomy(part).layers)
+            parts.append(f"{layers} of {total} layers split, {whole_mixers} token mixers computed whole on each device")
         parts += ["activations between blocks split along the sequence"] * self.sequence_parallel
         parts += ["gathered again in backward"] * self.regather
         parts += [f"logits of 1/{degree} of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel

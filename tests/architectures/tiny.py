@@ -178,7 +178,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def tiny_config(name: str, **more: Any) -> Any:
     """Returns the configuration of a tiny model of the architecture; `more` overrides its values."""
-    values = {**_SIZES, **ARCHITECTURES[name], **more}
+    values = {**_SIZES, **ARCHITECTURES.get(name, {}), **more}
     return AutoConfig.for_model(name, **{key: value for key, value in values.items() if value is not None})
 
 

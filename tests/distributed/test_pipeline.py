@@ -20,6 +20,7 @@ from preheat.engine.step import gradients, update
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.techniques.pipeline_parallel import record_timeline
 
+from ..architectures.tiny import tiny_config
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .processes import processes
 
@@ -37,7 +38,10 @@ class Case(NamedTuple):
 
 UNTIED, TIED = ("model.config={tie_word_embeddings: false}",), ("model.config={tie_word_embeddings: true}",)
 DEEP = ("model.num_layers=5",)
+RECURRENT_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+RECURRENT = ("model={path: {folder}/qwen3_5_text, weights: random}",)
 CASES = {
+    "1f1b, recurrent layers": Case(2, "{pipeline_parallel: {micro_batches: 4}}", sets=RECURRENT),
     "1f1b": Case(2, "{pipeline_parallel: {micro_batches: 4}}"),
     "gpipe, uneven rows, tied, learned positions": Case(
         2,
@@ -71,7 +75,8 @@ CASES = {
 def run(case: Case, folder: Path, name: str, *, rank: int = 0, world: int = 1) -> None:
     """Trains one side and writes down what it found."""
     techniques = case.techniques if world > 1 else case.plain
-    recipe = recipes.override(tiny(family=case.family, rows=case.rows), f"techniques={techniques}", *case.sets)
+    sets = [setting.replace("{folder}", str(folder)) for setting in case.sets]
+    recipe = recipes.override(tiny(family=case.family, rows=case.rows), f"techniques={techniques}", *sets)
     made = build(recipe, vocabulary=96, device=DEVICE)
     found: dict[str, Any] = {"losses": [], "norms": []}
     shares, mine = made.mesh.size(*DATA), made.mesh.index(*DATA)
@@ -125,6 +130,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_all(place: Path, names: list[str]) -> None:
+    tiny_config("qwen3_5_text", num_hidden_layers=3, layer_types=RECURRENT_LAYERS).save_pretrained(
+        place / "qwen3_5_text"
+    )
     (place / "names.json").write_text(json.dumps(names))
     with processes(work, PROCESSES, place):
         pass

@@ -19,10 +19,11 @@ from preheat.engine.builder import build
 from preheat.engine.evaluate import likeliest, measure, token_scores
 from preheat.engine.step import gradients, update
 from preheat.errors import RecipeError
+from preheat.models import hf
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.request import Request
 
-from ..architectures.tiny import create_model
+from ..architectures.tiny import create_model, tiny_config
 from ..conftest import DEVICE, tiny, uneven
 from .forked import Case, compare, kept_bytes, run
 from .processes import ALL
@@ -68,12 +69,22 @@ def write_models(folder: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {"qwen2": {}, "phi3": {}, "gemma2": capped, "gemma3_text": capped}
     for kind, more in kinds.items():
         transformers.AutoConfig.for_model(kind, **sizes, **more).save_pretrained(folder / kind)
+    for kind, more in MIXERS.items():
+        tiny_config(kind, num_hidden_layers=3, **more).save_pretrained(folder / kind)
     create_model(transformers.AutoConfig.for_model("phi", **sizes)).save_pretrained(folder / "biased")
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model("qwen3", **sizes, head_dim=16, tie_word_embeddings=True)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "written")
 
 
+SINKS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
+CHUNKS = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1]}
+MIXERS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "granite_swa": SINKS,
+    "llama4_text": CHUNKS | {"moe_layers": []},
+    "flint": SINKS | {"mlp_only_layers": [0, 1, 2]},  # its attention has no plan
+}
 CASES = {
     "llama": Case(PLAIN, look=kept_bytes),
     "evaluation": Case("tensor_parallel: {degree: 2, sequence_parallel: true, rows: 50}", look=evaluated),
@@ -92,6 +103,9 @@ CASES = {
     "fsdp, gathered again": Case(f"{AGAIN}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4),
     "phi3": Case(CUT, model=family("phi3"), steps=2),
     "gemma2": Case(CUT, model=family("gemma2"), steps=2),
+    "recurrent layers": Case(PLAIN, "activation_checkpointing: {}", model=family("qwen3_5_text"), steps=2),
+    "recurrent layers, cut": Case(CUT, model=family("qwen3_5_text"), steps=2),
+    "sinks, cut": Case(CUT, model=family("granite_swa"), steps=2),
     "pairs": Case(CUT, "preference: {loss: simpo}", steps=2),
     "lora": Case(CUT, "lora: {rank: 4}", family="qwen3", steps=2),
     "fsdp": Case(f"{CUT}, fsdp: {{}}", "gradient_accumulation: {steps: 2}", family="qwen3", world=4, look=kept_bytes),
@@ -112,6 +126,12 @@ if ALL:
             f"{PLAIN[:-1]}, rows: 50}}", "regularized_loss: {label_smoothing: 0.1, z: 0.001}", steps=2
         ),
         "qwen2": Case(CUT, model=family("qwen2"), steps=2),
+        "recurrent layers, lora": Case(CUT, "lora: {rank: 4}", model=family("qwen3_5_text"), steps=2),
+        "recurrent layers, fsdp": Case(f"{CUT}, fsdp: {{}}", model=family("qwen3_5_text"), steps=2, world=4),
+        "sinks in whole attention, cut": Case(CUT, model=family("flint"), steps=2),
+        "sinks": Case(PLAIN, model=family("granite_swa"), steps=2),
+        "chunks": Case(PLAIN, model=family("llama4_text"), steps=2),
+        "chunks, cut": Case(CUT, model=family("llama4_text"), steps=2),
         "gemma3": Case(PLAIN, model=family("gemma3_text"), steps=2),
         "classes": Case(
             "tensor_parallel: {degree: 2, loss_parallel: false, sequence_parallel: true}",
@@ -257,6 +277,25 @@ def test_what_is_gathered_again_is_kept_in_pieces() -> None:
     )
     stream = 4 * 32 * 32 * 4
     assert all_.peak["forward"] - kept.peak["forward"] == 2 * 3 * stream / 2
+
+
+@pytest.mark.parametrize("scale", [PLAIN, CUT])
+def test_mixers_computed_whole_are_planned_with_all_their_weights(scale: str, tmp_path: Path) -> None:
+    from preheat.planning.dry_run import observe
+
+    write_models(tmp_path)
+    model = family("qwen3_5_text").replace("{folder}", str(tmp_path))
+    recipe = recipes.override(tiny(f"{{{scale}}}", rows=4), f"model={model}")
+    observation = observe(Request(recipe, DEVICE, vocabulary=96, world=2))
+    sizes = {name: p.numel() for name, p in hf.build_on_meta(hf.configure(recipe, 96)).named_parameters()}
+    mixers = sum(n for name, n in sizes.items() if "linear_attn" in name)
+    norms = sum(n for name, n in sizes.items() if "norm" in name and "linear_attn" not in name)
+    own = mixers + norms + (sum(sizes.values()) - mixers - norms) / 2
+    assert mixers > 0.2 * sum(sizes.values())
+    for phase in ("forward", "update"):
+        assert observation.categories[phase]["parameters"] == pytest.approx(4 * own, rel=0.01)
+        assert observation.categories[phase]["optimizer"] == pytest.approx(8 * own, rel=0.01)
+    assert observation.categories["update"]["gradients"] == pytest.approx(4 * own, rel=0.01)
 
 
 def test_a_share_of_a_large_mesh_is_built_and_stepped_under_fake_tensors(fake: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,79 @@ class _Input(ParallelStyle):
         return module
 
 
+@contextlib.contextmanager
+def _local_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager in which modules compute with the local parts of their parameters."""
+    stores: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in modules:
+            store: dict[str, Any] = module._parameters
+            stores.append((store, dict(store)))
+            for key, p in store.items():
+                if isinstance(p, DTensor):
+                    store[key] = p.to_local()
+        yield
+    finally:
+        for store, before in stores:
+            store |= before
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replaces the parameters of a module, without its children's, by DTensors of one placement."""
+    for key, p in [*module.named_parameters(recurse=False)]:
+        # Each rank slices its own copy, without a broadcast.
+        module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [placement], src_data_rank=None)))
+
+
+class _OfHeads(ParallelStyle):
+    """A block whose own parameters have an entry for each head, such as attention sinks: a rank reads its heads'."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Shard(0))
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _local_parameters([module]):
+                return plain(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class _WholeBlock(ParallelStyle):
+    """A block that every rank computes with all parameters for all positions; nothing inside knows DTensor.
+
+    Inputs and the gradients of outputs are equal on all ranks, so the gradients of the parameters are, too: no sum.
+    """
+
+    def __init__(self, stream: Placement):
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for child in module.modules():
+            _distribute(child, device_mesh, Replicate())
+        plain = module.forward
+
+        def moved(x: Tensor, before: Placement, after: Placement) -> Tensor:
+            spread = DTensor.from_local(x, device_mesh, [before], run_check=False)
+            return spread.redistribute(placements=[after]).to_local()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Families differ in whether a block gets its input by position or by name.
+            if args:
+                args = (moved(args[0], self.stream, Replicate()), *args[1:])
+            else:
+                kwargs["hidden_states"] = moved(kwargs["hidden_states"], self.stream, Replicate())
+            with _local_parameters(module.modules()):
+                out = plain(*args, **kwargs)
+            if isinstance(out, tuple):
+                return (moved(out[0], Replicate(), self.stream), *out[1:])
+            return moved(out, Replicate(), self.stream)
+
+        module.forward = forward
+        return module
+
+
 class _Gathered:
     """A block input that is gathered again for the backward passes of the block's linear layers."""
 
@@ -218,6 +292,8 @@ def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[TpStyl
     }
     return {
         TpStyle.BLOCK: (_Input(stream, given),),
+        TpStyle.BLOCK_OF_HEADS: (_Input(stream, given), _OfHeads()),
+        TpStyle.BLOCK_WHOLE: (_WholeBlock(stream),),
         TpStyle.COLUMNS: (ColwiseParallel() if given is None else _Columns(given),),
         TpStyle.COLUMNS_GATHERED: (ColwiseParallel(output_layouts=Replicate()),),
         TpStyle.ROWS: (RowwiseParallel(output_layouts=stream),),

@@ -132,12 +132,38 @@ def test_chunks_are_documents_cut_from_their_start() -> None:
     assert in_chunks(MaskSpec(), 3, 2, 7).documents == ((3, 3, 1), (3, 3, 1))
 
 
+def refusals(name: str, technique: str, **more: Any) -> list[str]:
+    recipe = parse(f"batch: {{size: 4}}\nstop: {{max_steps: 1}}\ntechniques: {{{technique}}}")
+    context = context_of(recipe, tiny_config(name, **more), DEVICE, world=2)
+    return [problem.text for t in recipe.techniques.values() for problem in problems_of(t, context)]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("lfm2", "recurrent layers"), ("gpt_oss", "attention sinks"), ("llama4_text", "in chunks")]
 )
-def test_what_needs_whole_documents_is_not_split(name: str, reason: str) -> None:
-    for technique in ("tensor_parallel: {degree: 2}", "pipeline_parallel: {}", "context_parallel: {degree: 2}"):
-        recipe = parse(f"batch: {{size: 4}}\nstop: {{max_steps: 1}}\ntechniques: {{data_parallel: {{}}, {technique}}}")
-        context = context_of(recipe, tiny_config(name), DEVICE, world=2)
-        problems = [problem.text for t in recipe.techniques.values() for problem in problems_of(t, context)]
-        assert any(reason in problem for problem in problems), technique
+def test_rows_of_what_needs_whole_documents_are_not_split(name: str, reason: str) -> None:
+    (problem,) = refusals(name, "data_parallel: {}, context_parallel: {degree: 2}")
+    assert problem.startswith(f"{name} has ")
+    assert f"{reason}, which need whole rows on one device" in problem
+
+
+def test_matrices_are_split_by_the_plan_whatever_the_mixers() -> None:
+    tensor = "tensor_parallel: {degree: 2}"
+    assert refusals("qwen3_5_text", tensor) == []
+    assert refusals("llama4_text", tensor, moe_layers=[]) == []
+    dense = {"layers_block_type": ["mamba", "attention", "mlp"]}
+    for name, more in (("lfm2", {}), ("gpt_oss", {}), ("nemotron_h", dense)):
+        (problem,) = refusals(name, tensor, **more)
+        assert f"no tensor parallel plan for {name}" in problem
+    for name in ("llama4_text", "minimax"):
+        (problem,) = refusals(name, tensor)
+        assert f"the plan of {name} shards experts" in problem
+
+
+def test_stages_take_every_mixer_and_refuse_experts_alone() -> None:
+    pipeline = "pipeline_parallel: {micro_batches: 2}"
+    assert refusals("lfm2", pipeline) == []
+    assert refusals("nemotron_h", pipeline, layers_block_type=["mamba", "attention", "mlp"]) == []
+    for name in ("gpt_oss", "nemotron_h", "llama4_text"):
+        (problem,) = refusals(name, pipeline)
+        assert problem.startswith(f"{name} has experts"), problem

@@ -20,6 +20,7 @@ from preheat.models.weights import WeightSource, materialize
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.ops.distributed.pipelining import alike, ranks_of
 
+from ...architectures.tiny import tiny_config
 from ...conftest import DEVICE, split, tiny, uneven
 
 
@@ -72,10 +73,38 @@ def test_the_dry_run_counts_what_a_layer_and_the_head_cost() -> None:
     assert sorted(seen.exit) == ["lm_head", "model.norm"]
 
 
+# One architecture of each kind of token mixer, without experts.
+MIXERS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "mamba2": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "moe_layers": [],
+        "no_rope_layers": [1, 0] * 2,
+    },
+    "granite_swa": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("family", MIXERS)
+def test_stages_with_every_kind_of_mixer_are_the_model(family: str, tmp_path: Path) -> None:
+    stages_are_the_model(tiny_config(family, num_hidden_layers=4, **MIXERS[family]), tmp_path)
+
+
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi"])
 def test_stages_one_behind_the_other_are_the_model(family: str, tied: str, tmp_path: Path) -> None:
-    model = hf.build_on_meta(config(family, tie_word_embeddings=tied)).eval()
+    stages_are_the_model(config(family, tie_word_embeddings=tied), tmp_path)
+
+
+def stages_are_the_model(settings: Any, tmp_path: Path) -> None:
+    tied = "true" if settings.tie_word_embeddings else "false"
+    model = hf.build_on_meta(settings).eval()
     course = pipeline_split.observe(model.config, 32)
     cuts = pipeline_split.balance(course.each, 3)
     parts = [
