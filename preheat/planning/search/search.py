@@ -49,6 +49,7 @@ _CONFIRM = 4  # layers per second of the search's time: up to this many, the bes
 _ALTERNATIVES = 3  # alternatives to report
 _GAIN = 1.01  # speedup that another candidate must promise to be dry-run
 _FINE = 1.02  # speedup for which settings between the sampled ones are observed too
+_DEGREES = 2  # other degrees of the best layout to dry-run at once
 _TOLERANCE = 1.1  # error of estimates within the same layout
 _LESS = 0.95  # of the memory of every better candidate: what another micro-batch must save to be an alternative
 _PLOTTED = 300  # candidates in the plot of the report
@@ -145,6 +146,10 @@ def least_estimate(space: Space) -> float:
     smallest = _Search(space, "fastest", 0.0, lambda message: None)
     combinations = TechniqueCombinations(space, smallest._refuse)
     return min((c.guess.bytes for c in smallest._candidates(combinations.sampled())), default=math.inf) / GIB
+
+
+def _is_same(a: Guess, b: Guess) -> bool:
+    return math.isclose(a.bytes, b.bytes, rel_tol=1e-4) and math.isclose(a.seconds, b.seconds, rel_tol=1e-4)
 
 
 class _Search:
@@ -531,28 +536,30 @@ class _Search:
             self._evaluate(min(nearby, key=self._estimated_rank))
 
     def _evaluate_layout_settings(self) -> None:
-        """Dry-runs other settings of the parallel techniques of the best candidate.
+        """Dry-runs other settings of the parallel techniques of the best candidate, and other degrees of them.
 
         Estimates hide communication behind the whole step, so settings that communicate less are often estimated as
-        fast, and dry runs find which part is exposed. Layouts are listed without the techniques of one device; here
-        also the settings that those allow are tried.
+        fast, and dry runs find which part is exposed; a correction by one layout does not hold for other degrees.
+        Layouts are listed without the techniques of one device; here also the settings that those allow are tried.
         """
         tried = None
         while not self._is_late() and tried is not (best := self._best()):
             tried = best
             current = next((c for c in self.candidates if c.added == best.added), None)
-            for c in self._viable(self._with_other_settings(current, best) if current else []):
+            others = [*self._with_other_settings(current, best), *self._with_other_degrees(current)] if current else []
+            for c in self._viable(others):
                 if not self._cannot_improve(c, best, 1 / _SLACK):
                     self._evaluate(c)
 
     def _with_other_settings(self, current: Candidate, best: EvaluatedPlan) -> list[Candidate]:
         """Returns the candidates that differ from the best in settings of a parallel technique, not in its degrees.
 
-        Of several with the same estimate in all the first: they send the same and keep the same.
+        Of several with the same estimate in all the first: they send the same and keep the same, but for a few bytes of
+        norms in fp32 when weights in bf16 are gathered in bf16.
         """
         context = self.space.context(best.recipe)
         alike = [c for c in self.candidates if c.kind == current.kind and c.cuts == current.cuts]
-        guesses = {c.guess for c in alike if c.added in self._tried}
+        guesses = [c.guess for c in alike if c.added in self._tried]
         candidates: list[Candidate] = []
         for n, t in enumerate(current.layout):
             assert isinstance(t, Searchable), "only these are searched"
@@ -561,12 +568,24 @@ class _Search:
                 if other == t or other.degrees() != t.degrees() or not self.space.allowed(other):
                     continue
                 for c in self._candidates_of(layout, dict(context.sizes), [self._kinds[current.kind]]):
-                    if c.cuts == current.cuts and c.guess not in guesses:
-                        guesses.add(c.guess)
+                    if c.cuts == current.cuts and not any(_is_same(c.guess, guess) for guess in guesses):
+                        guesses.append(c.guess)
                         candidates.append(c)
         known = {c.added for c in self.candidates}
         self.candidates = [*self.candidates, *(c for c in candidates if c.added not in known)]
         return candidates
+
+    def _with_other_degrees(self, current: Candidate) -> list[Candidate]:
+        """Returns the best estimates of other divisions of the devices among the same parallel techniques."""
+
+        def degrees(c: Candidate) -> tuple[tuple[Axis, int], ...]:
+            return tuple(pair for t in c.layout for pair in t.degrees().items())
+
+        best: dict[tuple[tuple[Axis, int], ...], Candidate] = {}
+        for c in sorted(self._viable(self.candidates), key=self._estimated_rank):
+            if c.names == current.names and degrees(c) != degrees(current):
+                best.setdefault(degrees(c), c)
+        return list(best.values())[:_DEGREES]
 
     def _is_limited_by_memory(self) -> bool:
         """True if a candidate that does not fit may be faster than the best by more than `_FINE`."""

@@ -330,7 +330,7 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
     one = _Search(space, "fastest", 1.0, lambda message: None)
     kind, layout = (registry()["mixed_precision"](mode="bf16"),), (registry()["fsdp"](),)  # type: ignore[call-arg]
     pair = (1e8, 1e8)
-    cost = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, (1e-3, 1e-3), pair)
+    cost = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, (1e-3, 1e-3), (1e-4, 1e-4))
     sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
     current = one._candidates_of(layout, sizes, [Combination(kind, cost, frozenset())])[0]
     best = EvaluatedPlan(space.having(current.added).recipe, {}, "rounding", current.micro, current.added)
@@ -338,6 +338,28 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
     assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
     # All rows at once: when gradients are reduced changes nothing, so each pair is tried once.
     assert len(others) == len({(t.gather, t.reshard_after_forward) for t in others}) == 4  # type: ignore[attr-defined]
+
+
+def test_other_degrees_of_the_best_layout_are_dry_run_next() -> None:
+    """A correction by one layout is no correction of others: tensor parallelism's error differs by its degree."""
+    space = space_of(small(), 8192, "rounding", world=8)
+    one = _Search(space, "fastest", 1.0, lambda message: None)
+    pair = (1e8, 1e8)
+    cost = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, (1e-3, 1e-3), (1e-4, 1e-4))
+    combination = Combination((), cost, frozenset())
+    for tensor in (1, 2, 4):
+        layout = [registry()["fsdp"]()]
+        if tensor > 1:
+            layout = [registry()["tensor_parallel"](degree=tensor), *layout]  # type: ignore[call-arg]
+        sizes = dict.fromkeys(Axis, 1) | {Axis.TENSOR: tensor, Axis.SHARD: 8 // tensor}
+        one.candidates += one._candidates_of(tuple(layout), sizes, [combination])
+    four = max(one.candidates, key=lambda c: max(dict(t.degrees()).get(Axis.TENSOR, 0) for t in c.layout))
+    others = one._with_other_degrees(four)
+    # The same techniques with two devices in place of four; not those of another layout.
+    assert [[t.degree for t in c.layout if t.name() == "tensor_parallel"] for c in others] == [[2]]  # type: ignore[attr-defined]
+    assert others[0].guess == min(
+        (c.guess for c in one.candidates if c.layout == others[0].layout), key=lambda g: g.seconds
+    )
 
 
 def test_rows_are_cut_once_for_several_stages_on_a_device() -> None:
