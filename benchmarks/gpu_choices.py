@@ -197,7 +197,7 @@ def page(rows: list[dict[str, Any]], command: str) -> str:
         "",
         f"**In {len(rows)} pairs of a model and a GPU the search reaches {shares[0]:.2f} of the best of a brute force at least, "
         f"{shares[len(shares) // 2]:.2f} in the median (asked: {LEAST}); {verdict}.**",
-        "All speeds but the published ones are predictions (published.md: 13 % off in the median); none of this was run on a GPU.",
+        "All speeds but the published ones are predictions (published.md: 14 % off in the median); none of this was run on a GPU.",
         "",
         "| model, method | GPU | chosen | GiB | tokens/s a device | of the best | published, tokens/s a device |",
         "|---|---|---|---|---|---|---|",
