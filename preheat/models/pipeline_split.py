@@ -52,7 +52,7 @@ class _OtherLayer(Passthrough):
 
 
 def _layer_output(hidden: Tensor, further: int | None) -> Any:
-    """What a layer returns: hidden states, or a tuple of them and `further` times None."""
+    """Returns the result of a layer: hidden states, or a tuple of them and `further` times None."""
     return hidden if further is None else (hidden, *(None,) * further)
 
 
