@@ -578,7 +578,8 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
     file = out / "events.jsonl"  # written with the first event
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     kinds = [event.get("event", event.get("kind")) for event in events]
-    said = (done.stderr.strip() or "nothing").splitlines()[-1]
+    # The line of the limit names memory, too.
+    said = (done.stderr.replace(LIMITED, "").strip() or "nothing").splitlines()[-1]
     figures: dict[str, Any] = {
         "exit code": done.returncode,
         "out of memory": kinds.count("out_of_memory"),
@@ -719,7 +720,7 @@ def _written() -> list[Case]:
 
 
 def _compressed(method: str, where: Where) -> dict[str, Any]:
-    """Compressed weights read on the device: they write a text."""
+    """Generates text from compressed weights on the device."""
     run = _trained(where)
     out = f"compressed-{method}"
     _preheat(where, "compress", str(run), "--method", method, "--out", out)

@@ -16,7 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
     "8B, 8 layers": {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
 }  # fmt: skip
-"""Those of GPT-2, Qwen2.5-0.5B (as a Llama, without its biases), Llama-3.2-1B and Llama-3.1-8B."""
+"""The shapes of GPT-2, Qwen2.5-0.5B (as a Llama, without its biases), Llama-3.2-1B and Llama-3.1-8B."""
 
 
 def recipe_of(

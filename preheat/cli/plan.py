@@ -621,7 +621,8 @@ def _list_devices(json: bool) -> None:
     from preheat.cli.views.output import say
     from preheat.hardware.catalogue import accelerators
 
-    devices = accelerators().values()
+    # Those with the figures that a plan needs.
+    devices = [d for d in accelerators().values() if d.memory and d.bandwidth and d.peaks()]
     if json:
         emit({"devices": {d.name: {"memory": d.memory, "bandwidth": d.bandwidth, "peaks": d.peaks()} for d in devices}})
         return

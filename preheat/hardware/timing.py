@@ -68,18 +68,17 @@ class Stopwatch:
         # or optimizer step, which takes seconds after an installation.
         begin, used = time.perf_counter(), time.process_time()
 
-        def waited() -> bool:
+        def was_interrupted() -> bool:
             return not self.cuda and time.process_time() - used < _COMPUTED * (time.perf_counter() - begin)
 
-        first = self._once(call)
-        # More calls would take minutes for all operators, and their rates would be as wrong.
-        if time.perf_counter() > self.end and waited():
-            return first
-        second = self._once(call)
+        first, second = self._once(call), self._once(call)
         shortest = min(first, second)
+        # More calls would take minutes for all operators, and their rates would be as wrong.
+        if time.perf_counter() > self.end and was_interrupted():
+            return shortest
         # Two long calls are enough: the noise of a scheduler is small compared with them. If they differ much, one of
         # them was interrupted, and if this process did not compute all the time, maybe both: a short call seems long.
-        more = _MORE if waited() else 1 if max(first, second) > 1.5 * shortest else 0
+        more = _MORE if was_interrupted() else 1 if max(first, second) > 1.5 * shortest else 0
         while shortest > _LONG and more:
             shortest, more = min(shortest, self._once(call)), more - 1
         if shortest > _LONG:
@@ -94,7 +93,7 @@ class Stopwatch:
             now = time.perf_counter()
             if len(samples) >= 2 and (len(samples) >= 9 or now >= end):
                 uninterrupted = [sample for sample in samples if sample <= _INTERRUPTED * min(samples)]
-                usual = 2 * len(uninterrupted) > len(samples) and not waited()
+                usual = 2 * len(uninterrupted) > len(samples) and not was_interrupted()
                 if usual or 3 <= len(uninterrupted) < len(samples) or now >= end + _PATIENCE:
                     return median(uninterrupted)
             samples.append(self._once(call, times))

@@ -16,6 +16,7 @@ from preheat.errors import RecipeError, nearest
 from preheat.hardware.connectivity import cached_folder, hub_offline, hub_reachable
 from preheat.model_folder import DEQUANTIZED, FAULTS, fault, quantization_of, read_object
 from preheat.models import moe, presets, size_dial, text_part, vision
+from preheat.models.hub_config import is_hub_name
 from preheat.models.layer_sizes import largest
 from preheat.models.untie import untie
 from preheat.recipe.consistency import MOST_PARAMETERS
@@ -62,7 +63,7 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
     if not folder.is_dir():
         if (
             recipe.data.tokenizer is None
-            and re.fullmatch(r"[^/]+/[^/]+", path)
+            and is_hub_name(path)
             and cached_folder(path, TOKENIZER_FILES) is None
             and hub_offline()
         ):

@@ -8,9 +8,14 @@ from pathlib import Path
 from preheat.errors import RecipeError
 from preheat.hardware.connectivity import hub_reachable
 
-__all__ = ["folder_on_hub"]
+__all__ = ["folder_on_hub", "is_hub_name"]
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_hub_name(name: str) -> bool:
+    """Returns True for a name of the form `owner/model`; paths such as `./model` and `~/model` have another."""
+    return _NAME.fullmatch(name) is not None
 
 
 def folder_on_hub(name: str) -> Path | None:
@@ -23,7 +28,7 @@ def folder_on_hub(name: str) -> Path | None:
     Raises:
         RecipeError: the model is gated, or has no config.json.
     """
-    if not _NAME.fullmatch(name):
+    if not is_hub_name(name):
         return None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (

@@ -207,9 +207,10 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
 
     # Layers of a kind cost the same, so one of each runs: transformers' code for recurrent layers is slow loops.
     first: dict[str, int] = {}
-    for number, (layer, kind) in enumerate(
-        zip(hf.anatomy(model).layers, layer_kinds(config.get_text_config()), strict=True)
-    ):
+    layers, kinds = hf.anatomy(model).layers, layer_kinds(config.get_text_config())
+    if len(layers) != len(kinds):
+        raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and its configuration {len(kinds)}")
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         if first.setdefault(repr(kind), number) == number:
             layer.register_forward_pre_hook(enter)
             layer.register_forward_hook(leave)

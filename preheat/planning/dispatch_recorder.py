@@ -398,7 +398,7 @@ class Recorder(TorchDispatchMode):
         for size in temporaries:
             self._log_temporary(size)
         flops = flops_of(operator.formula, args, out)
-        if operator.name == "fsdp::all_gather_copy_in":
+        if operator.name.endswith("::all_gather_copy_in"):
             # A rank copies its own shards into its part of the buffer; the buffer is an argument and a result too.
             written = outputs[:1]
         sources = inputs if operator.read is None else tensors([args[n] for n in operator.read if n < len(args)])
@@ -512,14 +512,16 @@ def _read(func: OpOverload) -> tuple[int, ...] | None:
 
     c10d passes buffers for results first, and FSDP2 as `out`; FSDP2's copy into a gather reads the shards only.
     """
-    if func._schema.name == "fsdp::all_gather_copy_in":
+    operator = func._schema.name.rpartition("::")[2]
+    if operator == "all_gather_copy_in":
         return (0,)
-    if func.namespace not in ("fsdp", "c10d"):
+    if func.namespace != "c10d" and (func.namespace == "aten" or operator not in _COPIES):
         return None
     arguments = enumerate(func._schema.arguments)
     return tuple(n for n, a in arguments if not a.kwarg_only and not (n == 0 and a.name.startswith("output")))
 
 
+_COPIES = ("split_with_sizes_copy", "chunk_cat")  # FSDP2's own, around its collectives
 _operators: dict[int, _Operator] = {}  # by the id of the operator
 _DEVICE = torch.ops.prim.device.default
 _CHUNK = 1 << 16

@@ -182,7 +182,11 @@ def test_recipes_techniques_and_init(preheat: Command) -> None:
             "techniques.preference reads pairs of answers",
         ),
         (["train", "r.yaml", "--set", "techniques={preference: {loss: kto}}"], 2, "apo_zero"),
-        (["train", "r.yaml", "--set", "model.vocab_size=200"], 2, "300 tokens"),
+        (
+            ["train", "r.yaml", "--set", "model.vocab_size=200"],
+            2,
+            "data.vocab_size: 300: the tokenizer that is trained would have more",
+        ),
         (["train", "r.yaml", "--set", "hardware.memory=1MiB"], 3, "does not fit: needs"),
         (["plan", "r.yaml", "--set", "hardware.memory=1MiB"], 3, ""),
         (["train", "r.yaml", "--set", "hardware.memory=lots"], 2, "hardware.memory"),

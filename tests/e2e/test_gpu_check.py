@@ -30,7 +30,7 @@ def process(where): return {"process": os.getpid()}
 
 def cases(where):
     named = {"a": process, "wrong": wrong, "skip": skip, "b": process, "crash": crash, "c": process, "unusable": unusable, "d": process}
-    return [Case(name, run) for name, run in named.items()] + [Case("hang", hang, seconds=2), Case("e", process), Case("long", hang, seconds=99)]
+    return [Case(name, run) for name, run in named.items()] + [Case("hang", hang, seconds=0.5), Case("e", process), Case("long", hang, seconds=99)]
 """
 
 
@@ -148,6 +148,7 @@ def test_only_known_refusals_are_skipped(gpu: Any) -> None:
     [
         ("LIMIT\nout of memory in forward", 3, ""),
         ("LIMIT\ntechniques.lora: no such key", 2, "another error"),
+        ("LIMIT", 1, "another error"),
         ("", 0, "never set"),
         ("LIMIT\nTraceback (most recent call last):\nValueError", 1, "a traceback"),
         ("LIMIT", 0, "the limit was not met"),

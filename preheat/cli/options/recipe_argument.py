@@ -39,6 +39,7 @@ def refuse_model(what: str, command: str) -> None:
     """
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
+    from preheat.models.hub_config import is_hub_name
     from preheat.sanitize import shorten
 
     # A built-in recipe takes precedence over a model of the same name.
@@ -51,7 +52,7 @@ def refuse_model(what: str, command: str) -> None:
             f"preheat {command} r.yaml"
         )
     # Anything else is reported by loading it as a recipe; of this it would only say that there is no such file.
-    if what.count("/") == 1 and not what.startswith((".", "/", "~")) and not Path(what).exists():
+    if is_hub_name(what) and not Path(what).exists() and Path(what).name != "config.json":
         raise RecipeError(
             f"{shown}: no such recipe file, and no model of that name on the hub (without a network: in its cache); "
             "preheat plan OWNER/NAME --out r.yaml writes a recipe for a model of the hub"

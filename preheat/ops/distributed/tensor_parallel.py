@@ -178,6 +178,8 @@ class _WholeBlock(ParallelStyle):
     """A block that every rank computes with all parameters for all positions; nothing inside knows DTensor.
 
     Inputs and the gradients of outputs are equal on all ranks, so the gradients of the parameters are, too: no sum.
+    With kernels whose backward pass is not deterministic (`hardware.deterministic`), the copies may drift apart by
+    rounding.
     """
 
     def __init__(self, stream: Placement):

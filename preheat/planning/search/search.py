@@ -148,7 +148,7 @@ def least_estimate(space: Space) -> float:
     return min((c.guess.bytes for c in smallest._candidates(combinations.sampled())), default=math.inf) / GIB
 
 
-def _is_same(a: Guess, b: Guess) -> bool:
+def _is_same_estimate(a: Guess, b: Guess) -> bool:
     return math.isclose(a.bytes, b.bytes, rel_tol=1e-4) and math.isclose(a.seconds, b.seconds, rel_tol=1e-4)
 
 
@@ -554,8 +554,8 @@ class _Search:
     def _with_other_settings(self, current: Candidate, best: EvaluatedPlan) -> list[Candidate]:
         """Returns the candidates that differ from the best in settings of a parallel technique, not in its degrees.
 
-        Of several with the same estimate in all the first: they send the same and keep the same, but for a few bytes of
-        norms in fp32 when weights in bf16 are gathered in bf16.
+        Returns only the first of several candidates with equal estimates. Their bytes may differ slightly, because
+        norms stay in fp32.
         """
         context = self.space.context(best.recipe)
         alike = [c for c in self.candidates if c.kind == current.kind and c.cuts == current.cuts]
@@ -568,7 +568,7 @@ class _Search:
                 if other == t or other.degrees() != t.degrees() or not self.space.allowed(other):
                     continue
                 for c in self._candidates_of(layout, dict(context.sizes), [self._kinds[current.kind]]):
-                    if c.cuts == current.cuts and not any(_is_same(c.guess, guess) for guess in guesses):
+                    if c.cuts == current.cuts and not any(_is_same_estimate(c.guess, guess) for guess in guesses):
                         guesses.append(c.guess)
                         candidates.append(c)
         known = {c.added for c in self.candidates}

@@ -143,7 +143,12 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
     ("model", "more", "vocabulary", "words"),
     [
         ("{path: ./nowhere}", "", 96, "no such folder"),
-        ("{layers: 2, width: 32, heads: 4, vocabulary: 50}", "", 96, "96 tokens .* 50 rows"),
+        (
+            "{layers: 2, width: 32, heads: 4, vocabulary: 50}",
+            "",
+            96,
+            "data.vocab_size: 96: .* more tokens than the model's embedding has rows, 50",
+        ),
         (
             "{layers: 2, width: 32, heads: 4, positions: 16}",
             "batch: {seq_len: 64}",
