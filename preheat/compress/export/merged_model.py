@@ -18,8 +18,9 @@ from preheat import remote_code
 from preheat.compress.atomic_folder import home_of
 from preheat.compress.export import huggingface, verify
 from preheat.compress.export.held_out_text import HeldOutText, Replay
+from preheat.data.tokenizer import load_tokenizer
 from preheat.errors import RunError
-from preheat.model_folder import read_object
+from preheat.model_folder import read_object, vocabulary_size
 from preheat.models.hf import configure, facts
 from preheat.recipe import Model, Recipe, Stop
 from preheat.run_dir import Reader
@@ -193,6 +194,7 @@ def configuration_of(run: str | Path, base: str | None = None) -> PretrainedConf
         base: as in `open_model`.
     """
     path, _ = home_of(run)
+    vocabulary = None
     if (path / "recipe.yaml").is_file():
         recipe = recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml"))
         folder = recipe.model.path
@@ -200,6 +202,9 @@ def configuration_of(run: str | Path, base: str | None = None) -> PretrainedConf
             recipe = replace(recipe, model=replace(recipe.model, path=base))
         elif folder is not None and not Path(folder).is_dir():
             return None  # `load_model` looks for where it is now
+        if folder is None and recipe.model.vocab_size is None and (path / "tokenizer").is_dir():
+            # A model without a size of its own has a row for each token of the run's tokenizer.
+            vocabulary = vocabulary_size(load_tokenizer(str(path / "tokenizer")))
     else:
         named: object = str(path)
         if (path / "adapter_config.json").is_file():
@@ -208,7 +213,7 @@ def configuration_of(run: str | Path, base: str | None = None) -> PretrainedConf
             return None
         recipe = Recipe(name="export", model=Model(path=named), stop=Stop(max_steps=1))
         recipe = replace(recipe, batch=replace(recipe.batch, seq_len=2))
-    return configure(recipe)
+    return configure(recipe, vocabulary)
 
 
 def require(to: str, *packages: str, extra: str | None = None) -> None:
