@@ -24,8 +24,8 @@ LORA = "techniques={lora: {rank: 4}}"
 def test_a_model_with_the_rows_of_its_tokenizer_becomes_gguf(preheat: Command) -> None:
     recipe = ("r.yaml", "--set", "model.vocab_size=null", "--set", "stop.max_steps=2", "--set", "evaluate.rows=3")
     run = preheat.here.json("train", *recipe)["run"]
-    made = preheat.here.json("export", run, "--to", "gguf", "--dtype", "f32")
-    assert (Path(preheat.folder) / made["path"]).is_dir()
+    exported = preheat.here.json("export", run, "--to", "gguf", "--dtype", "f32")
+    assert (Path(preheat.folder) / exported["path"]).is_dir()
 
 
 def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:

@@ -50,6 +50,7 @@ class _Entry:
     most: int = 2
     least: int = 1  # lines that it keeps while it is not left out
     order: int = 0  # if the answer is too long, the highest gives up lines first; 0 keeps all of them
+    uncut: bool = False  # left out as a whole before it loses lines
 
     def lines(self, width: int) -> list[str]:
         room = max(width - _LABEL, 20)
@@ -96,11 +97,12 @@ class Answer:
             loose = [n for n, e in enumerate(entries) if e.order]
             if not loose:
                 break
-            # First the ends of long entries, then whole ones; the least important first.
-            long = [n for n in loose if len(entries[n].lines(width)) > entries[n].least]
-            whole = [n for n in loose if entries[n].order >= _FIRST]
-            n = max(whole or long or loose, key=lambda n: (entries[n].order, n))
-            if n in long and n not in whole:
+            # First the ends of long entries, and entries that are not cut; the least important first.
+            long = [n for n in loose if len(entries[n].lines(width)) > entries[n].least and not entries[n].uncut]
+            first = [n for n in loose if entries[n].order >= _FIRST]
+            uncut = [n for n in loose if entries[n].uncut]
+            n = max(first or [*long, *uncut] or loose, key=lambda n: (entries[n].order, n))
+            if n in long and n not in first:
                 entries[n] = replace(entries[n], most=len(entries[n].lines(width)) - 1)
             else:
                 del entries[n]
@@ -162,7 +164,9 @@ class Answer:
         alternatives = plan.get("alternatives") or []
         for n, alternative in enumerate(alternatives[:3]):
             text = _alternative(alternative, plan, recipe)
-            entries.append(_Entry("" if n else "instead", text, style="cyan", most=3, order=6 + n))
+            # Half an alternative cannot be typed; the nearest one stays longest.
+            order = 6 + n if n else 2
+            entries.append(_Entry("" if n else "instead", text, style="cyan", most=4, order=order, uncut=True))
         if later := _export(plan):
             entries.append(_Entry("export", later, style="dim", order=1))
         entries += [_Entry("note", text, style="yellow", most=2, order=1) for text in warnings_of(plan)]
@@ -450,7 +454,9 @@ def warnings_of(plan: Mapping[str, Any]) -> list[str]:
     has = plan["available_gib"]
     # The prediction fits, but not the upper end of its interval.
     if plan["fits"] and plan["peak_gib_interval"][1] > has:
-        warnings.append(f"little room: the interval passes {memory(has)}; use smaller micro-batches")
+        smaller = any(a["peak_gib"] < plan["peak_gib"] for a in plan.get("alternatives") or ())
+        advice = "an alternative is safer" if smaller else "shorter rows are safer"
+        warnings.append(f"little room: the interval passes {memory(has)}; {advice}")
     if quicker := plan.get("fp32_rate"):
         warnings.append(
             f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} "

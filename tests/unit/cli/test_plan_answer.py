@@ -380,3 +380,14 @@ def test_hostile_names_stay_on_their_line() -> None:
     assert len(lines) <= LINES
     assert "\x1b[31m" not in page.file.getvalue()  # type: ignore[attr-defined]
     assert lines[0].rstrip().endswith(": fits")
+
+
+def test_an_alternative_without_room_is_left_out_and_not_cut() -> None:
+    subject, plan = PLANS["qlora"]()
+    long = "{lora: {}, nf4: {}, mixed_precision: {mode: bf16}, activation_checkpointing: {}, low_bit_adamw: {}, activation_offload: {}}"
+    plan["alternatives"] = [alternative(long, f"{n} % slower, 4.00 GiB less, starts 60 s later") for n in (3, 5, 7)]
+    lines = [line for line, _ in Answer(plan, subject.recipe.name, notes=["a note"] * 4, below=3).lines()]
+    assert len(lines) + 3 <= LINES
+    assert any("3 % slower" in line for line in lines), "the nearest stays"
+    assert not any("7 % slower" in line for line in lines)
+    assert not any("…" in line for line in lines if "slower" in line or "without" in line), lines
