@@ -1,4 +1,4 @@
-"""Network connectivity, and the hub's cache for those without. Does not import torch."""
+"""Network connectivity, and look-ups in the hub's cache. Does not import torch."""
 
 from __future__ import annotations
 

@@ -111,19 +111,19 @@ def configure(
     rows = text.vocab_size
     # A token without a row would index beyond the embedding, which a GPU reports as an opaque device assertion.
     if vocabulary is not None and vocabulary > rows:
-        enlarge = (
+        enlarge_hint = (
             ""
             if model.path
             else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
         )
         # Without a tokenizer one is trained, as large as the recipe says.
         if recipe.data.tokenizer is None and configs.tokenizer_folder(recipe) is None:
-            smaller = (
+            shrink_hint = (
                 f"set data.vocab_size: {rows}" if rows >= SMALLEST_TOKENIZER else "set data.tokenizer to a smaller one"
             )
             raise RecipeError(
                 f"data.vocab_size: {vocabulary}: the tokenizer that is trained would have more tokens than the "
-                f"model's embedding has rows, {rows:,}; {smaller}{enlarge}"
+                f"model's embedding has rows, {rows:,}; {shrink_hint}{enlarge_hint}"
             )
         raise RecipeError(
             f"data.tokenizer: has {vocabulary:,} tokens but the model's embedding has {rows:,} rows; "
@@ -132,7 +132,7 @@ def configure(
                 if recipe.data.tokenizer or not model.path
                 else "name the missing tokens in model.add_tokens"
             )
-            + enlarge
+            + enlarge_hint
         )
     positions = _positions(text)
     if positions and recipe.batch.seq_len > positions:
@@ -331,7 +331,7 @@ def _refuse(config: PretrainedConfig) -> None:
 def _require_causal(config: PretrainedConfig) -> None:
     """Raises for an architecture without a causal language model: encoders, towers for images or sound, pairs of them.
 
-    A composite model that has a decoder of text, and code of a folder, are decided elsewhere.
+    Other checks decide about composite models with a text decoder and about a folder's own code.
     """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import (

@@ -192,8 +192,8 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         hidden, *further = out if isinstance(out, tuple) else (out,)
         course.further = len(further) if isinstance(out, tuple) else None
         # Stages exchange one tensor of hidden states per micro-batch.
-        acts = torch.is_tensor(hidden) and tuple(hidden.shape) == stream
-        if not acts or any(entry is not None for entry in further):
+        is_hidden = torch.is_tensor(hidden) and tuple(hidden.shape) == stream
+        if not is_hidden or any(entry is not None for entry in further):
             raise ValueError(
                 f"{type(layer).__name__} passes more than hidden states to the next layer, which may be on another "
                 "device"

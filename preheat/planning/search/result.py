@@ -25,7 +25,7 @@ __all__ = [
     "too_large",
 ]
 
-# Of the answer's memory: an alternative that needs more than this saves nothing that a device notices.
+# Share of the answer's memory above which an alternative saves nothing noticeable.
 LESS_MEMORY = 0.99
 _FASTER = 1.005  # times the answer's speed: below, the two are as fast
 _NUMERICS = get_args(Numerics)  # effects on the numbers, smallest first

@@ -353,8 +353,8 @@ def test_other_degrees_of_the_best_layout_are_dry_run_next() -> None:
             layout = [registry()["tensor_parallel"](degree=tensor), *layout]  # type: ignore[call-arg]
         sizes = dict.fromkeys(Axis, 1) | {Axis.TENSOR: tensor, Axis.SHARD: 8 // tensor}
         one.candidates += one._candidates_of(tuple(layout), sizes, [combination])
-    four = max(one.candidates, key=lambda c: max(dict(t.degrees()).get(Axis.TENSOR, 0) for t in c.layout))
-    others = one._with_other_degrees(four)
+    current = max(one.candidates, key=lambda c: max(dict(t.degrees()).get(Axis.TENSOR, 0) for t in c.layout))
+    others = one._with_other_degrees(current)
     # The same techniques with two devices in place of four; not those of another layout.
     assert [[t.degree for t in c.layout if t.name() == "tensor_parallel"] for c in others] == [[2]]  # type: ignore[attr-defined]
     assert others[0].guess == min(
