@@ -322,9 +322,12 @@ class _Loop:
         total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = read_step_stats(
             self.build, loss, torch.stack([*stats, skippable]), (self.signals.received is not None, late)
         )
-        self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
-        # A single process reads its clock in `_finished`.
-        self.out_of_time = some_late and self.build.mesh.world > 1
+        # A signal that arrives after the collective counts in the next step if there are other processes: they do not
+        # know of it. Only a single process may act on what it alone knows, here and on its clock in `_finished`.
+        alone = self.build.mesh.world == 1
+        if some_stopped or alone:
+            self.stopped = self.signals.received or ("a signal to another process" if some_stopped else None)
+        self.out_of_time = some_late and not alone
         # `weight` is the number of trained tokens (or examples) of the global batch: 0 if all its labels are masked.
         mean = total / max(weight, 1)
         # fp16 loss scaling: an overflow of scaled gradients is expected at times, and the update changed no weights.

@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from preheat.run_dir import Reader
 
-from ..fork_server import Fork
+from ..fork_server import Fork, command
 from .conftest import Command
 
 STEPS = 12
@@ -111,6 +113,32 @@ def test_nobody_outside_reaches_the_processes_and_they_end_as_their_launcher_doe
     assert made["resume"].startswith("preheat train r.yaml --set stop.max_steps=100000 ")
     assert made["resume"].endswith(" --nproc 2 --json --out two --resume")
     assert (preheat.folder / f"two/checkpoints/step-{made['steps']}/manifest.json").exists()
+
+
+def signalled_after_the_collective(*arguments: str) -> None:
+    """`preheat`, but rank 0 gets SIGTERM in step 3, when the processes have just told each other that none did."""
+    from preheat.training import loop
+
+    def read(*step: Any) -> Any:
+        numbers = read_step_stats(*step)
+        steps.append(numbers)
+        if os.environ.get("RANK") == "0" and len(steps) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return numbers
+
+    steps: list[Any] = []
+    read_step_stats = loop.read_step_stats
+    with mock.patch.object(loop, "read_step_stats", read):
+        command(*arguments)
+
+
+def test_a_signal_to_one_process_ends_all_after_the_same_step(preheat: Command) -> None:
+    function = f"{__name__}:{signalled_after_the_collective.__name__}"
+    arguments = ("train", "r.yaml", "--set", "techniques={fsdp: {}}", "--nproc", "2", "--out", "two", "--json")
+    run = preheat.start(*arguments, function=function)
+    out, error = run.communicate(timeout=100)
+    assert run.returncode == 143, error
+    assert json.loads(out)["steps"] == len(losses(preheat.folder / "two")) == 4
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[str] | Fork | None, seconds: float = 250) -> None:
