@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["clean", "memory", "percent", "quoted", "shorten"]
+__all__ = ["clean", "memory", "percent", "quoted", "shorten", "three_digits"]
 
 # Unsafe in a page or a terminal: control characters, direction overrides (they reorder the text behind them), and
 # lone surrogates.
@@ -46,6 +46,16 @@ def percent(share: float) -> str:
         '34 %'
     """
     return f"{share * 100:.0f} %"
+
+
+def three_digits(value: float) -> str:
+    """Returns a number with three significant digits, without an exponent from 0.0001 on.
+
+    Example:
+        >>> three_digits(1329.5), three_digits(4.567)
+        ('1,330', '4.57')
+    """
+    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def shorten(text: str, limit: int = 80) -> str:

@@ -15,6 +15,7 @@ from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.page import cell, number_cell, text_cell
 from preheat.report.run_charts import CATEGORY_COLOURS
+from preheat.sanitize import three_digits
 
 __all__ = ["write_plan"]
 
@@ -120,10 +121,11 @@ def _tiles(plan: JsonObject) -> str:
         tiles.append(("Time", duration(1e9 / plan["tokens_per_second"]), "a billion tokens"))
     if cost:
         run = f"{cost['run']:,.2f} {money} for the run" if cost["run"] else f"{cost['hour']:,.2f} {money} an hour"
-        tiles.append(("Cost", f"{1000 * cost['million_tokens']:,.3g} {money}", f"a billion tokens; {run}"))
+        tiles.append(("Cost", f"{three_digits(1000 * cost['million_tokens'])} {money}", f"a billion tokens; {run}"))
     if energy := plan["energy"]:
-        run = f"{energy['run']:,.3g} kWh for the run" if energy["run"] else f"{energy['kilowatts']:,.3g} kW"
-        of_billion = f"{1000 * energy['million_tokens']:,.3g} kWh"
+        power = f"{three_digits(energy['kilowatts'])} kW"
+        run = f"{three_digits(energy['run'])} kWh for the run" if energy["run"] else power
+        of_billion = f"{three_digits(1000 * energy['million_tokens'])} kWh"
         tiles.append(("Energy, at most", of_billion, f"a billion tokens; {run}; boards at full power"))
     return page.tiles(tiles)
 
@@ -243,7 +245,7 @@ def _alternatives(plan: JsonObject) -> str:
             text_cell(a.get("changes") or a["what"]),
             number_cell(text),
             number_cell(grouped(a["tokens_per_second"])),
-            *([number_cell(f"{1000 * a['cost']['million_tokens']:,.3g}")] if priced else []),
+            *([number_cell(f"{three_digits(1000 * a['cost']['million_tokens'])}")] if priced else []),
             cell(nbsp_units(a["tradeoff"])),
         )
         for a, text in zip(plan["alternatives"], texts, strict=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.mesh import DATA, Axis, sizes_of
-from preheat.sanitize import clean, memory, percent, shorten
+from preheat.sanitize import clean, memory, percent, shorten, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -251,7 +251,7 @@ def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
 def _speed(plan: Mapping[str, Any]) -> str:
     low, high = plan["tokens_per_second_interval"]
     peak = plan["matrix_rate"]
-    flops = f"{peak / 1e12:,.3g} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
+    flops = f"{three_digits(peak / 1e12)} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
     # Of a catalogue's device the rate is that of its data sheet.
     of = f"the {flops} measured here" if plan["device"]["kind"] == "cpu" else f"the device's {flops}"
     return f"{rate(plan['tokens_per_second'])} tokens/s ({rate(low)} to {rate(high)}), {percent(plan['mfu'])} of {of}"
@@ -298,8 +298,8 @@ def _money(amount: float) -> str:
 
 
 def _energy(energy: Mapping[str, Any]) -> str:
-    run = f"{energy['run']:,.3g} kWh for the run, " if energy["run"] else ""
-    return f"{run}at most {energy['million_tokens'] * 1000:,.3g} kWh per billion tokens, boards at full power"
+    run = f"{three_digits(energy['run'])} kWh for the run, " if energy["run"] else ""
+    return f"{run}at most {three_digits(energy['million_tokens'] * 1000)} kWh per billion tokens, boards at full power"
 
 
 def _batch(recipe: Recipe, plan: Mapping[str, Any]) -> str:

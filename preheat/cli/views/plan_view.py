@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
-from preheat.sanitize import memory
+from preheat.sanitize import memory, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -88,7 +88,7 @@ def _alternatives(result: JsonObject) -> Table:
     table.add_column("gives up", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in result["alternatives"]:
-        cost = [f"{a['cost']['million_tokens']:.3g}"] if result["cost"] else []
+        cost = [three_digits(a["cost"]["million_tokens"])] if result["cost"] else []
         table.add_row(memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["tradeoff"], a["what"])
     return table
 
