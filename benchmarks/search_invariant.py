@@ -1,4 +1,4 @@
-"""Compares the recipe that `preheat plan` chooses with all recipes one or two changes away, for 12 tasks.
+"""Compares the recipe that `preheat plan` chooses with all recipes one or two changes away, for 16 tasks.
 
     python benchmarks/search_invariant.py [--tasks 0.5b ...] [--out benchmarks/results/search_invariant.json]
 
@@ -50,6 +50,7 @@ class Task:
     nodes: int = 1
     allow: Numerics = "rounding"
     batch_tokens: int | None = None
+    length: int | None = None  # tokens of a row
 
     @property
     def devices(self) -> int:
@@ -59,10 +60,17 @@ class Task:
     def name(self) -> str:
         many = f"{self.devices} " if self.devices > 1 else ""
         allowed = f", --allow {self.allow}" if self.allow != "rounding" else ""
-        return f"{self.model} {self.method} on {many}{self.gpu or 'this CPU'}{allowed}"
+        rows = f", rows of {self.length:,} tokens" if self.length else ""
+        return f"{self.model} {self.method} on {many}{self.gpu or 'this CPU'}{allowed}{rows}"
 
     def request(self) -> Request:
-        subject = subject_of(self.model, method=self.method, devices=self.devices, batch_tokens=self.batch_tokens)
+        subject = subject_of(
+            self.model,
+            method=self.method,
+            length=self.length,
+            batch_tokens=self.batch_tokens,
+            devices=self.devices,
+        )
         per_host = self.count if self.nodes > 1 else min(self.devices, 8)
         return request_of(subject.recipe, self.gpu, world=self.devices, per_host=per_host, count_rows=False)
 
@@ -80,6 +88,10 @@ TASKS = (
     Task("Qwen/Qwen2.5-32B", "qlora", "L40S"),
     Task("llama-3.1-70b", "full", "H100", 8, 8),
     Task("Qwen/Qwen2.5-0.5B", "full", None, batch_tokens=8192),
+    Task("llama-3.2-1b", "full", "H100", length=32768),
+    Task("Qwen/Qwen3-8B", "qlora", "RTX-4090", length=8192),
+    Task("llama-3.1-8b", "lora", "H100", length=8192),
+    Task("llama-3.1-70b", "full", "H100", 8, 8, length=8192),
 )
 
 

@@ -145,14 +145,17 @@ class TechniqueCombinations:
         self._base = base
         return choices
 
-    def _priority(self, cls: type[Searchable]) -> tuple[bool, bool]:
+    def _priority(self, cls: type[Searchable]) -> tuple[bool, bool, bool]:
         """Sort key: the order in which techniques are tried.
 
-        On a GPU precision comes first, because it decides which kernels the others run. Techniques that change only the
-        ends come last: their benefit shows when the layers are small already.
+        Attention comes first: plain attention takes memory with the square of the length, and how much depends on the
+        precision, so that each precision is observed on top of the attention that it will have. On a GPU precision is
+        next, because it decides which kernels the others run. Techniques that change only the ends come last: their
+        benefit shows when the layers are small already.
         """
-        first = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
-        return _changes_ends_only((cls(),)), not first
+        attention = Slot.ATTENTION_KERNEL in cls().claimed()
+        precision = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
+        return _changes_ends_only((cls(),)), not attention, not precision
 
     def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
         """Returns the settings that show their effect in a single layer; of many the first, the middle and the last."""

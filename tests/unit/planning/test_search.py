@@ -503,6 +503,26 @@ def test_what_one_precision_refuses_is_tried_beside_every_other(monkeypatch: pyt
     assert not any(isinstance(t, attention) for t, _ in refusals)
 
 
+def test_costs_of_combinations_with_long_rows_are_those_of_dry_runs() -> None:
+    """Plain attention takes most of such a step: a precision observed beside it was ranked by what attention saves."""
+    long = parse(
+        "model: {num_layers: 2, hidden_size: 256, num_heads: 16, vocab_size: 512}\n"
+        "batch: {size: 2, seq_len: 4096}\nstop: {max_steps: 1}"
+    )
+    space = space_of(long, 80 * 1024, "rounding")
+    kinds = TechniqueCombinations(space, lambda *why: None).sampled()
+    names = [frozenset(t.name() for t in kind.settings) for kind in kinds]
+    compared = [
+        (kind.cost, observe_layer(space.single(kind.settings)), kind.settings)
+        for kind, techniques in zip(kinds, names, strict=True)
+        if techniques >= {"efficient_attention", "mixed_precision"} and not techniques & {"activation_checkpointing"}
+    ]
+    assert len(compared) >= 3
+    for cost, observed, settings in compared:
+        assert cost.saved[0] == pytest.approx(observed.saved[0], rel=0.1), settings
+        assert cost.seconds[0] == pytest.approx(observed.seconds[0], rel=0.1), settings
+
+
 def test_a_setting_without_effect_on_one_layer_is_observed_on_two_and_three() -> None:
     rates = gpu(8192)
     request = Request(override(small(), "batch.size=1"), rates.as_device, world=1, rates=rates)
