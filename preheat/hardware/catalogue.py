@@ -28,7 +28,7 @@ class Accelerator:
     """Specification of one device; None if it has no such unit, or no figure is known.
 
     Attributes:
-        memory: bytes as marketed; driver and context use 1 to 2 % of it.
+        memory: bytes that torch sees: less than marketed, by 1 to 3 %, and by 8 % if GDDR memory has ECC on.
         bandwidth: memory bandwidth, bytes/s.
         bf16, fp16, fp8: dense peak of the matrix units, FLOP/s.
         fp32: peak without TF32, FLOP/s.
@@ -95,7 +95,7 @@ _TF32 = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "blackwell-rtx": 0.85, "cdna": 0.7}
 
 # Sources:
-# - Memory, bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
+# - Bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of
 #   stas00/ml-engineering; A100-40GB and A800: data sheets; H100-96GB: torchtitan's benchmarks; V100: bigscience,
 #   gpt2.md.
 # - L40 to RTX-2080Ti, H100-NVL, H800, H20, RTX-PRO-6000 to RTX-5060Ti: data sheets and NVIDIA's architecture papers;
@@ -110,73 +110,75 @@ _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "b
 # - Watts: data sheets with one figure for the device; H100-96GB and A800: similar devices of that power limit.
 # - Host: PCIe x16 by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), by the data sheets; GH200: NVLink-C2C, 900 GB/s in
 #   both directions together.
-# - Memory of 141, 180, 186 ... is GB in the vendors' prints; tools show about as many GiB.
+# - Memory: the least total that torch prints on Linux in public logs and messages, rounded down; without one (A10, A30,
+#   Ada and Ampere GeForce but 3060, 3080, 3090, 4060 Ti and 4090, GH200): that of a device of the same memory. RTX A6000
+#   and RTX 6000 Ada have ECC off, as shipped. Gaudi, TPU and Trainium: as marketed.
 #
 # Rates in TFLOP/s, bandwidths in GB/s; bf16* and fp8* are the achieved rates. A800 is the A100 for export,
 # H100-SXM-96GB has HBM2e and 500 W, the 96 GB GH200 has 4.0 TB/s, V100s reach 30 to 60 TFLOP/s in training, and
 # MI300X's link is to each peer.
 _TABLE = """
-name              GiB  GB/s  bf16  fp16  fp32   fp8   bf16*   fp8*    link  network  units  watts  host   generation
-A100-80GB         80   2039  312   312   19.5   -     271.2   -       300   -        108    400    31.5   ampere
-A100-40GB         40   1555  312   312   19.5   -     -       -       300   -        108    400    31.5   ampere
-A100-PCIe-80GB    80   1940  312   312   19.5   -     252.9   -       31    -        108    300    31.5   ampere
-A800-80GB         80   2039  312   312   19.5   -     -       -       200   -        108    400    31.5   ampere
-H100              80   3350  989   989   67     1979  794.5   1402.6  450   50       132    700    63     hopper
-H100-SXM-96GB     96   2400  989   989   67     1979  -       -       450   50       132    500    63     hopper
-H100-PCIe         80   2000  756   756   51     1513  -       -       63    -        114    350    63     hopper
-H100-NVL          94   3938  835   835   60    1671  -       -       300   -        132    400    63     hopper
-H800              80   3350  989   989   67     1979  -       -       200   50       132    700    63     hopper
-H20               96   4000  148   148   44     296   142     -       450   50       78     400    63     hopper
-H200              141  4800  989   989   67     1979  794.5   1453.4  450   50       132    700    63     hopper
-GH200-SXM         141  4800  989   989   67     1979  828.6   1535.0  450   -        132    -      450    hopper
-B200              180  8000  2250  2250  75     4500  1745.0  3432.5  900   50       148    1000   63     blackwell
-B300              288  8000  2250  2250  75     4500  1769.0  3353.3  900   100      148    -      -      blackwell
-GB200             186  8000  2500  2500  80     5000  1822.0  3615.6  900   -        148    -      -      blackwell
-GB300             288  8000  2500  2500  80     5000  -       -       900   -        148    -      -      blackwell
-RTX-PRO-6000      96   1792  504   504   126    1008  -       -       63    -        188    600    63     blackwell-rtx
-RTX-5090          32   1792  209.5 209.5 104.8  419   -       -       63    -        170    575    63     blackwell-rtx
-RTX-5080          16   960   112.6 112.6 56.3   225.1 -       -       63    -        84     360    63     blackwell-rtx
-RTX-5070Ti        16   896   87.9  87.9  43.9   175.8 -       -       63    -        70     300    63     blackwell-rtx
-RTX-5070          12   672   61.7  61.7  30.9   123.5 -       -       63    -        48     250    63     blackwell-rtx
-RTX-5060Ti-16GB   16   448   47.4  47.4  23.7   94.9  -       -       31    -        36     180    31.5   blackwell-rtx
-L40S              48   864   362   362   91.6   733   -       -       31    -        142    350    31.5   ada
-L40               48   864   181   181   90.5   362   -       -       31    -        142    300    31.5   ada
-L4                24   300   121   121   30.3   242   70.9    -       31    -        58     72     31.5   ada
-A10G-24GB         24   600   70    70    31.2   -     -       -       31    -        72     -      31.5   ampere
-A10               24   600   125   125   31.2   -     -       -       31    -        72     150    31.5   ampere
-A30               24   933   165   165   10.3   -     -       -       100   -        56     165    31.5   ampere
-A40               48   696   149.7 149.7 37.4   -     -       -       56    -        84     300    31.5   ampere
-A6000-48GB        48   768   155   155   38.7   -     -       -       56    -        84     300    31.5   ampere
-A6000-Ada-48GB    48   960   364   364   91.1   728   -       -       31    -        142    300    31.5   ada
-A5000-24GB        24   768   111   111   27.8   -     -       -       56    -        64     230    31.5   ampere
-A4000-16GB        16   448   76.7  76.7  19.2   -     -       -       31    -        48     140    31.5   ampere
-RTX-3090          24   936   71    71    35.6   -     -       -       56    -        82     350    31.5   ampere
-RTX-3090Ti        24   1008  80    80    40     -     -       -       56    -        84     450    31.5   ampere
-RTX-3080-10GB     10   760   59.5  59.5  29.8   -     -       -       31    -        68     320    31.5   ampere
-RTX-3080Ti        12   912   68.2  68.2  34.1   -     -       -       31    -        80     350    31.5   ampere
-RTX-3060-12GB     12   360   25.5  25.5  12.7   -     -       -       31    -        28     170    31.5   ampere
-RTX-4090          24   1008  165   165   82.6   330   -       -       31    -        128    450    31.5   ada
-RTX-4080-SUPER    16   736   104.4 104.4 52.2   208.8 -       -       31    -        80     320    31.5   ada
-RTX-4080          16   717   97.5  97.5  48.7   194.9 -       -       31    -        76     320    31.5   ada
-RTX-4070Ti-SUPER  16   672   88    88    44.1   176   -       -       31    -        66     285    31.5   ada
-RTX-4070-SUPER    12   504   70.9  70.9  35.5   141.8 -       -       31    -        56     220    31.5   ada
-RTX-4070          12   504   58.3  58.3  29.1   116.6 -       -       31    -        46     200    31.5   ada
-RTX-4060Ti-16GB   16   288   44.1  44.1  22.1   88.2  -       -       15.75 -        34     165    15.75  ada
-T4                16   320   -     65    8.1    -     -       -       16    -        40     70     15.75  turing
-RTX-2080Ti        11   616   -     53.8  13.4   -     -       -       16    -        68     250    15.75  turing
-V100-32GB         32   900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
-V100-16GB         16   900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
-MI250X            128  3280  383   383   47.9   -     -       -       50    -        220    560    -      cdna
-MI300X            192  5300  1307  1307  163.4  2610  668.4   -       64    -        304    750    63     cdna
-MI325X            256  6000  1300  1300  163.4  2610  784.9   -       64    -        304    1000   63     cdna
-MI355X            288  8000  2500  2500  157.3  5000  1565.0  -       76.5  -        256    1400   63     cdna
-Gaudi2            96   2460  432   432   -      865   418.7   826.5   300   -        -      600    -      other
-Gaudi3            128  3700  1677  1677  -      1677  1243.0  1289.5  600   -        -      900    -      other
-TPU-v4            32   1200  275   -     -      -     -       -       -     -        -      -      -      other
-TPU-v5p           95   2760  459   -     -      -     -       -       -     -        -      -      -      other
-TPU-v5e           16   820   197   -     -      -     -       -       -     -        -      -      -      other
+name              GiB   GB/s  bf16  fp16  fp32   fp8   bf16*   fp8*    link  network  units  watts  host   generation
+A100-80GB         79.1  2039  312   312   19.5   -     271.2   -       300   -        108    400    31.5   ampere
+A100-40GB         39.4  1555  312   312   19.5   -     -       -       300   -        108    400    31.5   ampere
+A100-PCIe-80GB    79.1  1940  312   312   19.5   -     252.9   -       31    -        108    300    31.5   ampere
+A800-80GB         79.1  2039  312   312   19.5   -     -       -       200   -        108    400    31.5   ampere
+H100              79.0  3350  989   989   67     1979  794.5   1402.6  450   50       132    700    63     hopper
+H100-SXM-96GB     95.0  2400  989   989   67     1979  -       -       450   50       132    500    63     hopper
+H100-PCIe         79.0  2000  756   756   51     1513  -       -       63    -        114    350    63     hopper
+H100-NVL          93.0  3938  835   835   60    1671  -       -       300   -        132    400    63     hopper
+H800              79.0  3350  989   989   67     1979  -       -       200   50       132    700    63     hopper
+H20               95.0  4000  148   148   44     296   142     -       450   50       78     400    63     hopper
+H200              139.7 4800  989   989   67     1979  794.5   1453.4  450   50       132    700    63     hopper
+GH200-SXM         139.7 4800  989   989   67     1979  828.6   1535.0  450   -        132    -      450    hopper
+B200              178.3 8000  2250  2250  75     4500  1745.0  3432.5  900   50       148    1000   63     blackwell
+B300              267.6 8000  2250  2250  75     4500  1769.0  3353.3  900   100      148    -      -      blackwell
+GB200             184.3 8000  2500  2500  80     5000  1822.0  3615.6  900   -        148    -      -      blackwell
+GB300             276.5 8000  2500  2500  80     5000  -       -       900   -        148    -      -      blackwell
+RTX-PRO-6000      94.9  1792  504   504   126    1008  -       -       63    -        188    600    63     blackwell-rtx
+RTX-5090          31.3  1792  209.5 209.5 104.8  419   -       -       63    -        170    575    63     blackwell-rtx
+RTX-5080          15.5  960   112.6 112.6 56.3   225.1 -       -       63    -        84     360    63     blackwell-rtx
+RTX-5070Ti        15.5  896   87.9  87.9  43.9   175.8 -       -       63    -        70     300    63     blackwell-rtx
+RTX-5070          11.6  672   61.7  61.7  30.9   123.5 -       -       63    -        48     250    63     blackwell-rtx
+RTX-5060Ti-16GB   15.5  448   47.4  47.4  23.7   94.9  -       -       31    -        36     180    31.5   blackwell-rtx
+L40S              44.3  864   362   362   91.6   733   -       -       31    -        142    350    31.5   ada
+L40               44.3  864   181   181   90.5   362   -       -       31    -        142    300    31.5   ada
+L4                22.0  300   121   121   30.3   242   70.9    -       31    -        58     72     31.5   ada
+A10G-24GB         22.0  600   70    70    31.2   -     -       -       31    -        72     -      31.5   ampere
+A10               22.0  600   125   125   31.2   -     -       -       31    -        72     150    31.5   ampere
+A30               23.5  933   165   165   10.3   -     -       -       100   -        56     165    31.5   ampere
+A40               44.4  696   149.7 149.7 37.4   -     -       -       56    -        84     300    31.5   ampere
+A6000-48GB        47.4  768   155   155   38.7   -     -       -       56    -        84     300    31.5   ampere
+A6000-Ada-48GB    47.4  960   364   364   91.1   728   -       -       31    -        142    300    31.5   ada
+A5000-24GB        23.5  768   111   111   27.8   -     -       -       56    -        64     230    31.5   ampere
+A4000-16GB        15.5  448   76.7  76.7  19.2   -     -       -       31    -        48     140    31.5   ampere
+RTX-3090          23.5  936   71    71    35.6   -     -       -       56    -        82     350    31.5   ampere
+RTX-3090Ti        23.5  1008  80    80    40     -     -       -       56    -        84     450    31.5   ampere
+RTX-3080-10GB     9.6   760   59.5  59.5  29.8   -     -       -       31    -        68     320    31.5   ampere
+RTX-3080Ti        11.6  912   68.2  68.2  34.1   -     -       -       31    -        80     350    31.5   ampere
+RTX-3060-12GB     11.6  360   25.5  25.5  12.7   -     -       -       31    -        28     170    31.5   ampere
+RTX-4090          23.5  1008  165   165   82.6   330   -       -       31    -        128    450    31.5   ada
+RTX-4080-SUPER    15.5  736   104.4 104.4 52.2   208.8 -       -       31    -        80     320    31.5   ada
+RTX-4080          15.5  717   97.5  97.5  48.7   194.9 -       -       31    -        76     320    31.5   ada
+RTX-4070Ti-SUPER  15.5  672   88    88    44.1   176   -       -       31    -        66     285    31.5   ada
+RTX-4070-SUPER    11.6  504   70.9  70.9  35.5   141.8 -       -       31    -        56     220    31.5   ada
+RTX-4070          11.6  504   58.3  58.3  29.1   116.6 -       -       31    -        46     200    31.5   ada
+RTX-4060Ti-16GB   15.5  288   44.1  44.1  22.1   88.2  -       -       15.75 -        34     165    15.75  ada
+T4                14.5  320   -     65    8.1    -     -       -       16    -        40     70     15.75  turing
+RTX-2080Ti        10.5  616   -     53.8  13.4   -     -       -       16    -        68     250    15.75  turing
+V100-32GB         31.7  900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
+V100-16GB         15.7  900   -     125   15.7   -     -       -       150   -        80     300    15.75  volta
+MI250X            127.9 3280  383   383   47.9   -     -       -       50    -        220    560    -      cdna
+MI300X            191.6 5300  1307  1307  163.4  2610  668.4   -       64    -        304    750    63     cdna
+MI325X            255.6 6000  1300  1300  163.4  2610  784.9   -       64    -        304    1000   63     cdna
+MI355X            287.9 8000  2500  2500  157.3  5000  1565.0  -       76.5  -        256    1400   63     cdna
+Gaudi2            96    2460  432   432   -      865   418.7   826.5   300   -        -      600    -      other
+Gaudi3            128   3700  1677  1677  -      1677  1243.0  1289.5  600   -        -      900    -      other
+TPU-v4            32    1200  275   -     -      -     -       -       -     -        -      -      -      other
+TPU-v5p           95    2760  459   -     -      -     -       -       -     -        -      -      -      other
+TPU-v5e           16    820   197   -     -      -     -       -       -     -        -      -      -      other
 TPU-v6e           -    -     918   -     -      918   -       -       -     -        -      -      -      other
-Trainium2         96   2900  667   667   181    1299  -       -       640   -        -      -      -      other
+Trainium2         96    2900  667   667   181    1299  -       -       640   -        -      -      -      other
 """
 
 # Other names of the rows above, as drivers and users write them, normalized by `_key`.
@@ -233,7 +235,7 @@ def _rows() -> dict[str, Accelerator]:
         )
         rows[name] = Accelerator(
             name=name,
-            memory=None if memory == "-" else int(memory) * 2**30,
+            memory=None if memory == "-" else int(float(memory) * 2**30),
             bandwidth=_number(bandwidth, 1e9),
             bf16=_number(bf16, 1e12),
             fp16=_number(fp16, 1e12),
