@@ -110,9 +110,9 @@ _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "b
 # - Watts: data sheets with one figure for the device; H100-96GB and A800: similar devices of that power limit.
 # - Host: PCIe x16 by generation, 15.75, 31.5 or 63 GB/s (PCI-SIG), by the data sheets; GH200: NVLink-C2C, 900 GB/s in
 #   both directions together.
-# - Memory: the least total that torch prints on Linux in public logs and messages, rounded down; without one (A10, A30,
-#   Ada and Ampere GeForce but 3060, 3080, 3090, 4060 Ti and 4090, GH200): that of a device of the same memory. RTX A6000
-#   and RTX 6000 Ada have ECC off, as shipped. Gaudi, TPU and Trainium: as marketed.
+# - Memory: the least total that torch prints on Linux in public logs and messages, rounded down; without one, that of a
+#   device of the same memory (most GeForce of 12 and 16 GB, A10, A30, GH200, H100-SXM-96GB). RTX A6000 and RTX 6000 Ada
+#   have ECC off, as shipped. Gaudi, TPU and Trainium: as marketed.
 #
 # Rates in TFLOP/s, bandwidths in GB/s; bf16* and fp8* are the achieved rates. A800 is the A100 for export,
 # H100-SXM-96GB has HBM2e and 500 W, the 96 GB GH200 has 4.0 TB/s, V100s reach 30 to 60 TFLOP/s in training, and

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from preheat.planning.dispatch_recorder import Place
     from preheat.planning.worker_pool import Task
 
-__all__ = ["observe_few_layers", "of_layers", "require_buildable"]
+__all__ = ["observe_few_layers", "of_layers", "require_buildable", "sampled_layers"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
 FEW, ENOUGH = (4, 1), (8, 4)
 _LONGEST_PATTERN = 6  # layers in the longest repeating pattern of layer types
+_MOST_SAMPLED = 8  # layers of a sample whose kinds do not repeat: more would take a search longer than they improve it
 _ALL = 256  # up to this many layers a model on one CPU is observed in full; more would take minutes
 
 
@@ -120,6 +121,28 @@ def of_layers(request: Request, layers: int) -> Request:
     model = request.recipe.model
     model = replace(model, config={**model.config, "num_hidden_layers": layers})
     return replace(request, recipe=replace(request.recipe, model=model))
+
+
+def sampled_layers(request: Request) -> tuple[int, int]:
+    """Returns two layer counts whose difference is a sample of the model's layers, for estimates.
+
+    The sample is a period of the model's pattern of layers, after the irregular first ones; if nothing repeats, the
+    next layers up to one of each kind, at most eight.
+
+    Example:
+        >>> from preheat.core import Device
+        >>> from preheat.recipe import parse
+        >>> recipe = parse("model: {preset: qwen3.5-0.8b}\\nstop: {max_steps: 1}")  # every fourth layer has attention
+        >>> sampled_layers(Request(recipe, Device("cpu", "a processor", 2**34)))
+        (1, 5)
+    """
+    kinds = layer_kinds(request.config.get_text_config())
+    first, period = _pattern(kinds)
+    if period > _LONGEST_PATTERN:
+        rest = kinds[1:]
+        covering = (n for n in range(1, len(rest)) if set(rest[:n]) == set(rest))
+        period = min(next(covering, len(rest)), _MOST_SAMPLED)
+    return first + 1, first + 1 + period
 
 
 def _layer_counts(

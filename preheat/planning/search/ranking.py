@@ -1,8 +1,8 @@
 """Fast estimates of memory and speed, which order the candidates of a search; verdicts come from dry runs.
 
-Dry runs of one layer and of two, on one device with one sequence, give the cost of a layer (their difference) and of
-the ends (embedding, head, loss). An estimate scales these by layers, rows and devices, and computes the communication
-from the sizes of weights and hidden states.
+Dry runs of few layers and of a sample of layers more (`sampled_layers`), on one device with one sequence, give the mean
+cost of a layer (by their difference) and that of the ends (embedding, head, loss). An estimate scales these by layers,
+rows and devices, and computes the communication from the sizes of weights and hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
 from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.layer_extrapolation import of_layers
+from preheat.planning.layer_extrapolation import of_layers, sampled_layers
 from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.request import Request
@@ -96,7 +96,7 @@ def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
 
 
 def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerCost:
-    """Observes the model with one layer and with two, on one device with one sequence.
+    """Observes the model with a few layers and with a sample of its layers more, on one device with one sequence.
 
     Args:
         request: for one device, with batch size 1 and no parallelism (`Space.single`), or for two with one row each.
@@ -131,15 +131,16 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
         # In the order of the fields of LayerCost.
         return states, *weights, at["optimizer"], trained, passing, computing, update
 
-    fewest = 1
+    fewest, more = sampled_layers(request)
     try:
         first = numbers(fewest)
     except RecipeError:  # a setting that leaves the last layer as it is has no effect on one
-        first = numbers(fewest := 2)
+        fewest, more = fewest + 1, more + 1
+        first = numbers(fewest)
     if layer is not None:
         of_layer = [getattr(layer, each.name)[0] for each in fields(layer)]
     else:
-        of_layer = [max(b - a, 0.0) for a, b in zip(first, numbers(fewest + 1), strict=True)]
+        of_layer = [max(b - a, 0.0) / (more - fewest) for a, b in zip(first, numbers(more), strict=True)]
     ends = [max(a - fewest * b, 0.0) for a, b in zip(first, of_layer, strict=True)]
     return LayerCost(*zip(of_layer, ends, strict=True))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from preheat.core import Problem, ProblemCode, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
-from preheat.planning.layer_extrapolation import of_layers
+from preheat.planning.layer_extrapolation import of_layers, sampled_layers
 from preheat.planning.observation_cache import prefetch
 from preheat.planning.search.candidates import Settings, Space, candidate_problems
 from preheat.planning.search.ranking import LayerCost, observe_layer
@@ -183,7 +183,7 @@ class TechniqueCombinations:
         prefetch(
             {"request": of_layers(request, layers), "how": "step"}
             for request, ends in singles
-            for layers in ((1,) if ends else (1, 2))
+            for layers in sampled_layers(request)[: 1 if ends else 2]
         )
 
     def _try(self, t: Technique, base: Settings, under: LayerCost) -> Option | None:

@@ -19,6 +19,7 @@ from preheat.hardware.interrupts import Interrupted, raising
 from preheat.planning import observation_cache as recalling
 from preheat.planning.dry_run import observe
 from preheat.planning.explain import explain, figures
+from preheat.planning.layer_extrapolation import sampled_layers
 from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
@@ -521,6 +522,33 @@ def test_costs_of_combinations_with_long_rows_are_those_of_dry_runs() -> None:
     for cost, observed, settings in compared:
         assert cost.saved[0] == pytest.approx(observed.saved[0], rel=0.1), settings
         assert cost.seconds[0] == pytest.approx(observed.seconds[0], rel=0.1), settings
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("llama-3.2-1b", (1, 2)),
+        ("qwen3.5-0.8b", (1, 5)),  # three layers with a delta rule, one with attention
+        ("gemma-3-1b", (1, 7)),
+        ("deepseek-v3", (4, 5)),  # the first three have no experts
+        ("nemotron-3-nano-30b-a3b", (1, 6)),  # nothing repeats: the sixth layer is the first with attention
+        ("gemma-3n-e2b", (1, 9)),  # the first layer of the last kind comes too late
+    ],
+)
+def test_a_sample_of_layers_has_each_kind(preset: str, expected: tuple[int, int]) -> None:
+    recipe = parse(f"model: {{preset: {preset}}}\nstop: {{max_steps: 1}}")
+    assert sampled_layers(Request(recipe, gpu(81920).as_device)) == expected
+
+
+def test_techniques_of_later_layers_are_searched() -> None:
+    """The first two layers of this model have no attention."""
+    recipe = parse(
+        "model: {preset: qwen3.5-0.8b, config: {num_hidden_layers: 8}}\nbatch: {size: 1, seq_len: 2048}\n"
+        "stop: {max_steps: 1}\ntechniques: {chunked_loss: {}, mixed_precision: {mode: bf16_weights}}"
+    )
+    kinds = TechniqueCombinations(space_of(recipe, 81920), lambda *why: None).sampled()
+    least = min(kinds, key=lambda kind: kind.cost.saved[0])
+    assert "efficient_attention" in {t.name() for t in least.settings}
 
 
 def test_a_setting_without_effect_on_one_layer_is_observed_on_two_and_three() -> None:
