@@ -1,4 +1,4 @@
-"""Compares the recipe that `preheat plan` chooses with all recipes one or two changes away, for 16 tasks.
+"""Compares the recipe that `preheat plan` chooses with all recipes one or two changes away, for 19 tasks.
 
     python benchmarks/search_invariant.py [--tasks 0.5b ...] [--out benchmarks/results/search_invariant.json]
 
@@ -92,6 +92,9 @@ TASKS = (
     Task("Qwen/Qwen3-8B", "qlora", "RTX-4090", length=8192),
     Task("llama-3.1-8b", "lora", "H100", length=8192),
     Task("llama-3.1-70b", "full", "H100", 8, 8, length=8192),
+    Task("Qwen/Qwen3.5-9B", "lora", "H100"),
+    Task("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "qlora", "H100"),
+    Task("Qwen/Qwen3-30B-A3B", "lora", "H100"),
 )
 
 
