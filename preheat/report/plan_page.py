@@ -61,7 +61,8 @@ preheat plan --json.</footer>""",
 
 
 def _verdict(plan: JsonObject) -> str:
-    fits = "Fits" if plan["fits"] else "Does not fit"
+    high = (plan.get("peak_gib_interval") or (0.0, 0.0))[1]
+    fits = "Does not fit" if not plan["fits"] else "Fits tightly" if high > plan["available_gib"] else "Fits"
     peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}{_in_nine(plan, 'peak_gib_interval', gib)}"
     speed = (
         f"{grouped(plan['tokens_per_second'])} tokens a second{_in_nine(plan, 'tokens_per_second_interval', grouped)}"

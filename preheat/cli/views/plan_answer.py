@@ -113,7 +113,10 @@ class Answer:
         plan, device = self.plan, self.plan["device"]
         count = plan.get("devices") or 1
         where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
-        verdict = "fits" if plan["fits"] else "nothing fits so far" if _is_interrupted(plan) else "does not fit"
+        if plan["fits"]:
+            verdict = "fits tightly" if _is_tight(plan) else "fits"
+        else:
+            verdict = "nothing fits so far" if _is_interrupted(plan) else "does not fit"
         model = _model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
         room = width - len(model) - len(verdict) - 9
@@ -446,14 +449,18 @@ def _export(plan: Mapping[str, Any]) -> str:
     return f"runs on the host: a later preheat export needs {memory(needs)} of its memory"
 
 
+def _is_tight(plan: Mapping[str, Any]) -> bool:
+    """True if the prediction fits, but not the upper end of its interval."""
+    return bool(plan["fits"] and plan["peak_gib_interval"][1] > plan["available_gib"])
+
+
 def warnings_of(plan: Mapping[str, Any]) -> list[str]:
     """Returns the doubts about a plan, none of which changes its verdict."""
     from preheat.planning.search.result import fragmentation_hint
 
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     has = plan["available_gib"]
-    # The prediction fits, but not the upper end of its interval.
-    if plan["fits"] and plan["peak_gib_interval"][1] > has:
+    if _is_tight(plan):
         smaller = any(a["peak_gib"] < plan["peak_gib"] for a in plan.get("alternatives") or ())
         advice = "an alternative is safer" if smaller else "shorter rows are safer"
         warnings.append(f"little room: the interval passes {memory(has)}; {advice}")

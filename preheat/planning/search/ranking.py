@@ -29,9 +29,9 @@ __all__ = ["Guess", "LayerCost", "estimate", "gathered_share", "observe_layer", 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one layer and of the ends (embedding, head, loss), on one device for one sequence, in bytes and seconds.
+    """Mean cost of a layer, and that of the ends (embedding, head, loss), on one device for one sequence.
 
-    Each attribute is a pair (layer, ends).
+    Each attribute is a pair (layer, ends), in bytes or seconds.
 
     Attributes:
         states: weights, gradients and optimizer states.
