@@ -42,6 +42,7 @@ class LayerCost:
         saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
+        once: the part of `seconds` that a micro-batch takes however many rows it has, where that is known.
     """
 
     states: tuple[float, float]
@@ -52,6 +53,7 @@ class LayerCost:
     saved: tuple[float, float]
     seconds: tuple[float, float]
     update: tuple[float, float]
+    once: tuple[float, float] = (0.0, 0.0)
 
     def with_change(self, other: LayerCost, base: LayerCost) -> LayerCost:
         """Applies the change from `base` to `other` to this cost: combines two changes that were observed separately.
@@ -61,7 +63,7 @@ class LayerCost:
 
         def by(name: str) -> tuple[float, float]:
             triples = zip(getattr(self, name), getattr(other, name), getattr(base, name), strict=True)
-            if name in ("seconds", "update"):
+            if name in ("seconds", "update", "once"):
                 layer, ends = (a * (b / c if c > 0 else 1.0) for a, b, c in triples)
             else:
                 layer, ends = (max(a + b - c, 0.0) for a, b, c in triples)
@@ -129,7 +131,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
             # Autocast caches copies of fp32 weights until the loss: they do not grow with rows, and FSDP has none.
             passing = max(passing - 2 * weights[1], 0)
         # In the order of the fields of LayerCost.
-        return states, *weights, at["optimizer"], trained, passing, computing, update
+        return states, *weights, at["optimizer"], trained, passing, computing, update, 0.0
 
     fewest, more = sampled_layers(request)
     try:
@@ -199,6 +201,7 @@ def estimate(
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
+    working -= (rows - micros) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
     waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates)

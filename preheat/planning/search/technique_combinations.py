@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from preheat.core import Problem, ProblemCode, Searchable, Slot, Tag, Technique
@@ -98,12 +100,30 @@ class TechniqueCombinations:
                 cost = self._plain
                 for c in chosen:
                     cost = cost if c.setting is None else cost.with_change(c.cost, c.base)
-                kinds.append((kind, cost))
+                kinds.append((kind, replace(cost, once=(self._share_once * cost.seconds[0], 0.0))))
         sums = [self._sums(cost, kind) for kind, cost in kinds]
         return [
             Combination(kind, cost, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
             for (kind, cost), mine in zip(kinds, sums, strict=True)
         ]
+
+    @cached_property
+    def _share_once(self) -> float:
+        """Returns the share of a layer's seconds that does not grow with the rows of a micro-batch.
+
+        Few rows read all experts, so a second one takes much less than the first. Other layers take about as long for
+        each row; what is left of it dry runs of larger micro-batches find.
+        """
+        if not self.space.model.experts:
+            return 0.0
+        one = self.space.single(self._base)
+        two = replace(one, recipe=replace(one.recipe, batch=replace(one.recipe.batch, size=2)))
+        prefetch(
+            {"request": of_layers(request, layers), "how": "step"}
+            for request in (one, two)
+            for layers in sampled_layers(request)
+        )
+        return min(max(2 - observe_layer(two).seconds[0] / observe_layer(one).seconds[0], 0.0), 1.0)
 
     def _sample(self, plain: LayerCost) -> dict[type[Searchable], list[Option]]:
         """Returns the useful options of each technique; each setting is tried on top of the best ones before it."""

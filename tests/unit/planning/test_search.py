@@ -288,6 +288,24 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
         assert cut - plain == pytest.approx(weights * 7 / 8 / 80e9 + 20e-6 - update * 7 / 8, rel=0.02)
 
 
+def test_estimates_of_experts_know_that_a_micro_batch_reads_all_of_them() -> None:
+    recipe = parse(
+        "model: {preset: qwen3-30b-a3b, config: {num_hidden_layers: 2}}\nbatch: {size: 4, seq_len: 512}\n"
+        "stop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: bf16_weights}, efficient_attention: {}, "
+        "chunked_loss: {}, lora: {}, activation_checkpointing: {}}"
+    )
+    rates = Roofline.of("H100")
+    one = _Search(Space(Request(recipe, rates.as_device, world=1, rates=rates)), "fastest", 1, lambda message: None)
+    kinds = TechniqueCombinations(one.space, one._refuse).sampled()
+    plain = next(kind for kind in kinds if not kind.settings)
+    ((layout, sizes),) = one._meshes()
+    by_rows = {c.micro: c for c in one._candidates_of(layout, sizes, [plain])}
+    few, many = (plan(one.space.having(by_rows[n].added)) for n in (1, 4))
+    measured = many["tokens_per_second"] / few["tokens_per_second"]
+    estimated = by_rows[4].guess.tokens_per_second / by_rows[1].guess.tokens_per_second
+    assert 1.5 < estimated == pytest.approx(measured, rel=0.3)
+
+
 def test_weights_that_are_gathered_in_bf16_are_tried() -> None:
     """Activations between layers are in bf16 then: no estimate of one device shows it."""
     result = found(small(", mixed_precision: {}"), 8192, "rounding", world=8)
