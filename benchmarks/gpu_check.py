@@ -5,8 +5,9 @@
 
 Cases run one after another, the ones that matter most first, in a process that is started anew where one crashed, hung or left the device
 unusable. Each ends with one JSON line on stdout and in FOLDER/gpu_check-PART.jsonl, so that a session that is cut off keeps what it has;
-FOLDER/gpu_check-PART.md has the table, and FOLDER/gpu_check-PART.log what the cases printed. Exit codes: 0 all that ran is right, 1 something is not,
-2 the command is wrong.
+FOLDER/gpu_check-PART.md has the table, and FOLDER/gpu_check-PART.log what the cases printed. Ctrl-C, SIGTERM and SIGHUP end the running case and its
+processes; the table then has the cases that ended before. Exit codes: 0 all that ran is right, 1 something is not, 2 the command is wrong, 128 + signal
+if it was interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # preheat and its tests, installed or not
 
 from _gpu.case import Case, Skip, Where, Wrong  # noqa: E402
+
+# Before `missing` has looked for what preheat needs: these two import the standard library only.
+from preheat.hardware.child_processes import tethered  # noqa: E402
+from preheat.hardware.interrupts import Interrupted, raising  # noqa: E402
 
 PARTS = ("correct", "memory", "ladder")
 NEEDED = {  # module -> the name that pip knows it by
@@ -45,6 +50,10 @@ NEEDED = {  # module -> the name that pip knows it by
     "jinja2": "jinja2",
     "datasets": "datasets",
     "peft": "peft",
+    "numpy": "numpy",
+    "pyarrow": "pyarrow",
+    "matplotlib": "matplotlib",
+    "PIL": "pillow",
     "pytest": "pytest",
 }
 START = 120.0  # seconds that a process may take for its imports and the first kernel
@@ -138,12 +147,23 @@ class Process:
         if not where.tiny:
             command.append("--full")
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[theirs], text=True, start_new_session=True
+            # Tethered, for a `kill -9` of this process; a session of its own, so that `end` reaches all of its processes.
+            tethered(command),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[theirs],
+            text=True,
+            start_new_session=True,
         )
         os.close(theirs)
         self.answers = os.fdopen(ours, encoding="utf-8")
         self.ran = 0
-        self.ready = self._answer(seconds) is not None
+        try:
+            self.ready = self._answer(seconds) is not None
+        except BaseException:  # a signal: nothing else knows this process yet
+            self.kill()
+            raise
 
     def ask(self, name: str, seconds: float) -> dict[str, Any] | None:
         """The answer; None where it does not come in time or the process has ended."""
@@ -169,14 +189,20 @@ class Process:
                 assert self.process.stdin
                 self.process.stdin.close()
                 self.process.wait(timeout=0.5 if self.ran and not self.ready else 3)
+        self.kill()
+        return code
+
+    def kill(self) -> None:
+        """Kills it and the processes that it has started, without waiting for a case."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.answers.close()
-        return code
 
 
-def results(part: str, where: Where, chosen: list[Case], budget: float, log: Any) -> Iterator[dict[str, Any]]:
+def results(
+    part: str, where: Where, chosen: list[Case], budget: float, log: Any
+) -> Generator[dict[str, Any], None, None]:
     """Runs the cases as far as `budget` seconds allow; what is left is named."""
     until = time.monotonic() + budget
     process: Process | None = None
@@ -224,6 +250,11 @@ def results(part: str, where: Where, chosen: list[Case], budget: float, log: Any
             if case.spoils or any(word in answer["why"] for word in ENDS):
                 process.end()
                 process = None
+    except BaseException:  # a signal, or a fault of this loop
+        if process is not None:
+            process.kill()
+            process = None
+        raise
     finally:
         if process is not None:
             process.end()
@@ -314,14 +345,20 @@ def main() -> int:
         target.mkdir(parents=True, exist_ok=True)
         stem = f"gpu_check-{options.part}"
         rows = []
+        interrupted: Interrupted | None = None
         with (
             (target / f"{stem}.log").open("a", encoding="utf-8") as log,
             (target / f"{stem}.jsonl").open("w", encoding="utf-8") as lines,
         ):
-            for row in results(options.part, where, chosen, options.budget, log):
-                rows.append(row)
-                for file in (sys.stdout, lines):
-                    print(json.dumps(row), file=file, flush=True)
+            try:
+                # Closing the generator ends its process, also if the signal arrives outside of it.
+                with raising(), contextlib.closing(results(options.part, where, chosen, options.budget, log)) as done:
+                    for row in done:
+                        rows.append(row)
+                        for file in (sys.stdout, lines):
+                            print(json.dumps(row), file=file, flush=True)
+            except Interrupted as signalled:
+                interrupted = signalled
         if out is None and any(row["result"] == "failed" for row in rows):
             sys.stderr.write((target / f"{stem}.log").read_text(encoding="utf-8")[-6000:])
         command = "python " + shlex.join(sys.argv)
@@ -329,6 +366,9 @@ def main() -> int:
             table(options.part, rows, command, machine(options.device)), encoding="utf-8"
         )
         print(table(options.part, rows, command, machine(options.device)).splitlines()[2], file=sys.stderr)
+        if interrupted is not None:
+            print(f"gpu_check: {interrupted} after {len(rows)} of {len(chosen)} cases", file=sys.stderr)
+            return interrupted.exit_code
     return int(any(row["result"] in ("wrong", "failed") for row in rows))
 
 

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from _gpu import compressed
 from _gpu.case import Case, Skip, Where, Wrong
 from _gpu.short_of_memory import LIMITED
+from preheat.hardware.child_processes import tethered
 
 ROOT = Path(__file__).resolve().parents[2]
 SPREAD = {
@@ -487,9 +489,8 @@ techniques: {techniques}
 
 def _preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command, which is to succeed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "preheat", *arguments], cwd=where.folder, capture_output=True, text=True, check=False
-    )
+    command = tethered([sys.executable, "-m", "preheat", *arguments])
+    done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         print(done.stderr, file=sys.stderr)
@@ -497,9 +498,11 @@ def _preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def _write_recipe(where: Where, name: str, techniques: str, more: str = "", *, vocabulary: int = 300) -> str:
+def _write_recipe(
+    where: Where, name: str, techniques: str, more: str = "", *, vocabulary: int = 300, width: int | None = None
+) -> str:
     file = Path(where.folder) / f"{name}.yaml"
-    width = 64 if where.tiny else 256
+    width = width or (64 if where.tiny else 256)
     text = RUN.format(width=width, vocabulary=vocabulary, device=where.kind, techniques=techniques)
     file.write_text(text.replace("}\ntechniques", f"{more}}}\ntechniques"), encoding="utf-8")
     return file.name
@@ -563,27 +566,43 @@ def _resumed(techniques: str, more: str, exact: bool, where: Where) -> dict[str,
     return _within(figures, {"largest difference": 0.05})
 
 
+SHORT: dict[str, tuple[tuple[str, ...], int, int, str]] = {
+    # Logits of 64 MiB, most of what such a run allocates.
+    "forward": (("gradients",), 64, 16384, "{}"),
+    "backward": (("gradients",), 64, 16384, "{}"),
+    # Adafactor's update of the embedding, 32 MiB at a time; AdamW's allocates nothing.
+    "update": (("update",), 512, 16384, "{adafactor: {}}"),
+    # Logits of 512 rows at a time, 128 MiB.
+    "evaluation": (("evaluation",), 64, 65536, "{}"),
+    # Weights and moments on the host, 96 MiB, and copies of 32 MiB while a file of one tensor is written.
+    "saving": (("saving",), 512, 16384, "{}"),
+}
+"""Case -> the run's phases in which the error is to happen; its model's width and vocabulary; its techniques."""
+OFTEN = ("stop.max_steps=4", "evaluate.every=2", "checkpoint.every=2")
+
+
 def _out_of_memory() -> list[Case]:
-    phases = ("forward", "backward", "update", "evaluation", "saving")
-    return [Case(f"out of memory/{phase}", functools.partial(_short, phase), seconds=150) for phase in phases]
+    return [Case(f"out of memory/{phase}", functools.partial(_short, phase), seconds=150) for phase in SHORT]
 
 
 def _short(phase: str, where: Where) -> dict[str, Any]:
-    """From the second time of a phase on a run gets little more memory than it has: it goes on in less, or ends with one clear line."""
-    # Logits of 64 MiB, most of the memory of a run: the limit is met in forward and backward.
-    recipe = _write_recipe(where, f"short-{phase}", "{}", vocabulary=16384)
+    """From a phase on a run gets little more memory than it has: it continues with less, or ends with one clear line."""
+    phases, width, vocabulary, techniques = SHORT[phase]
+    recipe = _write_recipe(where, f"short-{phase}", techniques, vocabulary=vocabulary, width=width)
     out = Path(where.folder) / f"short-{phase}"
-    command = [sys.executable, str(Path(__file__).with_name("short_of_memory.py")), recipe, out.name, phase]
+    script = str(Path(__file__).with_name("short_of_memory.py"))
+    command = tethered([sys.executable, script, recipe, out.name, phase, *OFTEN])
     done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
     file = out / "events.jsonl"  # written with the first event
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    kinds = [event.get("event", event.get("kind")) for event in events]
+    errors = [event["phase"] for event in events if event["kind"] == "out_of_memory"]
     # The line of the limit names memory, too.
     said = (done.stderr.replace(LIMITED, "").strip() or "nothing").splitlines()[-1]
     figures: dict[str, Any] = {
         "exit code": done.returncode,
-        "out of memory": kinds.count("out_of_memory"),
-        "fallbacks": kinds.count("fallback"),
+        "out of memory": len(errors),
+        "in": ", ".join(dict.fromkeys(errors)),
+        "fallbacks": sum(event["kind"] == "fallback" for event in events),
         "said": said[:200],
     }
     print(done.stderr, file=sys.stderr)
@@ -591,12 +610,11 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
         raise Wrong("a traceback, or it was killed", figures)
     if LIMITED not in done.stderr:
         raise Wrong("the limit was never set", figures)
+    # The first error after the limit; later ones are those of the retries.
+    if not errors or errors[0] not in phases:
+        raise Wrong(f"no out-of-memory error happened in {phase}, so nothing was shown", figures)
     if done.returncode and "memory" not in figures["said"]:
         raise Wrong("it ended with another error", figures)
-    if done.returncode == 0 and not figures["out of memory"] and phase in ("forward", "backward"):
-        raise Wrong(
-            "the limit was not met: nothing was shown", figures
-        )  # the others may need nothing beside what is there
     return figures
 
 
@@ -711,7 +729,8 @@ def _generated(setting: str, where: Where) -> dict[str, Any]:
 
 def _written() -> list[Case]:
     methods = [
-        Case(f"compressed/{method}", functools.partial(_compressed, method), seconds=200) for method in ("int8", "int4")
+        Case(f"compressed/{method}", functools.partial(_compressed, method), seconds=200)
+        for method in compressed.METHODS
     ]
     formats = [
         Case(f"exports/{to}", functools.partial(_exported, to), seconds=200) for to in ("hf", "gguf", "onnx", "aoti")
@@ -720,14 +739,8 @@ def _written() -> list[Case]:
 
 
 def _compressed(method: str, where: Where) -> dict[str, Any]:
-    """Generates text from compressed weights on the device."""
-    run = _trained(where)
-    out = f"compressed-{method}"
-    _preheat(where, "compress", str(run), "--method", method, "--out", out)
-    text = _written_by(_text(where, Path(where.folder) / out))
-    if not text[0]:
-        raise Wrong("it writes nothing", {})
-    return {"characters": len(text[0])}
+    """Products and logits of compressed weights on the device, against the same weights in fp64."""
+    return compressed.check(method, _trained(where), where)
 
 
 def _exported(to: str, where: Where) -> dict[str, Any]:

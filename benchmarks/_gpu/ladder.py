@@ -19,6 +19,7 @@ from typing import Any
 from _gpu import peers
 from _gpu.case import Case, Skip, Where, Wrong
 from _gpu.shapes import recipe_of
+from preheat.hardware.child_processes import tethered
 
 STEPS, UNTIMED = 9, 4
 LOSS = {"first loss": 0.01, "last loss": 0.05}
@@ -150,7 +151,7 @@ def _chosen(task: str, where: Where) -> dict[str, Any]:
     file = Path(where.folder) / "chosen.yaml"
     file.write_text(recipes.dump(stated), encoding="utf-8")
     command = [sys.executable, "-m", "preheat", "plan", file.name, "--aim", "fastest", "--allow", "rounding", "--json"]
-    done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(tethered(command), cwd=where.folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Wrong(f"plan: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}", {})
     plan = json.loads(done.stdout)

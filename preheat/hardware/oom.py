@@ -6,6 +6,7 @@ torch is imported only in functions.
 from __future__ import annotations
 
 import errno
+import mmap
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,12 +84,16 @@ def require_room(size: int) -> None:
     """Checks that an allocation of `size` bytes succeeds, before code that would crash the process.
 
     Raises:
-        RuntimeError: torch's out-of-memory error.
+        MemoryError: it does not.
     """
-    import torch
-
-    # Claims address space, which the limit counts, without touching pages.
-    torch.empty(size, dtype=torch.uint8)
+    # Claims address space, which the limit counts, without touching pages. From the system: such code does not allocate
+    # from the heap of tensors (`cpu_allocator`), whose holes may be large enough.
+    try:
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"cannot allocate memory: tried to allocate {size} bytes") from None
 
 
 @contextmanager

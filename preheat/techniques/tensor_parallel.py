@@ -41,8 +41,9 @@ def parallelize(
 ) -> int:
     """Shards a transformers model's matrices across a mesh as DTensors, in place; works on meta too.
 
-    Before each update, `preheat.ops.distributed.tensor_parallel.sum_partial(model.parameters())` all-reduces the
-    partial gradients.
+    Before each update, two functions of `preheat.ops.distributed.tensor_parallel` finish the gradients:
+    `broadcast_replicated(model.parameters(), mesh)` makes those of replicated weights equal on all ranks, then
+    `sum_partial(model.parameters())` all-reduces the partial ones.
 
     Args:
         mesh: torch's one-dimensional mesh.
@@ -206,7 +207,7 @@ class TensorParallel(Searchable):
             hf.require_plain_head(part, self.name())
             build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
         # The hook covers all parameters; the technique applies once for each part.
-        finish = (Finish.REDUCE, _sum_partial)
+        finish = (Finish.REDUCE, _finish)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
         parts = [f"{count} matrices sharded across {degree} devices"]
@@ -231,9 +232,11 @@ class TensorParallel(Searchable):
         return [rung for rung in milder[self.sequence_parallel + self.regather :] if not rung.check(context)]
 
 
-def _sum_partial(build: Build) -> None:
-    from preheat.ops.distributed.tensor_parallel import sum_partial
+def _finish(build: Build) -> None:
+    from preheat.ops.distributed.tensor_parallel import broadcast_replicated, sum_partial
 
+    # In this order: sums are equal on all ranks, and replicated from then on.
+    broadcast_replicated((p for _, p in build.parameters()), build.mesh.sub(Axis.TENSOR))
     sum_partial(p for _, p in build.parameters())
 
 

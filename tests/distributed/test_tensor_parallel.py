@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import recipe as recipes
-from preheat.core import Batch, Build
+from preheat.core import Axis, Batch, Build, Finish
 from preheat.engine.builder import build
 from preheat.engine.evaluate import likeliest, measure, token_scores
 from preheat.engine.step import gradients, update
@@ -71,6 +72,8 @@ def write_models(folder: Path) -> None:
         transformers.AutoConfig.for_model(kind, **sizes, **more).save_pretrained(folder / kind)
     for kind, more in MIXERS.items():
         tiny_config(kind, num_hidden_layers=3, **more).save_pretrained(folder / kind)
+    wide = tiny_config("qwen3_5_text", num_hidden_layers=3, hidden_size=512, **MIXERS["qwen3_5_text"])
+    wide.save_pretrained(folder / "wide")  # maps of a mixer of 1 MiB and more
     create_model(transformers.AutoConfig.for_model("phi", **sizes)).save_pretrained(folder / "biased")
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model("qwen3", **sizes, head_dim=16, tie_word_embeddings=True)
@@ -144,14 +147,39 @@ if ALL:
     }
 
 
+def round_otherwise(made: Build) -> None:
+    """From the next step on each process has other gradients, as from kernels whose backward pass is not deterministic."""
+
+    def perturb(made: Build) -> None:
+        for _, p in made.parameters():
+            if p.grad is not None:
+                local(p.grad).mul_(1 + made.mesh.index(Axis.TENSOR) / 1000)
+
+    made.hooks.finish_gradients.insert(0, (Finish.REDUCE, perturb))
+
+
+DRIFTING = {
+    name: replace(CASES[of], look=round_otherwise, steps=3, **more)
+    for name, of, more in (
+        ("whole mixers", "recurrent layers", {}),
+        ("whole mixers, cut", "recurrent layers, cut", {}),
+        ("large weights", "recurrent layers", {"model": family("wide")}),
+        ("norms", "llama", {}),
+        ("head and embedding", "four", {}),
+        ("with fsdp", "fsdp", {}),
+        ("with data_parallel", "data_parallel", {}),
+    )
+}
+"""Cases in which the gradients of replicated weights differ between the processes."""
+
+
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("tensor")
     write_models(folder)
-    from dataclasses import replace
-
-    cases = [replace(case, model=case.model.replace("{folder}", str(folder))) for case in CASES.values()]
-    return dict(zip(CASES, run(cases, folder), strict=True))
+    chosen = CASES | DRIFTING
+    cases = [replace(case, model=case.model.replace("{folder}", str(folder))) for case in chosen.values()]
+    return dict(zip(chosen, run(cases, folder), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -161,6 +189,18 @@ def test_several_processes_compute_what_one_does(several: dict[str, list[dict[st
     assert off["norm"] < 1e-4
     assert off["gradients"] < 1e-5
     assert off["weights"] < 1e-3  # where a gradient is nearly 0, AdamW divides its rounding by itself
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_copies_of_a_weight_remain_equal_though_gradients_are_not(
+    several: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    _, first, *others = several[name]
+    assert "weights" in first, first
+    for other in others:
+        assert other["norms"] == first["norms"]
+        unequal = [key for key, value in first["weights"].items() if not torch.equal(other["weights"][key], value)]
+        assert not unequal
 
 
 def test_an_evaluation_says_the_same(several: dict[str, list[dict[str, Any]]]) -> None:
@@ -248,9 +288,14 @@ def test_bytes_sent_are_those_of_the_formula(fake: Any, sequence: bool) -> None:
     else:
         assert large == {"all_reduce": 4 * layers + 2}
     # Norms of the q and k of each head; with the sequence cut all norms: two a layer and the last.
-    partial = layers * 2 * 8 + sequence * (2 * layers + 1) * 32
+    replicated = (2 * layers + 1) * 32
+    partial = layers * 2 * 8 + sequence * replicated
     assert small[partial * 4] == 1
-    assert sum(sent.values()) == sum(large.values()) + 2 * chunks + 1 + 1  # and the norm of all gradients
+    # Otherwise each device computes the gradients of all these norms, and takes those of the first.
+    broadcast = Counter({("broadcast", replicated * 4): 1} if not sequence else {})
+    assert Counter({key: count for key, count in sent.items() if key[0] == "broadcast"}) == broadcast
+    # And the norm of all gradients.
+    assert sum(sent.values()) == sum(large.values()) + 2 * chunks + 1 + broadcast.total() + 1
 
 
 def gathered_again(regather: bool, mode: str) -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
+import re
+import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ..fork_server import Fork
 
@@ -144,34 +152,227 @@ def test_only_known_refusals_are_skipped(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "fault"),
+    ("phase", "said", "code", "errors", "fault"),
     [
-        ("LIMIT\nout of memory in forward", 3, ""),
-        ("LIMIT\ntechniques.lora: no such key", 2, "another error"),
-        ("LIMIT", 1, "another error"),
-        ("", 0, "never set"),
-        ("LIMIT\nTraceback (most recent call last):\nValueError", 1, "a traceback"),
-        ("LIMIT", 0, "the limit was not met"),
+        ("forward", "LIMIT\nout of memory in forward", 3, ["gradients"], ""),
+        ("evaluation", "LIMIT", 0, ["evaluation", "gradients"], ""),
+        ("forward", "LIMIT\ntechniques.lora: no such key", 2, ["gradients"], "another error"),
+        ("forward", "LIMIT", 1, ["gradients"], "another error"),
+        ("forward", "", 0, ["gradients"], "never set"),
+        ("forward", "LIMIT\nTraceback (most recent call last):\nValueError", 1, ["gradients"], "a traceback"),
+        ("saving", "LIMIT\nmemory allocation of 9 bytes failed", -6, [], "it was killed"),
+        ("forward", "LIMIT", 0, [], "no out-of-memory error happened in forward"),
+        ("update", "LIMIT", 0, [], "no out-of-memory error happened in update"),
+        (
+            "saving",
+            "LIMIT\nout of memory in step 2",
+            1,
+            ["gradients", "saving"],
+            "no out-of-memory error happened in s",
+        ),
     ],
 )
 def test_out_of_memory_needs_a_limit_and_its_error(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, fault: str
+    gpu: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    said: str,
+    code: int,
+    errors: list[str],
+    fault: str,
 ) -> None:
     correct, case = gpu("correct"), gpu("case")
     result = subprocess.CompletedProcess([], code, "", said.replace("LIMIT", correct.LIMITED))
     monkeypatch.setattr(correct.subprocess, "run", lambda *_, **__: result)
     where = case.Where("cpu", True, str(tmp_path))
+    (tmp_path / f"short-{phase}").mkdir()
+    events = [{"kind": "out_of_memory", "phase": each} for each in errors]
+    (tmp_path / f"short-{phase}" / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     if fault:
         with pytest.raises(case.Wrong, match=fault):
-            correct._short("forward", where)
+            correct._short(phase, where)
     else:
-        assert correct._short("forward", where)["exit code"] == code
-    assert "vocab_size: 16384" in (tmp_path / "short-forward.yaml").read_text(), "logits are most of its memory"
+        assert correct._short(phase, where)["exit code"] == code
 
 
 def test_the_phases_that_are_limited_exist(gpu: Any) -> None:
-    for owner, name in gpu("short_of_memory").places().values():
+    from preheat.core import Phase
+
+    places = gpu("short_of_memory").places()
+    for owner, name in places.values():
         assert callable(getattr(owner, name))
+    assert places.keys() == gpu("correct").SHORT.keys()
+    assert {phase for phases, *_ in gpu("correct").SHORT.values() for phase in phases} <= set(Phase)
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    """A small model, as of a run."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=96, **sizes)).eval()
+
+
+def _compressed(gpu: Any, original: Any, method: str) -> dict[str, float]:
+    """The figures of a model that is compressed in memory."""
+    from preheat.compress.compress import read_variant
+    from preheat.compress.save_load import finish
+
+    model = copy.deepcopy(original)
+    rows = [torch.randint(96, (1, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+    read_variant(method).method.apply(model, rows)
+    finish(model)
+    module = gpu("compressed")
+    figures: dict[str, float] = module.within(
+        module.compare(model, original), {"rounding to int8": module.CLIPPED} if method == "int8_static" else {}
+    )
+    return figures
+
+
+@pytest.mark.parametrize(
+    "method", ["int8", "int8_dynamic", "int8_static", "int4", "int4,symmetric=false", "awq", "nf4"]
+)
+def test_compressed_weights_are_within_their_bounds(gpu: Any, original: Any, method: str) -> None:
+    figures = _compressed(gpu, original, method)
+    assert {"products, few rows", "products, many rows", "logits, few rows", "logits, many rows"} < figures.keys()
+    assert all(value > 0 for value in figures.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "fault"),
+    [
+        # A kernel that loses one group of 32 inputs, at few rows or at many.
+        ("int4", "few", "products, few rows"),
+        ("int4", "many", "products, many rows"),
+        ("int8", "few", "products, few rows"),
+        ("int8_dynamic", "rounded", "products, few rows"),
+        ("nf4", "forward", "products, few rows"),
+        # Codes that are not those of the weight, and are multiplied well.
+        ("int4", "codes", "rounding to int4"),
+        ("int8", "codes", "rounding to int8"),
+    ],
+)
+def test_a_wrong_product_of_compressed_weights_is_wrong(
+    gpu: Any, original: Any, monkeypatch: pytest.MonkeyPatch, method: str, change: str, fault: str
+) -> None:
+    from preheat.ops.quantization import linear, nf4
+
+    cls: Any = {"int4": linear.Int4Linear, "nf4": nf4.PackedMap}.get(method, linear.Int8Linear)
+
+    def lose(x: Any) -> Any:
+        return torch.cat([x[..., :32] * 0, x[..., 32:]], dim=-1)
+
+    if change == "codes":
+        of = cls.of.__func__
+        monkeypatch.setattr(
+            cls, "of", classmethod(lambda c, m, *a, **k: of(c, torch.nn.Linear(*reversed(m.weight.shape), bias=False)))
+        )
+    else:
+        name = {"rounded": "rounded_product", "forward": "forward"}.get(change, "product")
+        plain = getattr(cls, name)
+        loses = {"few": lambda x: len(x) <= 12, "many": lambda x: len(x) > 12}.get(change, lambda x: True)
+        monkeypatch.setattr(cls, name, lambda self, x: plain(self, lose(x) if loses(x) else x))
+    with pytest.raises(gpu("case").Wrong, match=fault):
+        _compressed(gpu, original, method)
+
+
+def test_a_signal_ends_all_processes(tmp_path: Path) -> None:
+    """Those that a case has started too; and a `kill -9`, after which nothing can clean up."""
+    (tmp_path / "mine.py").write_text(
+        "import subprocess, sys, time\nfrom pathlib import Path\nfrom _gpu.case import Case\n"
+        "from preheat.hardware.child_processes import tethered\n"
+        "def hang(where):\n"
+        "    child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
+        "    Path('children').write_text(f'{__import__(\"os\").getpid()} {child.pid}')\n"
+        "    time.sleep(600)\n"
+        "def cases(where): return [Case('first', lambda where: {}), Case('hang', hang, seconds=600)]\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
+        started, children = tmp_path / str(int(number)), tmp_path / str(int(number)) / "children"
+        started.mkdir()
+        process = Fork(
+            [str(SCRIPT), "mine", "--device", "cpu", "--out", "out"],
+            function="tests.fork_server:script", folder=started, environment=environment,
+        )  # fmt: skip
+        until = time.monotonic() + 120
+        while not (children.exists() and len(children.read_text().split()) == 2):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        out, error = process.communicate(timeout=60)
+        until = time.monotonic() + 20  # the kernel needs a moment
+        while running := [pid for pid in map(int, children.read_text().split()) if _runs(pid)]:
+            assert time.monotonic() < until, f"{number.name} leaves {len(running)} processes behind"
+            time.sleep(0.05)
+        assert [json.loads(line)["case"] for line in out.splitlines()] == ["first"]
+        if number != signal.SIGKILL:
+            assert process.returncode == 128 + number
+            assert f"interrupted by {number.name} after 1 of 2 cases" in error
+            assert "Traceback" not in error
+            assert "| first | ok |" in (started / "out" / "gpu_check-mine.md").read_text()
+
+
+def test_a_signal_ends_a_process_that_has_not_started_yet(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        + CASES.replace(
+            "def cases(where):",
+            "def cases(where):\n    if '--serve' in sys.argv: Path('child').write_text(str(os.getpid())); time.sleep(600)",
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    process = Fork(
+        [str(SCRIPT), "mine", "--device", "cpu"],
+        function="tests.fork_server:script", folder=tmp_path, environment=environment,
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM after 0 of" in error
+    assert not _runs(int((tmp_path / "child").read_text()))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
+    """As on an image that brings its own torch and lacks pydantic; before anything imports it, and from any folder."""
+    needed = runpy.run_path(str(SCRIPT))["NEEDED"]
+    for module in needed.keys() - {"pydantic"}:
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('is imported before all are there')\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-S", str(SCRIPT), "correct", "--list"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "gpu_check: not installed here: pydantic; pip install pydantic\n"
+    # And by `make`, which shows the same line first.
+    if shutil.which("make"):
+        target = subprocess.run(
+            ["make", "gpu-check", f"RUN={sys.executable} -S"],
+            cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert target.returncode
+        assert target.stderr.startswith("gpu_check: not installed here: pydantic; pip install pydantic\n")
+
+
+def test_all_packages_that_preheat_needs_are_looked_for() -> None:
+    project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
+    names = {re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]}
+    assert names | {"pytest"} == set(runpy.run_path(str(SCRIPT))["NEEDED"].values())
 
 
 @pytest.mark.parametrize(

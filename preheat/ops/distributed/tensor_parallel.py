@@ -44,9 +44,11 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["SharedCrossEntropy", "parallelize", "shared_logits", "sum_partial"]
+__all__ = ["SharedCrossEntropy", "broadcast_replicated", "parallelize", "shared_logits", "sum_partial"]
 
 
+_OWN_MESSAGE = 1 << 20
+"""Bytes from which a gradient is broadcast in place; smaller ones share a message, whose copies they are small for."""
 Given = WeakTensorKeyDictionary
 """Gathered block input -> its `_Gathered`, while the input is alive."""
 
@@ -178,8 +180,7 @@ class _WholeBlock(ParallelStyle):
     """A block that every rank computes with all parameters for all positions; nothing inside knows DTensor.
 
     Inputs and the gradients of outputs are equal on all ranks, so the gradients of the parameters are, too: no sum.
-    With kernels whose backward pass is not deterministic (`hardware.deterministic`), the copies may drift apart by
-    rounding.
+    With kernels whose backward pass is not deterministic they are equal up to rounding (`broadcast_replicated`).
     """
 
     def __init__(self, stream: Placement):
@@ -371,6 +372,43 @@ def parallelize(
 def _refuse_length(degree: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
     if args[0].shape[1] % degree:  # DTensor would assume the first rank's shard size everywhere
         raise RunError(f"sequence_parallel: rows of {args[0].shape[1]} tokens cannot be split across {degree} devices")
+
+
+def broadcast_replicated(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Replaces, in place, the gradients of replicated weights by the first rank's; call it before `sum_partial`.
+
+    Each rank computes them from equal inputs, but kernels whose backward pass is not deterministic round differently,
+    and nothing would bring copies of a weight together again. A broadcast rather than a mean: it sends half as much and
+    leaves equal gradients as they are.
+
+    Args:
+        mesh: the one-dimensional mesh of tensor parallelism.
+    """
+    group = mesh.get_group()
+    ranks = dist.get_process_group_ranks(group)
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for p in parameters:
+        if not isinstance(p.grad, DTensor) or not _is_replicated(p.grad, ranks):
+            continue
+        grad = local(p.grad)
+        if grad.nbytes >= _OWN_MESSAGE and grad.is_contiguous():
+            dist.broadcast(grad, ranks[0], group=group)
+        else:
+            small.setdefault(grad.dtype, []).append(grad)
+    for grads in small.values():
+        flat = torch.cat([t.flatten() for t in grads])
+        dist.broadcast(flat, ranks[0], group=group)
+        for t, part in zip(grads, flat.split([t.numel() for t in grads]), strict=True):
+            t.copy_(part.view(t.shape))
+
+
+def _is_replicated(grad: DTensor, ranks: list[int]) -> bool:
+    """True if a gradient is replicated along the dimension of its mesh that has these ranks."""
+    mesh = grad.device_mesh
+    return any(
+        place.is_replicate() and dist.get_process_group_ranks(mesh.get_group(dim)) == ranks
+        for dim, place in enumerate(grad.placements)
+    )
 
 
 def sum_partial(parameters: Iterable[nn.Parameter]) -> None:

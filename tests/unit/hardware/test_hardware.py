@@ -722,6 +722,31 @@ print(full - freed < 2**20, freed - on_gpu < 2**20, full - resident_bytes() > 20
     assert done.stdout.split() == ["True", "True", "True"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of Linux")
+def test_a_hole_among_the_tensors_is_no_room_for_other_code() -> None:
+    """safetensors allocates from the system, and aborts the process if it cannot."""
+    code = """
+import resource
+from pathlib import Path
+import torch
+from preheat.hardware.cpu_allocator import install_heap
+from preheat.hardware.oom import is_oom, require_room, requested_bytes
+assert install_heap() is None
+below, above = torch.empty(256 << 20, dtype=torch.uint8), torch.empty(1 << 20, dtype=torch.uint8)
+del below
+size = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, ((int(size.split()[1]) << 10) + (32 << 20), resource.RLIM_INFINITY))
+torch.empty(64 << 20, dtype=torch.uint8)
+require_room(16 << 20)
+try:
+    require_room(64 << 20)
+except MemoryError as error:
+    print(is_oom(error), requested_bytes(str(error)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", str(64 << 20)]
+
+
 @pytest.mark.parametrize(("capability", "slow"), [("DEFAULT", True), ("AVX2", True), ("AVX512", False)])
 def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
     capability: str, slow: bool, monkeypatch: pytest.MonkeyPatch
@@ -915,9 +940,15 @@ def test_a_measurement_fills_its_memory_only_while_calls_are_quick(monkeypatch: 
 
 def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     large, small = (grid_of(Device("cuda", "a GPU", memory << 30)) for memory in (80, 12))
-    assert (4096, 14336) in large.layers
-    assert max(large.rows) == 16384
+    hidden, channels, vocabulary, rank = 4096, 14336, 128256, 16  # of Llama 3 8B, with LoRA
+    key_value = hidden // 4  # 8 heads of 32
+    for shape in ((hidden, hidden), (hidden, key_value), (hidden, channels), (channels, hidden), (hidden, vocabulary)):
+        assert shape in large.layers
+    assert {(hidden, rank), (rank, hidden)} <= set(large.layers)
+    assert {4096, 8192, 16384} <= set(large.rows)
     assert {head_dim for *_, head_dim in large.attention} == {128}
+    assert {length for _, _, length, _ in large.attention} >= {4096, 8192, 16384}
+    assert {rows * length for rows, _, length, _ in large.attention} == {8192, 16384}
     assert small.layers == GPU.layers
     assert (
         10 * 4 * max(small.elements) < 12 << 30 > 5 * small.most
