@@ -274,7 +274,7 @@ def table(part: str, rows: list[dict[str, Any]], command: str, machine: str) -> 
     count = {
         result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(row["result"] for row in rows)
     }
-    answer = ", ".join(f"{n} {result}" for result, n in count.items())
+    answer = ", ".join(f"{n} {result}" for result, n in count.items()) or "none ended"
     lines = [f"# {part} on {machine}", "", f"{len(rows)} cases: {answer}.", "", f"    {command}", ""]
     lines += ["| case | result | s | figures |", "|---|---|---|---|"]
     for row in rows:

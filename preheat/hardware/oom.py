@@ -90,8 +90,8 @@ def require_room(size: int) -> None:
     # from the heap of tensors (`cpu_allocator`), whose holes may be large enough.
     try:
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
+    except OSError as refusal:
+        if refusal.errno != errno.ENOMEM:
             raise
         raise MemoryError(f"cannot allocate memory: tried to allocate {size} bytes") from None
 

@@ -10,8 +10,9 @@ Helps: weights, gradients, optimizer and most activations shrink with the degree
 Hurts: communication blocks every layer and grows with the batch, so it needs the fastest links (within a host) and few
 devices; small matmuls run slower. Norms are replicated, and so is attention if the plan of a family gathers fused or
 normalized projections (Phi-3, OLMo 2). Recurrent layers, and attention that the plan leaves out, are computed whole on
-each device, with all their weights, gradients and optimizer states. chunked_loss and liger's loss require
-`loss_parallel: false`.
+each device, with all their weights, gradients and optimizer states. Before each update the devices take the first one's
+gradients of replicated weights: those of a GPU's kernels differ by rounding, and copies would drift apart. chunked_loss
+and liger's loss require `loss_parallel: false`.
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053); sequence parallel: Korthikanti et al. 2022
 (arXiv:2205.05198).
 """

@@ -336,6 +336,7 @@ def test_a_signal_ends_a_process_that_has_not_started_yet(tmp_path: Path) -> Non
     os.kill(process.pid, signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+    assert error.splitlines()[-2] == "0 cases: none ended."
     assert "interrupted by SIGTERM after 0 of" in error
     assert not _runs(int((tmp_path / "child").read_text()))
 

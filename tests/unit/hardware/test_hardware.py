@@ -41,7 +41,7 @@ from preheat.hardware.rates import (
     note_run,
     stored_at,
 )
-from preheat.hardware.timing import Stopwatch
+from preheat.hardware.timing import Random, Stopwatch
 from preheat.planning.request import Request
 
 from ...conftest import SMALL, tiny
@@ -970,6 +970,50 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     assert json.loads(path.read_text())["format"] == 8
     assert "to_host" not in path.read_text()  # a CPU's file is what it was
     assert load("made up", "2.13.0", 2) == made_up()
+
+
+def test_a_gpu_s_grid_is_measured_wholly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU of 80 GiB on which nothing takes longer than a microsecond: which shapes are multiplied, in which order."""
+    from preheat.hardware import benchmark_rates as calibrating
+
+    device = Device("cuda", "a GPU", 80 << 30)
+    measured: list[Any] = []
+    moved: list[int] = []
+
+    class Meta(Random):
+        def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+    def seconds(call: Any, **_: Any) -> float:
+        measured.append(call())
+        return 1e-6
+
+    def link(clock: Any, source: torch.Tensor) -> tuple[float, float]:
+        moved.append(source.nbytes)
+        return 2e10, 3e10
+
+    ones = torch.ones
+    monkeypatch.setattr(calibrating, "Random", lambda kind: Meta("cpu"))
+    monkeypatch.setattr(calibrating, "Stopwatch", lambda cuda, end: seconds)
+    monkeypatch.setattr(calibrating, "_host_link", link)
+    monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
+    monkeypatch.setattr(calibrating, "has_tf32", lambda device: False)
+    monkeypatch.setattr(calibrating, "_adamw", lambda *args: 1e-9)
+    monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
+    monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size, device="meta"))
+    found = calibrate(device, 1)
+    assert set(moved) == {GPU.large}  # more than once on a busy machine
+    assert (found.to_host, found.to_device) == (2e10, 3e10)
+    for dtype in ("bf16", "fp16"):
+        rows = {(rate.n, rate.k, rate.m) for rate in found.matrix if rate.dtype == dtype}
+        assert {(8192, 4096, 14336), (16384, 14336, 4096), (4096, 4096, 1024), (16384, 4096, 16)} <= rows
+        # Larger than the limit of a product's memory: extrapolated from fewer rows.
+        assert rows == {
+            (n, k, m)
+            for k, m in GPU.layers
+            for n in GPU.rows
+            if n == min(GPU.rows) or 2 * (n * k + n * m + k * m) <= GPU.most
+        }
 
 
 def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -303,3 +303,19 @@ def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device)
     if name == "limited-hardware":  # one recipe for both kinds of device, and the run says which it was
         said = seen.changes["optimizer_offload"][0].what
         assert said.startswith("nothing to move" if device is DEVICE else "AdamW of")
+
+
+@pytest.mark.parametrize("name", ["fine-tune", "limited-hardware"])
+def test_a_frozen_base_of_8b_is_held_in_16_bits_on_a_gpu(name: str) -> None:
+    settings = ["model={preset: llama-3.1-8b}", "batch.size=2", "techniques.gradient_accumulation.steps=2"]
+    seen = observe(Request(recipes.load(name, settings), GPU))
+    base = seen.parameters - seen.trained
+    assert base == 8_030_261_248
+    ends = 2 * 128256 * 4096  # embedding and head, which NF4 leaves as they are
+    norms = (2 * 32 + 1) * 4096
+    nf4 = 0.516 * (base - ends - norms) + 2 * (ends + norms)
+    wanted = 2 * base if name == "fine-tune" else nf4
+    for phase in ("forward", "update"):
+        held = seen.categories[phase]["parameters"] - 4 * seen.trained
+        assert held == pytest.approx(wanted, rel=0.002), phase
+    assert wanted < 16.1e9

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._decomp import get_decompositions
 
 from preheat.engine.builder import build
 from preheat.ops import fused_norm_gate, rowwise_cpu
@@ -32,6 +35,47 @@ def test_the_norm_and_its_gradients_are_the_formula_s(
         out.backward(grad.to(exact))
         found.append({"out": out.detach().double(), "x": a.grad.double(), "weight": w.grad.double()})  # type: ignore[union-attr]
     assert difference(found[0], found[1]) < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that takes the path of CUDA."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_on_cuda_the_norm_is_one_kernel_of_torch(
+    dtype: torch.dtype, weights: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale_shape = (7, 1)  # in fp32
+    x, grad = torch.randn(7, 24).to(dtype), torch.randn(7, 24).to(dtype)
+    weight = torch.rand(24).add(0.5).to(weights)
+    wide, exact = x.double().requires_grad_(), weight.double().requires_grad_()
+    truth = plain_norm(wide, exact, 1e-5)
+    truth.backward(grad.double())
+    here = x.as_subclass(OnCuda)
+    called = []
+    for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+        operator = getattr(torch.ops.aten, name).default
+
+        def decomposed(*args: Any, operator: Any = operator) -> Any:
+            """As torch decomposes it: a CPU has no such kernel. That of CUDA takes one dtype."""
+            called.append(operator.name())
+            assert {t.dtype for t in args if torch.is_tensor(t) and t.shape != scale_shape} == {dtype}
+            return get_decompositions([operator])[operator](*args)
+
+        monkeypatch.setattr(torch.ops.aten, name, decomposed)
+    out, scale = fused_norm_gate._norm._init_fn(here, weight, 1e-5, dtype)
+    by_x, by_weight = fused_norm_gate._norm_backward._init_fn(grad, here, scale, weight)
+    assert called == ["aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"]
+    assert (out.dtype, by_x.dtype, by_weight.dtype) == (dtype, dtype, weights)
+    assert scale.shape == scale_shape
+    ours = {"out": out.double(), "x": by_x.double(), "weight": by_weight.double()}
+    theirs = {"out": truth.detach(), "x": wide.grad, "weight": exact.grad}
+    assert difference(ours, theirs) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_without_a_compiler_the_gate_is_torch_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from preheat import recipe as recipes
+from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
 from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits, torch_logits
-from preheat.planning.dispatch_recorder import Recorder
+from preheat.planning.dispatch_recorder import Kernel, Recorder
+from preheat.planning.dry_run import observe
+from preheat.planning.request import Request
 
 from ...conftest import DEVICE, difference, tiny
 
@@ -114,6 +118,26 @@ def test_on_cuda_products_add_to_the_heads_gradient_in_fp32(inputs: Any, monkeyp
     (truth,) = torch.autograd.grad(functional.cross_entropy(logits, labels[0], reduction="sum") / ROWS, exact)
     errors = [float((g.double() - truth).norm() / truth.norm()) for g in (ours, plain)]
     assert errors[0] < errors[1] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "summed"),
+    [("cuda", 4096, ("addmm", (96, 4096))), ("cpu", 512, ("mm", (96, 512)))],
+)
+def test_a_plan_has_the_chunks_of_its_device(kind: Any, rows: int, summed: tuple[str, tuple[int, int]]) -> None:
+    """Of 8,192 tokens: their logits, the gradient by the hidden states, and that by the head, added up in fp32 on CUDA."""
+    techniques = "{chunked_loss: {}, mixed_precision: {mode: bf16}, efficient_attention: {}}"
+    recipe = recipes.override(tiny(techniques, rows=64), "batch.seq_len=128")
+    device = Device(kind, "a device", 80 << 30, (9, 0) if kind == "cuda" else None)
+    kernels = observe(Request(recipe, device, vocabulary=96)).kernels
+    # The first operand of addmm is the sum.
+    products = {(k.operator, k.shapes[k.operator == "addmm"]): n for k, n in kernels.items() if _is_of_head(k)}
+    chunks = 64 * 128 // rows
+    assert products == dict.fromkeys([("mm", (rows, 32)), ("mm", (rows, 96)), summed], chunks)
+
+
+def _is_of_head(kernel: Kernel) -> bool:
+    return kernel.operator in ("mm", "addmm") and any(96 in shape for shape in kernel.shapes)
 
 
 def test_torchs_own_kernel_agrees(inputs: Any) -> None:
