@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -16,7 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from preheat import recipe as recipes
 from preheat.cli import main
@@ -48,6 +51,27 @@ techniques: {efficient_attention: {}}
 """
 BALANCED = ("mixtral", "qwen3_moe", "qwen2_moe")
 """Families whose load-balancing loss preheat adds by default: without it the loss is that of the labels alone."""
+
+
+class Double(TorchFunctionMode):
+    """Context manager in which functions that name fp32 take fp64: models compute norms, softmax and states in fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def doubled(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        if getattr(func, "__name__", "") in ("_grouped_mm", "grouped_mm") and args[0].dtype == torch.float64:
+            func = _grouped_product  # torch's has no fp64
+        return func(*map(doubled, args), **{key: doubled(value) for key, value in (kwargs or {}).items()})
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, offs: Tensor, **settings: Any) -> Tensor:
+    """Multiplies the rows up to each offset by a matrix of their own: [n, i] x [groups, i, o] -> [n, o]."""
+    ends = offs.tolist()
+    parts = [rows[a:b] @ w for a, b, w in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 
 def write_data(folder: Path) -> None:
@@ -124,10 +148,13 @@ class Subject:
             .replace("../rows.jsonl", str(self.folder.parent / "rows.jsonl"))
         )
 
-    def loss_and_gradients(self, techniques: str) -> tuple[float, dict[str, Any]]:
-        """What preheat computes for the packed rows of `batch`."""
+    def loss_and_gradients(self, techniques: str, *, double: bool = False) -> tuple[float, dict[str, Any]]:
+        """What preheat computes for the packed rows of `batch`, in fp32 or fp64."""
         build_ = build(self.recipe(techniques), vocabulary=VOCABULARY, device=DEVICE)
-        loss = gradients(build_, [self.batch])
+        if double:
+            build_.trained[0].double()
+        with Double() if double else contextlib.nullcontext():
+            loss = gradients(build_, [self.batch])
         grads = {key: p.grad for key, p in build_.trained[0].named_parameters() if p.grad is not None}
         return float(loss.total.detach() / loss.weight), grads
 
@@ -138,8 +165,11 @@ class Subject:
     @functools.cached_property
     def alone(self) -> tuple[float, dict[str, Any]]:
         """The same by transformers' own eager forward, each document a call of its own."""
-        model, batch = self.model.train(), self.batch
-        total = torch.zeros(())
+        return self._documents(self.model)
+
+    def _documents(self, model: Any) -> tuple[float, dict[str, Any]]:
+        model, batch = model.train(), self.batch
+        total = torch.zeros((), dtype=model.dtype)
         for row, documents in enumerate(batch.mask.documents):
             start = 0
             for n in documents:
@@ -174,9 +204,18 @@ class Subject:
         loss, grads = self.loss_and_gradients(techniques)
         expected, theirs = self.alone
         assert abs(loss - expected) <= 1e-5 * abs(expected), f"the loss is {loss}, transformers has {expected}"
-        # The chunks of a delta rule sum exponentials in another order for other lengths.
-        bound = 2e-4 if hasattr(self.config, "linear_num_key_heads") else 2e-5
+        # The chunks of a delta rule sum exponentials in another order for other lengths: transformers' own gradients are
+        # 4e-5 from those in fp64.
+        bound = 2e-5 if hasattr(self.config, "linear_num_key_heads") else 1e-5
         assert (worst := difference(grads, theirs)) < bound, f"gradients differ by {worst:.1e}"
+
+    def compare_in_double(self) -> None:
+        """Compares the same in fp64, without recomputation: what it computes in backward would be in fp32."""
+        loss, grads = self.loss_and_gradients("efficient_attention: {}", double=True)
+        with Double():
+            expected, theirs = self._documents(copy.deepcopy(self.model).double())
+        assert abs(loss - expected) <= 1e-12 * abs(expected), f"in fp64 the loss is {loss}, transformers has {expected}"
+        assert (worst := difference(grads, theirs)) < 1e-10, f"in fp64 gradients differ by {worst:.1e}"
 
     def compare_logits(self, run: str, folder: str) -> None:
         """Compares a run's model with the folder that it was exported to, as transformers reads it."""
@@ -202,6 +241,7 @@ def plan(subject: Subject) -> None:
 
 def packed(subject: Subject) -> None:
     subject.compare("efficient_attention: {}")
+    subject.compare_in_double()
 
 
 def checkpointing(subject: Subject) -> None:

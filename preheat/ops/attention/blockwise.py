@@ -215,7 +215,7 @@ def _backward(
     g = grad.reshape(*q.shape[:3], v.shape[-1])  # dO, in the grouping of q
     grad_q = torch.empty_like(q)
     # Many blocks add to the same keys, so accumulate in fp32.
-    grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    grad_k, grad_v = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
     # Probabilities are computed again instead of saved, so that memory stays linear in the length.
     tiles = _Tiles(q, k, mask, scale, softcap, backward=True)
     scratch = torch.empty_like(tiles.buffer)

@@ -41,13 +41,15 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_packed_rows_are_their_documents(name: str, parent: Path) -> None:
-    Subject(name, parent).compare(TECHNIQUES)
+    subject = Subject(name, parent)
+    subject.compare(TECHNIQUES)
+    subject.compare_in_double()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in (*KINDS, *REFUSED)])
 def test_packed_rows_are_their_documents_in_every_architecture(name: str, parent: Path) -> None:
-    Subject(name, parent).compare(TECHNIQUES)
+    test_packed_rows_are_their_documents(name, parent)
 
 
 @pytest.mark.parametrize("name", REFUSED)
