@@ -48,7 +48,7 @@ def test_a_model_is_shown_by_its_name_on_the_hub(preheat: Command) -> None:
 
 def test_devices_of_the_catalogue_are_listed_and_an_unknown_one_is_one_line(preheat: Command) -> None:
     out, _ = preheat.here("plan", "--gpu", "list")
-    assert "RTX-5090             32  1,792    210    419" in out
+    assert "RTX-5090             31  1,792    210    419" in out
     listed = preheat.here.json("plan", "--gpu", "list")["devices"]
     assert listed["T4"]["peaks"]["fp16"] == 65e12
     # Before torch is imported and before a dry run is announced.
