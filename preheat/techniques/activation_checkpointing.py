@@ -14,6 +14,7 @@ budget as a knapsack problem: Jain et al. 2020 (Checkmate, arXiv:1910.02653).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -109,11 +110,22 @@ class Checkpointed:
         """
         import torch
 
+        if self.planner is not None and torch.is_grad_enabled():
+            self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self._traced, args, dict(kwargs))}
+
+    def _traced(self, *args: Any, **kwargs: Any) -> object:
+        """The forward pass, for a trace that leaves no mark on the layer."""
+        from torch import distributed
+
         from preheat.models.moe import unrecorded
 
-        if self.planner is not None and torch.is_grad_enabled():
-            with unrecorded(self.layer):
-                self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self.forward, args, dict(kwargs))}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unrecorded(self.layer))
+            if distributed.is_available() and distributed.is_initialized():
+                from preheat.ops.distributed.fully_shard import traced_unsharded
+
+                stack.enter_context(traced_unsharded(self.layer))
+            return self.forward(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         import torch

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import Shard
 
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-__all__ = ["OWN_MESH", "forward_through", "gathering", "reducing", "replicate_all", "shard_fully"]
+__all__ = [
+    "OWN_MESH",
+    "forward_through",
+    "gathering",
+    "reducing",
+    "replicate_all",
+    "shard_fully",
+    "sharding_lazily",
+    "traced_unsharded",
+]
 
 
 OWN_MESH = "preheat_mesh"
@@ -216,6 +226,71 @@ def gathering(
         FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
         _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = alloc
         _fsdp_param.free_storage = free
+
+
+@contextmanager
+def traced_unsharded(module: nn.Module) -> Iterator[None]:
+    """Context manager for a trace on fake tensors of a module that has FSDP groups inside, such as its experts.
+
+    The groups have fake weights of full size meanwhile, and FSDP's hooks do nothing: they would mark the weights as
+    gathered although the trace gathers no values, and a later step would compute with what the buffers hold.
+    """
+    inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
+    states = list({id(state): state for m in inner for state in [m._get_fsdp_state()]}.values())
+    sharded = [group for state in states for group in state._fsdp_param_groups if group.is_sharded]
+    training = [state._training_state for state in states]
+    for state in states:
+        state._training_state = TrainingState.PRE_BACKWARD  # in which the hooks of forward passes return at once
+    for group in sharded:
+        group._sharded_state = ShardedState.UNSHARDED
+        for p in group.fsdp_params:
+            p._setattr_on_modules(_fake_of_full_size(p, group.device))
+    try:
+        yield
+    finally:
+        for state, before in zip(states, training, strict=True):
+            state._training_state = before
+        for group in sharded:
+            group._sharded_state = ShardedState.SHARDED
+            for p in group.fsdp_params:
+                p._setattr_on_modules(p.sharded_param)
+
+
+def _fake_of_full_size(p: FSDPParam, device: torch.device) -> nn.Parameter:
+    """Returns a parameter like the gathered one, in the active fake mode."""
+    full = torch.empty(p._orig_size, dtype=p.param_dtype or p.orig_dtype, device=device)
+    if p._unsharded_dtensor_spec is not None:
+        full = _from_local_no_grad(full, p._get_unsharded_dtensor_spec(full))
+    return nn.Parameter(full, requires_grad=p.sharded_param.requires_grad)
+
+
+class _Chunks:
+    """The chunks of a tensor along a dimension, each made when it is read."""
+
+    def __init__(self, tensor: Tensor, number: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.length = -(-tensor.size(dim) // number)
+
+    def __getitem__(self, n: int) -> Tensor:
+        start, size = n * self.length, self.tensor.size(self.dim)
+        if start >= size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.length, size - start))
+
+
+@contextmanager
+def sharding_lazily() -> Iterator[None]:
+    """Context manager in which FSDP makes the chunks of a weight that it reads, not those of all ranks.
+
+    For dry runs on many devices: FSDP reads two of the chunks, and 16,384 fake tensors per weight take minutes.
+    """
+    # Replaced in the module that calls it, since that module holds a reference of its own.
+    chunk = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = chunk
 
 
 @contextmanager
