@@ -201,6 +201,10 @@ class Technique(ABC):
         # Overriding `degrees` is the definition of a parallel technique.
         return cls.degrees is not Technique.degrees
 
+    def expert_degree(self, sizes: Mapping[Axis, int]) -> int:
+        """Returns the number of devices that split the experts of a layer, on a mesh of these sizes."""
+        return 1
+
     def bubble_fraction(self, micro_batches: int) -> float:
         """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot see."""
         return 0.0

@@ -23,7 +23,7 @@ from preheat.engine.step import gradients, update
 from preheat.models import moe
 from preheat.models.hf import anatomy
 from preheat.ops.adapters.peft_layers import parameter_counts
-from preheat.ops.distributed.fully_shard import gathering, reducing
+from preheat.ops.distributed.fully_shard import gathering, reducing, sharding_lazily
 from preheat.ops.dry_run_loops import counting
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
 from preheat.planning.observation import BESIDE, CATEGORIES, Observation
@@ -57,7 +57,7 @@ def build_dry(request: Request) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with pretended(request.devices):
+    with pretended(request.devices), sharding_lazily():
         builder.build(
             request.recipe,
             vocabulary=request.vocabulary,
@@ -81,7 +81,7 @@ def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluate
         RecipeError: the recipe cannot be built.
     """
     # A fake process group of that many ranks: collectives have shapes, and send nothing.
-    with pretended(request.devices, rank):
+    with pretended(request.devices, rank), sharding_lazily():
         return _observe(request, by_layer, evaluated)
 
 

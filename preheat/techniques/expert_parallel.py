@@ -88,6 +88,9 @@ class ExpertParallel(Searchable):
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
 
+    def expert_degree(self, sizes: Mapping[Axis, int]) -> int:
+        return self.degree or sizes[_axis(sizes)]
+
     def check(self, context: Context) -> list[str]:
         model, sizes = context.model, context.sizes
         if not model.experts:
@@ -96,8 +99,7 @@ class ExpertParallel(Searchable):
             return [f"cannot split the experts of {model.family}, which transformers computes; use fsdp"]
         if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
             return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
-        # 0: all data-parallel devices.
-        devices, degree = sizes[_axis(sizes)], self.degree or sizes[_axis(sizes)]
+        devices, degree = sizes[_axis(sizes)], self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [
                 "shards experts across devices, and there is one; start several with --nproc (or plan with --count) "
@@ -118,7 +120,7 @@ class ExpertParallel(Searchable):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         axis = _axis(build.mesh.sizes)
-        degree = self.degree or build.mesh.size(axis)
+        degree = self.expert_degree(build.mesh.sizes)
         alike, among = build.mesh.cut(axis, degree)
         # Hybrid sharding: the same experts also exist in the other replicas.
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:

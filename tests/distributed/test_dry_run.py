@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -192,6 +193,33 @@ def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
     few, whole = observe_few_layers(request), observe(request)
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.flops == whole.flops
+
+
+def test_experts_after_dense_layers_are_carried_on_from_as_many_layers_as_elsewhere() -> None:
+    """The gathered weights of two neighbours with experts are the peak, and four layers have one with experts only."""
+    small = "{num_hidden_layers: 12, first_k_dense_replace: 3, n_routed_experts: 16, hidden_size: 256}"
+    recipe = recipes.override(
+        tiny(rows=WORLD),
+        f"model={{preset: glm-4.5-air, weights: random, config: {small}}}",
+        "techniques={efficient_attention: {}, mixed_precision: {mode: bf16_weights}, fsdp: {}}",
+        f"parallel.devices={WORLD}",
+    )
+    request = Request(recipe, GPU)
+    few, whole = observe_few_layers(request, quick=True), observe(request)
+    assert _layer_counts(recipe, configure(recipe, None)) == (7, 8)
+    assert few.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert few.categories["backward"] == pytest.approx(whole.categories["backward"], rel=1e-2, abs=2**16)
+
+
+@pytest.mark.parametrize("world", [WORLD, 96])
+def test_shards_that_are_made_when_read_are_those_of_torch(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 96 devices some shards of 128 rows are empty."""
+    recipe = recipes.override(tiny("{fsdp: {}}", rows=world), f"parallel.devices={world}")
+    lazy = [observe(Request(recipe, GPU, vocabulary=96), rank=rank) for rank in (0, world - 1)]
+    monkeypatch.setattr("preheat.planning.dry_run.sharding_lazily", contextlib.nullcontext)
+    for rank, found in zip((0, world - 1), lazy, strict=True):
+        torchs = observe(Request(recipe, GPU, vocabulary=96), rank=rank)
+        assert (found.peak, found.categories, found.kernels) == (torchs.peak, torchs.categories, torchs.kernels)
 
 
 def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:

@@ -43,6 +43,7 @@ class LayerCost:
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
         once: the part of `seconds` that a micro-batch takes however many rows it has, where that is known.
+        experts: number of the weights that belong to experts.
     """
 
     states: tuple[float, float]
@@ -54,6 +55,7 @@ class LayerCost:
     seconds: tuple[float, float]
     update: tuple[float, float]
     once: tuple[float, float] = (0.0, 0.0)
+    experts: tuple[float, float] = (0.0, 0.0)
 
     def with_change(self, other: LayerCost, base: LayerCost) -> LayerCost:
         """Applies the change from `base` to `other` to this cost: combines two changes that were observed separately.
@@ -131,7 +133,7 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
             # Autocast caches copies of fp32 weights until the loss: they do not grow with rows, and FSDP has none.
             passing = max(passing - 2 * weights[1], 0)
         # In the order of the fields of LayerCost.
-        return states, *weights, at["optimizer"], trained, passing, computing, update, 0.0
+        return states, *weights, at["optimizer"], trained, passing, computing, update, 0.0, observation.experts
 
     fewest, more = sampled_layers(request)
     try:
@@ -156,6 +158,7 @@ def estimate(
     tags: frozenset[Tag],
     rates: Rates | Roofline,
     idle: float = 0.0,
+    expert_degree: int = 1,
 ) -> Guess:
     """Estimates a step on a mesh.
 
@@ -164,6 +167,7 @@ def estimate(
         micros: micro-batches per device.
         tags: tags of all techniques.
         idle: the pipeline's bubble, a fraction of the time in which a device works.
+        expert_degree: data-parallel devices that split the experts of a layer.
     """
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
     # Layers of this stage, and rows of this data-parallel rank.
@@ -173,17 +177,21 @@ def estimate(
     sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
     updating = sizes[Axis.REPLICATE] * context if Tag.SHARDED_STATES in tags else sharded
 
-    def of_all(pair: tuple[float, float]) -> float:
-        return (pair[0] * layers + pair[1]) / tensor
+    # Devices that split the experts hold and gather only their part of them.
+    apart = (1 - 1 / expert_degree) * cost.experts[0] / max(cost.parameters[0], 1.0)  # share of a layer
 
-    weights, trained, optimizer = of_all(cost.weights), of_all(cost.trained), of_all(cost.optimizer)
+    def of_all(pair: tuple[float, float], apart: float = 0.0) -> float:
+        return (pair[0] * (1 - apart) * layers + pair[1]) / tensor
+
+    weights, trained, optimizer = of_all(cost.weights, apart), of_all(cost.trained, apart), of_all(cost.optimizer)
     half = gathered_share(cost, tags)
     gathered = 0.0
     if sharded > 1:
         # The weights of a layer and of the next one, or of the ends, the largest FSDP group; a pipeline keeps all of
         # its stage for the next micro-batch.
         resharded = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
-        gathered = half * ((cost.weights[0] + max(cost.weights)) / tensor if resharded else weights)
+        layer, ends = cost.weights[0] * (1 - apart), cost.weights[1]
+        gathered = half * ((layer + max(layer, ends)) / tensor if resharded else weights)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += trained  # unsharded gradients accumulate until the last micro-batch
     elif Tag.REPLICATED_WEIGHTS in tags:
@@ -192,7 +200,11 @@ def estimate(
     # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
     alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
     # Bytes: states + gathered weights + activations of a micro-batch.
-    states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
+    if sharded > 1:
+        states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
+    else:
+        held = of_all(cost.optimizer, apart)
+        states = of_all(cost.states, apart) - held + min(optimizer / updating, held)
     memory = states + gathered + micro * alive / context
     # Weights and gradients are cast once per micro-batch, but the cost of a layer is that of a single row: 4 + 2 bytes
     # of each weight, 2 + 4 of each gradient. Without recomputation the casts are saved for backward.
@@ -201,10 +213,15 @@ def estimate(
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
     working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
-    working -= (rows - micros) * cost.once[0] * layers / (tensor * context)
+    # Rows of all devices that split the experts meet at each expert.
+    working -= (rows - micros / expert_degree) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
-    waiting, hidden, after = _sent(batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates)
+    of_experts = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
+    split = expert_degree, min(of_experts / weights, 1.0) if expert_degree > 1 else 0.0
+    waiting, hidden, after = _sent(
+        batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates, split
+    )
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle)
     time += of_all(cost.update) / updating + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
@@ -232,31 +249,55 @@ def _sent(
     trained: float,
     tags: frozenset[Tag],
     rates: Rates | Roofline,
+    experts: tuple[int, float],
 ) -> tuple[float, float, float]:
     """Returns the seconds of exposed and of overlapped communication, and of that in the update; zeros for a measured
-    machine (unknown links)."""
+    machine (unknown links).
+
+    Args:
+        experts: data-parallel devices that split the experts, and the experts' share of a device's weights.
+    """
     if not isinstance(rates, Roofline):
         return 0.0, 0.0, 0.0
     order = list(Axis)
+    degree, of_experts = experts
+    # The axis along which experts are split.
+    splitting = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
 
     def copied(size: float) -> float:
         return rates.moving(2 * int(size))  # read and written
 
-    def once(kind: str, size: float, *axes: Axis) -> float:
-        across = [axis for axis in axes if sizes[axis] > 1]
-        if not across:
-            return 0.0
+    def between(kind: str, size: float, devices: int, stride: int) -> float:
+        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(devices, stride)))
+
+    def across(*axes: Axis) -> tuple[int, int]:
+        """Returns the number of ranks along axes, and how far these are apart."""
+        used = [axis for axis in axes if sizes[axis] > 1]
         # Ranks along an axis are as far apart as the product of the axes inside of it.
-        stride = math.prod(sizes[inner] for inner in order[max(map(order.index, across)) + 1 :])
-        group = math.prod(sizes[axis] for axis in across), stride
-        return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=group))
+        inner = order[max(map(order.index, used)) + 1 :] if used else []
+        return math.prod(sizes[axis] for axis in used), math.prod(sizes[axis] for axis in inner)
+
+    def once(kind: str, size: float, *axes: Axis) -> float:
+        devices, stride = across(*axes)
+        if devices == 1:
+            return 0.0
+        if degree == 1 or splitting not in axes:
+            return between(kind, size, devices, stride)
+        # The devices that split the experts are neighbours; devices with the same experts are that far apart.
+        alike = between(kind, size * of_experts, devices // degree, stride * degree)
+        return between(kind, size * (1 - of_experts), devices, stride) + alike
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     layers = model.layers / sizes[Axis.PIPELINE]
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward.
-    waiting = micros * layers * 4 * once("all_reduce", hidden, Axis.TENSOR)
-    waiting += micros * layers * 4 * once("all_to_all_single", hidden / sizes[Axis.TENSOR], Axis.CONTEXT)
+    waiting = micros * layers * 4 * between("all_reduce", hidden, *across(Axis.TENSOR))
+    waiting += micros * layers * 4 * between("all_to_all_single", hidden / sizes[Axis.TENSOR], *across(Axis.CONTEXT))
+    if degree > 1:
+        # Each token goes to the devices of its experts, and back; recomputation sends it once more.
+        times, routed = 6 if Tag.RECOMPUTATION in tags else 4, hidden * model.experts_per_token
+        exchange = between("all_to_all_single", routed, degree, across(splitting)[1])
+        waiting += micros * model.expert_layers * times * exchange
     reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
     # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
     waiting += (micros - reductions) * copied(1.5 * trained)

@@ -325,6 +325,7 @@ class _Search:
             batch.size // math.prod(sizes[axis] for axis in DATA),
         )
         cuts = self._micro_batch_options(layout)
+        expert_degree = max(t.expert_degree(sizes) for t in (*own, *layout)) if own or layout else 1
         candidates = []
         for kind in kinds:
             self._kinds[kind.settings] = kind
@@ -337,7 +338,9 @@ class _Search:
                 # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
                     idle = max((t.bubble_fraction(micros) for t in (*own, *layout)), default=0.0)
-                    guessed = estimate(cost, batch, self.space.model, sizes, micros, tags, self.rates, idle)
+                    guessed = estimate(
+                        cost, batch, self.space.model, sizes, micros, tags, self.rates, idle, expert_degree
+                    )
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates
 

@@ -288,6 +288,51 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
         assert cut - plain == pytest.approx(weights * 7 / 8 / 80e9 + 20e-6 - update * 7 / 8, rel=0.02)
 
 
+def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
+    """They gather a part of the experts, and send tokens; across hosts both are slow."""
+    recipe = parse(
+        "model: {preset: qwen3-30b-a3b, config: {num_hidden_layers: 6}}\nbatch: {size: 16, seq_len: 4096}\n"
+        "stop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: bf16_weights}, efficient_attention: {}, "
+        "chunked_loss: {}, activation_checkpointing: {}}"
+    )
+    rates = Roofline.of("H100")
+    request = Request(recipe, rates.as_device, world=16, rates=rates, per_host=8)
+    one = _Search(Space(request, "rounding"), "fastest", 1, lambda message: None)
+    kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
+    for text in (
+        "{fsdp: {}, expert_parallel: {degree: 2}}",
+        "{fsdp: {}, expert_parallel: {degree: 16}}",
+        "{fsdp: {replicate: 2}, expert_parallel: {}}",
+        "{data_parallel: {}, expert_parallel: {degree: 4}}",
+    ):
+        layout = tuple(override(recipe, f"techniques={text}").techniques.values())
+        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
+        assert sizes is not None
+        (c,) = one._candidates_of(layout, sizes, kinds)
+        planned = plan(one.space.having(c.added))
+        assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.2), text
+        assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.15), text
+
+
+def test_experts_are_split_where_gathering_them_would_take_most_of_a_step() -> None:
+    recipe = parse(
+        "model: {preset: deepseek-v3, config: {num_hidden_layers: 8, vocab_size: 8192}}\n"
+        "batch: {size: 64, seq_len: 4096}\nstop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: bf16_weights}, "
+        "efficient_attention: {}, chunked_loss: {}, activation_checkpointing: {}}"
+    )
+    rates = Roofline.of("H200")
+    space = Space(Request(recipe, rates.as_device, world=64, rates=rates, per_host=8), "rounding")
+    best = search(space, seconds=5, confirm=False).best
+    assert best.plan["fits"]
+    degrees = [t.expert_degree(space.sizes_of(best.recipe)) for t in best.added]
+    assert max(degrees) >= 8
+    for degree in (2, 64):
+        other = plan(
+            replace(space.request, recipe=override(best.recipe, f"techniques.expert_parallel.degree={degree}"))
+        )
+        assert other["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"]
+
+
 def test_estimates_of_experts_know_that_a_micro_batch_reads_all_of_them() -> None:
     recipe = parse(
         "model: {preset: qwen3-30b-a3b, config: {num_hidden_layers: 2}}\nbatch: {size: 4, seq_len: 512}\n"
