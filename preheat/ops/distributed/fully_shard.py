@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,16 @@ def _summed(module: nn.Module) -> None:
             m.set_gradient_divide_factor(1.0)
 
 
+def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
+    """Returns the dimension along which a weight is sharded; None: the first one.
+
+    Each rank holds as much as the first one, so 8 experts on 64 ranks would take 8 times their memory: stacks of
+    matrices whose number does not divide evenly are sharded along their rows instead, if those do.
+    """
+    uneven = p.ndim == 3 and p.shape[0] % ranks and p.shape[1] % ranks == 0
+    return Shard(1) if uneven else None
+
+
 def shard_fully(
     module: nn.Module,
     layers: Iterable[nn.Module],
@@ -93,6 +104,7 @@ def shard_fully(
         "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
+        "shard_placement_fn": functools.partial(_placement, ranks=mesh.size(mesh.ndim - 1)),
     }
     # `alone`: parameters that one rank holds by itself and FSDP must ignore.
     listed, alone = list(layers), set[nn.Parameter]()
@@ -101,7 +113,7 @@ def shard_fully(
             if own.size() == 1 and gather is None and not offload:
                 alone |= set(inner.parameters())  # FSDP would copy these unsharded weights for each use
             else:  # shards dimension 1, because expert parallelism has sharded dimension 0
-                fully_shard(inner, **{**settings, "mesh": own}, shard_placement_fn=lambda _: Shard(1))
+                fully_shard(inner, **{**settings, "mesh": own, "shard_placement_fn": lambda _: Shard(1)})
         # Inner modules before their layer, for the same reason as layers before the whole.
         fully_shard(layer, **settings, ignored_params=alone)
     # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.
