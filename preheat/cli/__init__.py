@@ -135,6 +135,20 @@ def _end(arguments: list[str], message: str, code: int) -> NoReturn:
 _LONGEST = 680  # characters of a printed message: a last limit, since errors already shorten what they quote
 
 
+class _Unrepeated(logging.Filter):
+    """Drops messages that were logged before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        first = message not in self.messages
+        self.messages.add(message)
+        return first
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command line and exits.
 
@@ -151,6 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
         "torch._higher_order_ops.wrap",
     ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # It warns each time that a configuration is created, which a plan does for every dry run.
+    logging.getLogger("transformers.modeling_rope_utils").addFilter(_Unrepeated())
     command = typer.main.get_command(app)
     try:
         # In this order: signals become exceptions first, so that consent and warnings are restored when one arrives.

@@ -125,13 +125,12 @@ def shared_width(config: PretrainedConfig) -> int:
     """Inner width of the shared expert of a layer; 0 without one."""
     # Qwen2-MoE, Nemotron-H and Granite state the width of their shared expert.
     for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"):
-        if width := getattr(config, key, None):
+        if width := largest(config, key):
             return int(width)
-    # DeepSeek and GLM count shared experts, each as wide as a routed one.
-    counts = (
-        getattr(config, key, None) for key in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-    )
-    return int((next((n for n in counts if n), 0)) * (getattr(config, "moe_intermediate_size", None) or 0))
+    # DeepSeek, GLM and Hunyuan count shared experts, each as wide as a routed one.
+    keys = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_shared_expert")
+    count = next((n for key in keys if (n := largest(config, key))), 0)
+    return int(count * (largest(config, "moe_intermediate_size") or 0))
 
 
 def has_bias(config: PretrainedConfig) -> bool:
