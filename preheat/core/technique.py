@@ -65,7 +65,7 @@ class ModelFacts:
     expert_layers: int = 0  # layers that have experts
     sinks: bool = False  # attention has a learned score per head without a key (gpt-oss)
     special_mixers: str = ""  # recurrent layers, sinks or chunks: what needs whole rows on one device; "": none
-    foreign_experts: bool = False  # transformers computes the experts, which techniques cannot change then
+    foreign_experts: bool = False  # the model's own code computes the experts, which techniques cannot change then
     vision: Vision | None = None  # image input; None: text only
     encoder: bool = False  # encoder-decoder; `layers` counts both
 

@@ -179,7 +179,7 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         expert_layers=expert_layers,
         sinks=sinks,
         special_mixers=special_mixers(text, sinks),
-        foreign_experts=count > 0 and text.model_type not in moe.FAMILIES,
+        foreign_experts=count > 0 and not moe.are_stacked(text.__class__),
         vision=vision.vision_of(config),
         encoder=encoder,
     )

@@ -11,6 +11,8 @@ transformers' eager loop gives the same result.
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +32,7 @@ __all__ = [
     "biases",
     "coefficient",
     "all_experts",
+    "are_stacked",
     "compute_by",
     "expert_layers",
     "have_experts",
@@ -154,6 +157,18 @@ def register() -> str:
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
     return NAME
+
+
+@functools.cache
+def are_stacked(kind: type[PretrainedConfig]) -> bool:
+    """True if the experts of a configuration class are stacks of weights that `experts_of` finds, by the code of its
+    modules."""
+    try:
+        modeling = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+        # transformers itself decides by this whether a model's experts can be computed by another function.
+        return "@use_experts_implementation" in inspect.getsource(modeling)
+    except (ImportError, OSError, TypeError):
+        return False
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:

@@ -96,7 +96,7 @@ class ExpertParallel(Searchable):
         if not model.experts:
             return [f"shards experts, and {model.family} has none; leave it out"]
         if model.foreign_experts:
-            return [f"cannot split the experts of {model.family}, which transformers computes; use fsdp"]
+            return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
         if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
             return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
         devices, degree = sizes[_axis(sizes)], self.expert_degree(sizes)

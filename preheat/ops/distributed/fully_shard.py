@@ -71,6 +71,11 @@ def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
     return Shard(1) if uneven else None
 
 
+def _placement_in_stack(p: nn.Parameter, ranks: int) -> Shard:
+    """Returns the first dimension that divides evenly, but for that of the experts, which others have split."""
+    return Shard(next((dim for dim in range(1, p.ndim) if p.shape[dim] % ranks == 0), 1))
+
+
 def shard_fully(
     module: nn.Module,
     layers: Iterable[nn.Module],
@@ -112,8 +117,9 @@ def shard_fully(
         for inner, own in _with_own_mesh(layer):
             if own.size() == 1 and gather is None and not offload:
                 alone |= set(inner.parameters())  # FSDP would copy these unsharded weights for each use
-            else:  # shards dimension 1, because expert parallelism has sharded dimension 0
-                fully_shard(inner, **{**settings, "mesh": own, "shard_placement_fn": lambda _: Shard(1)})
+            else:
+                placement = functools.partial(_placement_in_stack, ranks=own.size(own.ndim - 1))
+                fully_shard(inner, **{**settings, "mesh": own, "shard_placement_fn": placement})
         # Inner modules before their layer, for the same reason as layers before the whole.
         fully_shard(layer, **settings, ignored_params=alone)
     # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.
