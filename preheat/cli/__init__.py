@@ -135,7 +135,7 @@ def _end(arguments: list[str], message: str, code: int) -> NoReturn:
 _LONGEST = 680  # characters of a printed message: a last limit, since errors already shorten what they quote
 
 
-class _Unrepeated(logging.Filter):
+class _DropRepeated(logging.Filter):
     """Drops messages that were logged before."""
 
     def __init__(self) -> None:
@@ -147,6 +147,9 @@ class _Unrepeated(logging.Filter):
         first = message not in self.messages
         self.messages.add(message)
         return first
+
+
+_ONCE = _DropRepeated()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -166,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     # It warns each time that a configuration is created, which a plan does for every dry run.
-    logging.getLogger("transformers.modeling_rope_utils").addFilter(_Unrepeated())
+    logging.getLogger("transformers.modeling_rope_utils").addFilter(_ONCE)
     command = typer.main.get_command(app)
     try:
         # In this order: signals become exceptions first, so that consent and warnings are restored when one arrives.

@@ -23,7 +23,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -612,11 +612,22 @@ def _reading(path: Path) -> Iterator[None]:
         ) from None
 
 
+def _require_kinds(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Raises RunError if integers would be read into floating-point tensors, or the other way: torch converts them."""
+    for name, t in tensors.items():
+        kept = getattr(stored.get(name), "properties", None)
+        if kept is not None and kept.dtype.is_floating_point != t.dtype.is_floating_point:
+            raise RunError(
+                f"{path}: {shorten(name)} is stored as {kept.dtype} and needed as {t.dtype}: another version of "
+                "preheat wrote it; continue with that version, or start a new run"
+            )
+
+
 def load(build: Build, path: Path) -> Progress:
     """Loads a complete checkpoint into a build, in place, and returns its progress.
 
     Raises:
-        RunError: tensors that the build needs are missing.
+        RunError: tensors that the build needs are missing, or of another kind.
         MemoryError: not enough memory to read it.
     """
     import torch.distributed.checkpoint as dcp
@@ -625,9 +636,10 @@ def load(build: Build, path: Path) -> Progress:
     # A rank beyond the world size of the saved run starts with the generators of rank 0.
     rank = build.mesh.rank if build.mesh.rank < state.world else 0
     # These are the build's own tensors, sharded as it is: torch reads each rank's part straight into them.
-    tensors = _tensors(build, rank)
+    tensors, reader = _tensors(build, rank), _reader(path)
     with _reading(path):
-        dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)
+        _require_kinds(path, reader.read_metadata().state_dict_metadata, tensors)
+        dcp.load(tensors, storage_reader=reader, no_dist=build.mesh.world == 1)
     # torch returned copies of the generators' states, so the loaded values must be handed back.
     restore_torch_generators(tensors, rank)
     restore_host_generators(state.generators[rank])

@@ -50,8 +50,8 @@ __all__ = [
 _BY_SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
 _BY_SIGMOID = ("deepseek_v3", "glm4_moe")
 FAMILIES = (*_BY_SOFTMAX, *_BY_SIGMOID)
-"""Families whose routers and experts preheat computes itself: a softmax or sigmoid top-k router over gated experts. All
-others keep transformers' own, whose choices are recorded."""
+"""Families whose routers and experts preheat computes itself: a softmax or sigmoid top-k router over gated experts. The
+routers of all others are transformers' own, and their choices are recorded."""
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 """Names of the number of experts of a layer, and of a token."""

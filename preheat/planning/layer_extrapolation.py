@@ -163,8 +163,8 @@ def _layer_counts(
     layers = config.get_text_config().num_hidden_layers
     # The first layers of some vision models also take features of the vision tower (DeepStack).
     fewest += vision.deep if (vision := hf.facts(config).vision) else 0
-    # Both models must contain the irregular first layers and as many of the pattern as `FEW` has: before the first
-    # layers with experts are two deep, for example, a prefetched one and its gradients are not yet part of the peak.
+    # Both models must contain the irregular first layers and as many of the pattern as `FEW` has: with fewer than two
+    # layers of experts, for example, the prefetched one is missing from the peak.
     fewest = max(fewest, first + FEW[0])
     # Whole periods apart, so that the difference is the cost of whole periods.
     apart = -(-apart // period) * period

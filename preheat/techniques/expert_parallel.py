@@ -34,7 +34,8 @@ def shard_experts(module: nn.Module, among: DeviceMesh, alike: DeviceMesh) -> in
     """Splits the experts of each layer across devices, in place; tokens are then sent to their experts.
 
     Args:
-        module: a model of `preheat.models.moe.FAMILIES`, its experts on meta or equal on every device.
+        module: a model whose experts are stacks of weights (`preheat.models.moe.experts_of`), on meta or equal on every
+            device.
         among: torch's one-dimensional mesh of the devices that split the experts; their number divides that of the
             experts.
         alike: torch's mesh of the devices that hold the same experts as this one, over which their gradients are
@@ -110,7 +111,7 @@ class ExpertParallel(Searchable):
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree
-        # FSDP shards dimension 1 of each expert's matrices, since dimension 0, the experts, is split already.
+        # FSDP shards each expert's matrices and biases, since dimension 0, the experts, is split already.
         if sizes[Axis.SHARD] > 1 and (model.width % rest or 2 * model.expert_width % rest):
             return [
                 f"degree: leaves {rest} devices to shard each expert's matrices, and these do not divide both its "

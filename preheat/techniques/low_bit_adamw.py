@@ -1,9 +1,9 @@
 """Low-bit AdamW: the optimizer's moments in 8 or 4 bits with blockwise scales.
 
 What: both moments are stored as indices into a non-uniform code book (denser near zero), scaled by the absolute maximum
-of each block; a step dequantizes a chunk of elements at a time, updates them in fp32 and quantizes them again. Small
-parameters keep fp32 moments. In 4 bits the second moments use a linear code book without zero, by blocks (the paper
-scales a matrix's by rows and columns instead).
+of each block; a step dequantizes a chunk of elements at a time, updates them in fp32 and quantizes them again. Norms,
+biases and small matrices keep fp32 moments. In 4 bits the second moments use a linear code book without zero, by blocks
+(the paper scales a matrix's by rows and columns instead).
 Helps: 2.03 bytes of state per parameter at 8 bits and blocks of 256, 1.03 at 4 bits, while AdamW keeps 8.
 Hurts: a slower update (code book lookups); moments are rounded each step, at 4 bits visibly. It and `mixed_precision`
 with bf16 weights each bring their own optimizer, so a recipe cannot have both (the plain function rounds bf16 weights
@@ -66,7 +66,7 @@ class LowBitAdamW(Searchable):
     """Elements that share a scale; smaller blocks are more exact and cost 8 / block_size bytes per parameter."""
 
     min_size: NonNegativeInt = 4096
-    """Parameters with fewer elements keep fp32 moments."""
+    """Parameters with fewer elements keep fp32 moments, as norms and biases do at any size."""
 
     def search_numerics(self) -> Literal["rounding", "different"]:
         # 4-bit moments change the updates visibly.

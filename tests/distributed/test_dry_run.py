@@ -217,9 +217,9 @@ def test_shards_that_are_made_when_read_are_those_of_torch(world: int, monkeypat
     recipe = recipes.override(tiny("{fsdp: {}}", rows=world), f"parallel.devices={world}")
     lazy = [observe(Request(recipe, GPU, vocabulary=96), rank=rank) for rank in (0, world - 1)]
     monkeypatch.setattr("preheat.planning.dry_run.sharding_lazily", contextlib.nullcontext)
-    for rank, found in zip((0, world - 1), lazy, strict=True):
-        torchs = observe(Request(recipe, GPU, vocabulary=96), rank=rank)
-        assert (found.peak, found.categories, found.kernels) == (torchs.peak, torchs.categories, torchs.kernels)
+    for rank, mine in zip((0, world - 1), lazy, strict=True):
+        reference = observe(Request(recipe, GPU, vocabulary=96), rank=rank)
+        assert (mine.peak, mine.categories, mine.kernels) == (reference.peak, reference.categories, reference.kernels)
 
 
 def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:

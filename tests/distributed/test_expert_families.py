@@ -14,7 +14,7 @@ from ..architectures.tiny import ARCHITECTURES, tiny_config
 from .exactness import run, verdict
 
 # Transposed stacks with biases, no gate, recurrent layers between: the rest takes a slow test.
-FEW = ["gpt_oss", "nemotron_h", "qwen3_5_moe_text"]
+UNLIKE = ["gpt_oss", "nemotron_h", "qwen3_5_moe_text"]
 ROUTED = [name for name in ARCHITECTURES if moe.sizes_of(tiny_config(name).get_text_config())[0]]
 OWN_CODE = {"llama4_text": "cannot split the experts of llama4_text, which its own code computes"}
 
@@ -36,7 +36,7 @@ def compare(names: list[str], world: int, scale: str, folder: Path) -> None:
 
 
 def test_experts_of_unlike_families_are_split(tmp_path: Path) -> None:
-    compare(FEW, 2, "data_parallel: {}, expert_parallel: {}", tmp_path)
+    compare(UNLIKE, 2, "data_parallel: {}, expert_parallel: {}", tmp_path)
 
 
 @pytest.mark.slow

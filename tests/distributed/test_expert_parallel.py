@@ -33,7 +33,7 @@ CASES = [
     (2, "mixtral", "{data_parallel: {}, expert_parallel: {}}", 2),
     (2, "qwen3_moe", "{fsdp: {}, expert_parallel: {}, expert_balancing: {rate: 0.01, coefficient: 0.5}}", 2),
     (4, "qwen3_moe", "{fsdp: {}}", 2),
-    # What a layer keeps is chosen by a trace, which must leave the experts' weights as they are.
+    # A trace chooses what a layer keeps; it must leave the experts' weights as they are.
     (
         4,
         "qwen3_moe",

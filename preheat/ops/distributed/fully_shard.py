@@ -61,18 +61,20 @@ def _summed(module: nn.Module) -> None:
             m.set_gradient_divide_factor(1.0)
 
 
-def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
+def _choose_shard_dim(p: nn.Parameter, ranks: int) -> Shard | None:
     """Returns the dimension along which a weight is sharded; None: the first one.
 
     Each rank holds as much as the first one, so 8 experts on 64 ranks would take 8 times their memory: stacks of
-    matrices whose number does not divide evenly are sharded along their rows instead, if those do.
+    matrices of which a fifth would be padding are sharded along their rows instead, if these divide evenly. Not those
+    with less: FSDP copies such weights once more for each gather and each reduction.
     """
-    uneven = p.ndim == 3 and p.shape[0] % ranks and p.shape[1] % ranks == 0
-    return Shard(1) if uneven else None
+    padded = -(-p.shape[0] // ranks) * ranks
+    wasteful = p.ndim == 3 and padded > 1.25 * p.shape[0]
+    return Shard(1) if wasteful and p.shape[1] % ranks == 0 else None
 
 
-def _placement_in_stack(p: nn.Parameter, ranks: int) -> Shard:
-    """Returns the first dimension that divides evenly, but for that of the experts, which others have split."""
+def _choose_shard_dim_in_stack(p: nn.Parameter, ranks: int) -> Shard:
+    """Returns the first dimension that divides evenly after dimension 0, which expert parallelism has split."""
     return Shard(next((dim for dim in range(1, p.ndim) if p.shape[dim] % ranks == 0), 1))
 
 
@@ -109,7 +111,7 @@ def shard_fully(
         "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
-        "shard_placement_fn": functools.partial(_placement, ranks=mesh.size(mesh.ndim - 1)),
+        "shard_placement_fn": functools.partial(_choose_shard_dim, ranks=mesh.size(mesh.ndim - 1)),
     }
     # `alone`: parameters that one rank holds by itself and FSDP must ignore.
     listed, alone = list(layers), set[nn.Parameter]()
@@ -118,7 +120,7 @@ def shard_fully(
             if own.size() == 1 and gather is None and not offload:
                 alone |= set(inner.parameters())  # FSDP would copy these unsharded weights for each use
             else:
-                placement = functools.partial(_placement_in_stack, ranks=own.size(own.ndim - 1))
+                placement = functools.partial(_choose_shard_dim_in_stack, ranks=own.size(own.ndim - 1))
                 fully_shard(inner, **{**settings, "mesh": own, "shard_placement_fn": placement})
         # Inner modules before their layer, for the same reason as layers before the whole.
         fully_shard(layer, **settings, ignored_params=alone)
@@ -250,20 +252,21 @@ def gathering(
 def traced_unsharded(module: nn.Module) -> Iterator[None]:
     """Context manager for a trace on fake tensors of a module that has FSDP groups inside, such as its experts.
 
-    The groups have fake weights of full size meanwhile, and FSDP's hooks do nothing: they would mark the weights as
-    gathered although the trace gathers no values, and a later step would compute with what the buffers hold.
+    The groups have fake weights of full size meanwhile, and FSDP's hooks gather and reshard nothing: they would mark
+    the weights as gathered although the trace gathers no values, and a later step would compute with what the buffers
+    hold.
     """
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     states = list({id(state): state for m in inner for state in [m._get_fsdp_state()]}.values())
     sharded = [group for state in states for group in state._fsdp_param_groups if group.is_sharded]
     training = [state._training_state for state in states]
-    for state in states:
-        state._training_state = TrainingState.PRE_BACKWARD  # in which the hooks of forward passes return at once
-    for group in sharded:
-        group._sharded_state = ShardedState.UNSHARDED
-        for p in group.fsdp_params:
-            p._setattr_on_modules(_fake_of_full_size(p, group.device))
     try:
+        for state in states:
+            state._training_state = TrainingState.PRE_BACKWARD  # in which the hooks of forward passes return at once
+        for group in sharded:
+            group._sharded_state = ShardedState.UNSHARDED
+            for p in group.fsdp_params:
+                p._setattr_on_modules(_fake_of_full_size(p, group.device))
         yield
     finally:
         for state, before in zip(states, training, strict=True):

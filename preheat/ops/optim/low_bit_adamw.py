@@ -118,7 +118,7 @@ def _joined(share: Tensor, devices: int, like: DTensor) -> Tensor:
 
 
 class LowBitAdamW(StochasticAdamW):
-    """AdamW with 8-bit or 4-bit moments for parameters with at least `least` elements (and an even number of them).
+    """AdamW with 8-bit or 4-bit moments for matrices with at least `least` elements (and an even number of them).
 
     Each step dequantizes the moments chunk by chunk, updates them with torch's fused kernel in fp32 and quantizes them
     again. bf16 weights are rounded stochastically.
@@ -126,7 +126,8 @@ class LowBitAdamW(StochasticAdamW):
     Args:
         bits: 8 or 4.
         block: elements per scale; must divide `chunk`.
-        least: smaller parameters keep fp32 moments: norms and biases are sensitive and need little memory.
+        least: smaller parameters keep fp32 moments, and so do vectors: norms and biases are sensitive and need little
+            memory.
         settings: lr, betas, eps, weight_decay, seed, number, chunk.
 
     Raises:
@@ -158,7 +159,7 @@ class LowBitAdamW(StochasticAdamW):
 
     def _state(self, p: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         count = p.numel()
-        if count < self.least or count % 2:
+        if p.ndim < 2 or count < self.least or count % 2:
             return adamw_state(p, torch.float32)
         share = self._local_numel(p)
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
@@ -188,7 +189,7 @@ class LowBitAdamW(StochasticAdamW):
                 return share
         raise ValueError(
             f"block_size: a parameter of {tuple(p.shape)} cannot be split into shards of whole blocks of {self.block} "
-            f"elements; use a smaller block_size, or least: {count + 1}"
+            f"elements; use a smaller block_size, or min_size: {count + 1}"
         )
 
     def _slices(self, part: slice) -> tuple[slice, slice]:

@@ -232,7 +232,8 @@ class StochasticAdamW(Numbered):
     Args:
         seed, number: see `Numbered`.
         chunk: elements updated at a time, which bounds the fp32 scratch. Each chunk has its own random bits, so that a
-            shard is rounded as it would be on one device.
+            shard is rounded as it would be on one device; but for stacks of experts that are sharded along their rows,
+            whose elements are not one range of the full parameter.
         fused: on CUDA, one kernel per bf16 parameter (`preheat.ops.optim.half_adamw`), with other random bits and
             without chunks.
     """

@@ -177,20 +177,23 @@ def estimate(
     sharded = sizes[Axis.SHARD] * context if Tag.SHARDED_WEIGHTS in tags else 1
     updating = sizes[Axis.REPLICATE] * context if Tag.SHARDED_STATES in tags else sharded
 
-    # Devices that split the experts hold and gather only their part of them.
-    apart = (1 - 1 / expert_degree) * cost.experts[0] / max(cost.parameters[0], 1.0)  # share of a layer
+    # Devices that split the experts hold and gather only their part of them: the share of a layer that others have.
+    elsewhere = (1 - 1 / expert_degree) * cost.experts[0] / max(cost.parameters[0], 1.0)
 
-    def of_all(pair: tuple[float, float], apart: float = 0.0) -> float:
-        return (pair[0] * (1 - apart) * layers + pair[1]) / tensor
+    def of_all(pair: tuple[float, float]) -> float:
+        return (pair[0] * layers + pair[1]) / tensor
 
-    weights, trained, optimizer = of_all(cost.weights, apart), of_all(cost.trained, apart), of_all(cost.optimizer)
+    def of_part(pair: tuple[float, float]) -> float:
+        return of_all((pair[0] * (1 - elsewhere), pair[1]))
+
+    weights, trained, optimizer = of_part(cost.weights), of_part(cost.trained), of_all(cost.optimizer)
     half = gathered_share(cost, tags)
     gathered = 0.0
     if sharded > 1:
         # The weights of a layer and of the next one, or of the ends, the largest FSDP group; a pipeline keeps all of
         # its stage for the next micro-batch.
         resharded = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
-        layer, ends = cost.weights[0] * (1 - apart), cost.weights[1]
+        layer, ends = cost.weights[0] * (1 - elsewhere), cost.weights[1]
         gathered = half * ((layer + max(layer, ends)) / tensor if resharded else weights)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
             gathered += trained  # unsharded gradients accumulate until the last micro-batch
@@ -203,12 +206,12 @@ def estimate(
     if sharded > 1:
         states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
     else:
-        held = of_all(cost.optimizer, apart)
-        states = of_all(cost.states, apart) - held + min(optimizer / updating, held)
+        held = of_part(cost.optimizer)
+        states = of_part(cost.states) - held + min(optimizer / updating, held)
     memory = states + gathered + micro * alive / context
     # Weights and gradients are cast once per micro-batch, but the cost of a layer is that of a single row: 4 + 2 bytes
     # of each weight, 2 + 4 of each gradient. Without recomputation the casts are saved for backward.
-    casts = of_all(cost.parameters) if _casts_weights(cost, tags) else 0.0
+    casts = of_part(cost.parameters) if _casts_weights(cost, tags) else 0.0
     if Tag.RECOMPUTATION not in tags:
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
@@ -217,13 +220,14 @@ def estimate(
     working -= (rows - micros / expert_degree) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
-    of_experts = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
-    split = expert_degree, min(of_experts / weights, 1.0) if expert_degree > 1 else 0.0
+    expert_bytes = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
+    split = expert_degree, min(expert_bytes / weights, 1.0) if expert_degree > 1 else 0.0
     waiting, hidden, after = _sent(
         batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates, split
     )
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle)
-    time += of_all(cost.update) / updating + after
+    update = of_all(cost.update) / updating if updating > 1 else of_part(cost.update)
+    time += update + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
 
 
@@ -260,7 +264,7 @@ def _sent(
     if not isinstance(rates, Roofline):
         return 0.0, 0.0, 0.0
     order = list(Axis)
-    degree, of_experts = experts
+    degree, expert_share = experts
     # The axis along which experts are split.
     splitting = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
 
@@ -284,8 +288,8 @@ def _sent(
         if degree == 1 or splitting not in axes:
             return between(kind, size, devices, stride)
         # The devices that split the experts are neighbours; devices with the same experts are that far apart.
-        alike = between(kind, size * of_experts, devices // degree, stride * degree)
-        return between(kind, size * (1 - of_experts), devices, stride) + alike
+        alike = between(kind, size * expert_share, devices // degree, stride * degree)
+        return between(kind, size * (1 - expert_share), devices, stride) + alike
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
@@ -302,7 +306,8 @@ def _sent(
     # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
     waiting += (micros - reductions) * copied(1.5 * trained)
     after = 0.0
-    if Tag.SHARDED_WEIGHTS in tags:
+    # Expert parallelism shards weights too, but gathers none on replicas.
+    if Tag.SHARDED_WEIGHTS in tags and sizes[Axis.SHARD] * sizes[Axis.CONTEXT] > 1:
         # Resharded weights are gathered once for forward and once for backward; those of a pipeline once per step.
         gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1) if sizes[Axis.PIPELINE] == 1 else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
@@ -310,8 +315,9 @@ def _sent(
         waiting += gathers * copied(gathered) + reductions * copied(trained)
         overlapped = gathers * once("all_gather_into_tensor", gathered, *shards)
         overlapped += reductions * once("reduce_scatter_tensor", trained, *shards)
-        share = trained / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
-        overlapped += reductions * once("all_reduce", share, Axis.REPLICATE)
+        # A device's shard of all gradients: that of the experts is of as many devices, those that split them included.
+        shard = trained * (1 + expert_share * (degree - 1)) / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
+        overlapped += reductions * once("all_reduce", shard, Axis.REPLICATE)
     else:
         replicas = (Axis.REPLICATE, Axis.CONTEXT)
         if Tag.REPLICATED_WEIGHTS in tags:

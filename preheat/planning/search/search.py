@@ -52,6 +52,7 @@ _FINE = 1.02  # speedup for which settings between the sampled ones are observed
 _DEGREES = 2  # other degrees of the best layout to dry-run at once
 _TOLERANCE = 1.1  # error of estimates within the same layout
 _LESS = 0.95  # of the memory of every better candidate: what another micro-batch must save to be an alternative
+_REFUSED = 12  # candidates that the build may refuse before nothing is said to fit
 _PLOTTED = 300  # candidates in the plot of the report
 
 
@@ -623,11 +624,17 @@ class _Search:
 
     def _evaluate_smallest(self, candidates: list[Candidate]) -> None:
         """Dry-runs the candidate with the least estimated memory, to be sure that nothing fits."""
-        # Several, because some are refused when they are built.
-        for c in sorted(candidates, key=lambda c: c.guess.bytes)[:12]:
-            s = self._evaluate(c)
-            if s is not None:
+        # Several, because some are refused when they are built: of the same techniques two, which may differ in their
+        # settings.
+        refused: Counter[tuple[str, ...]] = Counter()
+        for c in sorted(candidates, key=lambda c: c.guess.bytes):
+            names = (*(t.name() for t in c.kind), *c.names)
+            if refused.total() >= _REFUSED:
                 return
+            if refused[names] < 2:
+                if self._evaluate(c) is not None:
+                    return
+                refused[names] += 1
 
     def _evaluate_alternatives(self, candidates: list[Candidate]) -> None:
         """Dry-runs the best of other sets of techniques while time remains, as alternatives."""

@@ -57,6 +57,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opens
 
 
+def test_codes_are_not_read_as_moments(tmp_path: Path) -> None:
+    """An optimizer's moments may have been stored in 8 bits by another version: torch would convert the codes."""
+    b, fresh = made(beside=False), made(beside=False)
+    step(b)
+    p = next(p for _, p in b.parameters() if p.ndim == 1)
+    b.optimizer.state[p]["exp_avg"] = torch.full_like(p, 127, dtype=torch.uint8)
+    path = checkpoint.save(b, checkpoint.Progress(step=1), tmp_path, keep=1)
+    with pytest.raises(RunError, match=r"is stored as torch.uint8 and needed as torch.float32: another version"):
+        checkpoint.load(fresh, path)
+
+
 def test_what_is_written_later_is_what_stood_then(tmp_path: Path, gate: threading.Event) -> None:
     plain, b = made(beside=False), made(beside=True)
     torch.manual_seed(1)
