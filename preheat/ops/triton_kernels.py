@@ -63,12 +63,13 @@ def _one_less_power(y):
         "seed_high",
         "base",
         "shift",
+        "apart",
     ]
 )
 def adamw_kernel(
     weight, grad, mean, square, master, step, found_inf,
-    lr, decay, more1, less2, more2, log1, log2, eps, seed_low, seed_high, base, shift, n,
-    MASTER: tl.constexpr, GUARDED: tl.constexpr, SHIFTED: tl.constexpr, LANES: tl.constexpr,
+    lr, decay, more1, less2, more2, log1, log2, eps, seed_low, seed_high, base, shift, n, apart,
+    MASTER: tl.constexpr, GUARDED: tl.constexpr, SHIFTED: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Fused AdamW of a half-precision weight, equal to torch's. `MASTER`: rounds the fp32 master; else rounds
     stochastically.
@@ -79,12 +80,23 @@ def adamw_kernel(
     Args:
         step: fp32, number of earlier updates.
         base, shift: the shard starts `shift` elements after the start of block `base`; without a shift, loads are wide.
+        n, apart: elements; with `RUNS`, those of each of several ranges, which begin `apart` elements after each other
+            in the full parameter. The grid's second axis counts them.
         decay: 1 - lr * weight_decay. more1, more2: 1 - beta. less2: beta2. log1, log2: natural logarithms of the betas.
     """
     # 31 bits each: Triton passes an int argument below 2**31 as int32 and a larger one as int64, which are two kernels.
     low, high = seed_low.to(tl.uint64), seed_high.to(tl.uint64)
     block = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
+    if RUNS:
+        run = tl.program_id(1).to(tl.int64)
+        place = (base * (4 * LANES) + shift) + run * apart
+        base, shift = place // (4 * LANES), place % (4 * LANES)
+        weight += run * n
+        grad += run * n
+        mean += run * n
+        square += run * n
+        master += run * n
     # Four uint32 for each lane: one for each part of the block.
     random = tl.randint4x((high << 31) | low, ((base + block) * LANES + lanes).to(tl.int32))
     # The caller advances the step after the kernel.

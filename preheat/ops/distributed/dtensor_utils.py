@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-__all__ = ["by_dtype", "first_element", "local", "local_shard", "spread_as", "square_sum", "total_norm", "full_tensor"]
+__all__ = [
+    "Runs",
+    "by_dtype",
+    "full_tensor",
+    "local",
+    "local_shard",
+    "runs_of",
+    "spread_as",
+    "square_sum",
+    "total_norm",
+]
 
 
 def local(t: Tensor) -> Tensor:
@@ -47,7 +58,7 @@ def full_tensor(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def first_element(t: Tensor) -> int:
+def _first_element(t: Tensor) -> int:
     """Returns the flat index in the full tensor of this rank's first element."""
     if not isinstance(t, DTensor):
         return 0
@@ -55,6 +66,35 @@ def first_element(t: Tensor) -> int:
         _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     # Row-major: the offset in each dimension times its stride.
     return sum(offset * stride for offset, stride in zip(start, t.stride(), strict=True))
+
+
+class Runs(NamedTuple):
+    """Ranges of the full tensor's elements that a rank's part consists of, in order: `number` ranges of `length`
+    elements, the first of which begins at `first`, the others each `apart` elements later."""
+
+    first: int
+    number: int
+    apart: int
+    length: int
+
+
+def runs_of(t: Tensor) -> Runs:
+    """Returns the ranges of a contiguous tensor that this rank holds.
+
+    One range if the first dimension is sharded; if a later one is (stacks of experts), one for each index before it.
+
+    Example:
+        >>> runs_of(torch.zeros(3, 4))
+        Runs(first=0, number=1, apart=0, length=12)
+    """
+    part = local(t)
+    cut = [p.dim for p in t.placements if isinstance(p, Shard)] if isinstance(t, DTensor) else []
+    dim = max(cut, default=0)
+    if not dim or not part.numel():
+        return Runs(_first_element(t), 1, 0, part.numel())
+    assert set(cut) <= {0, dim}, "a dimension in between is cut too, so that the ranges are not equally far apart"
+    number = math.prod(part.shape[:dim])
+    return Runs(_first_element(t), number, t.stride()[dim - 1], part.numel() // number)
 
 
 def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tensor]) -> Tensor:

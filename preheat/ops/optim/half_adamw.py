@@ -15,6 +15,7 @@ from torch import Tensor
 from preheat.ops.cuda_kernels import named_failures
 
 if TYPE_CHECKING:
+    from preheat.ops.distributed.dtensor_utils import Runs
     from preheat.ops.optim.param_groups import ParamGroup
 
 
@@ -32,7 +33,7 @@ def half_adamw_(
     found_inf: Tensor | None,
     *,
     seed: int = 0,
-    first: int = 0,
+    runs: Runs | None = None,
 ) -> None:
     """Updates a half-precision weight in place; changes nothing if `found_inf` is 1.
 
@@ -41,8 +42,9 @@ def half_adamw_(
         state: step, exp_avg, exp_avg_sq and optionally master, all fp32.
         group: lr, betas, eps, weight_decay.
         seed: seed of the stochastic rounding, below 2 ** 62; ignored with a master.
-        first: index of this shard's first element in the full parameter; selects the random bits.
+        runs: the ranges of the full parameter's elements that this shard consists of; select the random bits.
     """
+    first, number, apart, _ = runs or (0, 1, 0, 0)
     (beta1, beta2), (rate, eps, decay) = group["betas"], (group["lr"], group["eps"], group["weight_decay"])
     moments = state["exp_avg"], state["exp_avg_sq"]
     _update(
@@ -59,6 +61,8 @@ def half_adamw_(
         decay,
         seed,
         first,
+        number,
+        apart,
     )
 
 
@@ -80,9 +84,28 @@ def _update(
     decay: float,
     seed: int,
     first: int,
+    number: int = 1,
+    apart: int = 0,
 ) -> None:
     with named_failures("half_adamw"), torch.cuda.device_of(weight):
-        launch(weight, grad, mean, square, master, step, found_inf, rate, beta1, beta2, eps, decay, seed, first)
+        launch(
+            weight,
+            grad,
+            mean,
+            square,
+            master,
+            step,
+            found_inf,
+            rate,
+            beta1,
+            beta2,
+            eps,
+            decay,
+            seed,
+            first,
+            number,
+            apart,
+        )
     step.add_(1.0 if found_inf is None else 1.0 - found_inf)
 
 
@@ -106,17 +129,24 @@ def launch(
     decay: float,
     seed: int,
     first: int,
+    number: int = 1,
+    apart: int = 0,
 ) -> None:
-    """Launches the kernel; does not advance `step`."""
+    """Launches the kernel; does not advance `step`.
+
+    Args:
+        number, apart: the weight's elements are so many ranges of the full parameter, that far apart.
+    """
     from preheat.ops.triton_kernels import adamw_kernel
 
     assert master is not None or weight.dtype == torch.bfloat16
-    count, block = weight.numel(), 4 * _LANES
+    count, block = weight.numel() // number, 4 * _LANES
     base, shift = divmod(first, block)
-    programs = -(-(shift + count) // block)
+    # Other runs may begin anywhere in a block.
+    programs = -(-((block - 1 if number > 1 else shift) + count) // block)
     if not count:
         return
-    adamw_kernel[(programs,)](
+    adamw_kernel[(programs, number)](
         *(
             weight,
             grad,
@@ -127,9 +157,10 @@ def launch(
             step if found_inf is None else found_inf,
         ),
         *(rate, 1.0 - rate * decay, 1.0 - beta1, beta2, 1.0 - beta2, math.log(beta1), math.log(beta2), eps),
-        *(seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF, base, shift, count),
+        *(seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF, base, shift, count, apart),
         MASTER=master is not None,
         GUARDED=found_inf is not None,
-        SHIFTED=shift > 0,
+        SHIFTED=shift > 0 or number > 1,
+        RUNS=number > 1,
         LANES=_LANES,
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from preheat.ops.distributed.dtensor_utils import first_element, full_tensor, local, local_shard, spread_as
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard, runs_of, spread_as
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.param_groups import as_lists
@@ -232,8 +232,7 @@ class StochasticAdamW(Numbered):
     Args:
         seed, number: see `Numbered`.
         chunk: elements updated at a time, which bounds the fp32 scratch. Each chunk has its own random bits, so that a
-            shard is rounded as it would be on one device; but for stacks of experts that are sharded along their rows,
-            whose elements are not one range of the full parameter.
+            shard is rounded as it would be on one device.
         fused: on CUDA, one kernel per bf16 parameter (`preheat.ops.optim.half_adamw`), with other random bits and
             without chunks.
     """
@@ -265,28 +264,32 @@ class StochasticAdamW(Numbered):
         """Writes updated moments back if the state stores them in another form."""
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
-        # Before `locally`: the index and the number of elements are those of the full parameter.
-        first, count = first_element(p), p.numel()
+        # Before `locally`: the indices and the number of elements are those of the full parameter.
+        runs, count = runs_of(p), p.numel()
         here, grad, state = locally(p, grad, state)
         low = p.dtype != torch.float32
         # The kernel works in registers, so there is no scratch to bound by chunks.
         if self.fused:
             if low:
                 seed = self._seed(p, self._number())
-                half_adamw_(here, grad, state, group, self.found_inf, seed=seed, first=first)
+                half_adamw_(here, grad, state, group, self.found_inf, seed=seed, runs=runs)
             else:
                 adamw_(here, grad.float(), state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
         # Flat, because chunks are ranges of elements, whatever the shape.
         weights, slopes, step = here.view(-1), grad.reshape(-1), state["step"]
-        end = here.numel()
         # At least one start: a rank with an empty shard must count steps too.
         # Chunk borders are those of the full parameter: a shard that begins within a chunk has a shorter first one.
-        starts = [0, *range(self.chunk - first % self.chunk, end, self.chunk)]
-        for start in fold_identical(starts):
+        starts = [
+            (run, start)
+            for run in range(runs.number)
+            for start in (0, *range(self.chunk - (runs.first + run * runs.apart) % self.chunk, runs.length, self.chunk))
+        ]
+        for run, start in fold_identical(starts):
             # `number`: chunk of the full parameter, which seeds the random bits; `skip`: its elements on earlier ranks.
-            number, skip = divmod(first + start, self.chunk)
-            part = slice(start, min(start + self.chunk - skip, end))
+            number, skip = divmod(runs.first + run * runs.apart + start, self.chunk)
+            begin, end = run * runs.length, (run + 1) * runs.length
+            part = slice(begin + start, min(begin + start + self.chunk - skip, end))
             mean, square = self._moments(state, part)
             # A copy for bf16; for fp32 weights it is the view itself, and AdamW updates the weight in place.
             value = weights[part].float()

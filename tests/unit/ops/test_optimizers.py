@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from preheat import recipe as recipes
 from preheat.core import Device, Slot
+from preheat.core.mesh import pretended
 from preheat.engine.builder import build
 from preheat.engine.step import gradients
-from preheat.ops.distributed.dtensor_utils import total_norm
+from preheat.ops.distributed.dtensor_utils import runs_of, total_norm
 from preheat.ops.optim.cpu_adamw import HostAdamW
 from preheat.ops.optim.low_bit_adamw import LowBitAdamW
 from preheat.ops.optim.optimizers import Adafactor, Lion, Muon, StochasticAdamW, orthogonalize
@@ -161,6 +165,44 @@ def test_groups_of_generators_keep_every_parameter(make: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = make([{"params": model.parameters()}], lr=0.1)
     assert {p for group in optimizer.param_groups for p in group["params"]} == set(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "dims"),
+    [
+        ((8, 6), (4,), (0,)),
+        ((3, 8, 5), (4,), (1,)),
+        ((3, 5, 8), (2,), (2,)),
+        ((4, 6, 5), (2, 2), (0, 1)),
+        ((2, 3), (4,), (0,)),
+    ],
+)
+def test_shards_are_rounded_as_the_whole(shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    """Whatever the dimension: experts are sharded along their rows, which are several ranges of the parameter."""
+    torch.manual_seed(0)
+    weight, grad = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+
+    def updated(p: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        parameter = torch.nn.Parameter(p)
+        parameter.grad = slope
+        StochasticAdamW([parameter], lr=1e-2, chunk=16).step()
+        return parameter.detach()
+
+    whole = updated(weight.clone(), grad)
+    assert not torch.equal(whole, weight)
+    for rank in range(math.prod(mesh)):
+        with pretended(math.prod(mesh), rank):
+            devices = init_device_mesh("cpu", mesh)
+            placements = [Shard(dim) for dim in dims]
+
+            def part(t: torch.Tensor) -> DTensor:
+                return distribute_tensor(t, devices, placements, src_data_rank=None)  # noqa: B023
+
+            mine = updated(part(weight), part(grad)).to_local()
+            assert torch.equal(mine, part(whole).to_local())
+            runs = runs_of(part(weight))
+            indices = [runs.first + n * runs.apart + i for n in range(runs.number) for i in range(runs.length)]
+            assert indices == part(torch.arange(weight.numel()).view(shape)).to_local().flatten().tolist()
 
 
 def test_large_seeds_and_steps_draw_numbers_of_their_own() -> None:

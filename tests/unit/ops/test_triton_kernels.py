@@ -58,7 +58,8 @@ def update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, master: Tensor | None = N
     settings: dict[str, Any] = {"t": 1, "lr": 1e-3, "decay": 0.1, "seed": 77, "first": 0, "found_inf": None} | more
     step = torch.tensor(float(settings["t"] - 1))
     rest = (settings["lr"], 0.9, 0.999, 1e-8, settings["decay"], settings["seed"], settings["first"])
-    half_adamw.launch(w, g, m, v, master, step, settings["found_inf"], *rest)
+    ranges = {key: settings[key] for key in ("number", "apart") if key in settings}
+    half_adamw.launch(w, g, m, v, master, step, settings["found_inf"], *rest, **ranges)
 
 
 def draw(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,6 +119,23 @@ def test_half_adamw_rounds_right_on_average_and_alike_on_shares() -> None:
 
 
 @interpreted
+def test_half_adamw_rounds_ranges_of_a_stack_as_the_whole() -> None:
+    """Experts whose rows are sharded: one range of the full parameter for each."""
+    experts, rows, columns = 3, 6, 700
+    count = experts * rows * columns
+    w, g, m, v = draw(count)
+    whole = w.clone()
+    update(whole, g, m.clone(), v.clone(), lr=1e-2)
+    assert not torch.equal(whole, w)
+    for first in (0, 2, 4):
+        share, slope, mean, square = (
+            t.view(experts, rows, columns)[:, first : first + 2].contiguous() for t in (w, g, m, v)
+        )
+        update(share, slope, mean, square, lr=1e-2, first=first * columns, number=experts, apart=rows * columns)
+        assert torch.equal(share, whole.view(experts, rows, columns)[:, first : first + 2])
+
+
+@interpreted
 def test_half_adamw_changes_nothing_where_gradients_are_not_finite() -> None:
     for master in (False, True):
         w, g, m, v = draw(3000)
@@ -161,10 +179,12 @@ types = dict(codes="*u8", scales="*u8", ranges="*fp32", pairs="*fp32", levels="*
 wide["nf4"] = compiled(kernels.nf4_kernel, types, dict(DOUBLE=True, BYTES=1024), 80)
 types = {name: "fp32" for name in kernels.adamw_kernel.arg_names}
 types |= dict(weight="*bf16", grad="*bf16", mean="*fp32", square="*fp32", master="*fp32", step="*fp32", found_inf="*fp32")
-types |= dict(seed_low="i32", seed_high="i32", base="i32", shift="i32", n="i32")
+types |= dict(seed_low="i32", seed_high="i32", base="i32", shift="i32", n="i32", apart="i32")
 for capability, master in ((80, True), (90, False)):
-    constants = dict(MASTER=master, GUARDED=True, SHIFTED=False, LANES=512)
+    constants = dict(MASTER=master, GUARDED=True, SHIFTED=False, RUNS=False, LANES=512)
     wide[f"adamw {master}"] = compiled(kernels.adamw_kernel, types, constants, capability)
+constants |= dict(SHIFTED=True, RUNS=True)
+wide["adamw of ranges"] = compiled(kernels.adamw_kernel, types | dict(base="i64", apart="i64"), constants, 90)
 types = dict(x="*bf16", codes="*i8", scales="*bf16", out="*bf16", rows="i32", outputs="i32", inputs="i32")
 wide["eight bits"] = compiled(kernels.eight_bits_kernel, types, dict(ROWS=16, OUTPUTS=32, INPUTS=128), 80)
 print(json.dumps(wide))
