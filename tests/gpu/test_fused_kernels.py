@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from preheat.ops.distributed.dtensor_utils import Runs
 from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits
+from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.half_precision import MasterAdamW
 from preheat.ops.optim.optimizers import StochasticAdamW
 from preheat.ops.quantization import nf4
@@ -84,6 +86,26 @@ def test_half_adamw_rounds_right_on_average_and_alike_again() -> None:
         results.append(p.detach())
     assert torch.equal(*results)
     assert float(1 - results[0].double().mean()) == pytest.approx(1e-4, rel=0.01)  # 3 standard deviations
+
+
+def test_half_adamw_rounds_ranges_of_a_stack_as_the_whole() -> None:
+    """Experts whose rows are sharded: one range of the full parameter for each, in one launch."""
+    experts, rows, columns = 5, 8, 1111
+    weight, grad = (draw(experts, rows, columns, seed=n).bfloat16().cuda() for n in (0, 1))
+    group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+    def updated(p: Tensor, slope: Tensor, runs: Runs | None) -> Tensor:
+        state = {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] = torch.zeros((), device="cuda")
+        half_adamw_(p, slope, state, group, None, seed=7, runs=runs)  # type: ignore[arg-type]
+        return p
+
+    whole = updated(weight.clone(), grad, None)
+    assert not torch.equal(whole, weight)
+    for first in range(0, rows, 2):
+        share, slope = (t[:, first : first + 2].contiguous() for t in (weight, grad))
+        runs = Runs(first * columns, experts, rows * columns, 2 * columns)
+        assert torch.equal(updated(share, slope, runs), whole[:, first : first + 2])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 65])
