@@ -96,7 +96,6 @@ TASKS = (
     Task("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "qlora", "H100"),
     Task("Qwen/Qwen3-30B-A3B", "lora", "H100"),
     Task("openai/gpt-oss-120b", "full", "H100", 8, 8, length=4096),
-    Task("zai-org/GLM-4.5-Air-Base", "full", "H100", 8, 8, length=4096),
 )
 
 

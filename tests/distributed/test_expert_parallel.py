@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.core import DATA, conflicts_of
+from preheat.core import DATA, Device, conflicts_of
 from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients, update
 from preheat.models import hf
@@ -134,6 +134,19 @@ def test_what_is_refused() -> None:
     assert "degree: 16 does not divide the 8 experts" in problems("{fsdp: {}, expert_parallel: {}}", 16, rows=16)
     assert "do not divide both" in problems("{fsdp: {}, expert_parallel: {degree: 2}}", 6)
     assert "compiled-layers" in problems("{fsdp: {}, expert_parallel: {}, compile: {}}", 2)
+
+
+@pytest.mark.parametrize("mode", ["mode: selective", "mode: budget, budget: 0.5"])
+def test_a_layer_is_recomputed_though_its_experts_are_gathered_at_other_times(mode: str) -> None:
+    """In the backward pass a gather begins before the layer is recomputed, or within: no operator of it is the layer's."""
+    recipe = recipes.parse(
+        "model: {preset: glm-4.5-air, weights: random, config: {num_hidden_layers: 4, n_routed_experts: 16}}\n"
+        "batch: {size: 8, seq_len: 512}\nstop: {max_steps: 1}\nparallel: {devices: 8}\ntechniques: {efficient_attention: {}, "
+        "mixed_precision: {mode: bf16_weights}, fsdp: {gather: bf16}, expert_parallel: {}, activation_checkpointing: "
+        f"{{{mode}}}}}"
+    )
+    gpu = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
+    assert observe(Request(recipe, gpu, world=8)).model_flops > 0
 
 
 def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import Shard
 
 from preheat.ops.memory.host_transfer import to_device
+from preheat.ops.memory.selective_checkpoint import unobserved
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,6 +79,22 @@ def _choose_shard_dim_in_stack(p: nn.Parameter, ranks: int) -> Shard:
     return Shard(next((dim for dim in range(1, p.ndim) if p.shape[dim] % ranks == 0), 1))
 
 
+def _hide_hooks(inner: nn.Module) -> None:
+    """Hides FSDP's hooks of a module within a layer from the modes that keep results of the layer's operators."""
+
+    def hidden(hook: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> T:
+            with unobserved():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
+
+
 def shard_fully(
     module: nn.Module,
     layers: Iterable[nn.Module],
@@ -122,6 +139,7 @@ def shard_fully(
             else:
                 placement = functools.partial(_choose_shard_dim_in_stack, ranks=own.size(own.ndim - 1))
                 fully_shard(inner, **{**settings, "mesh": own, "shard_placement_fn": placement})
+                _hide_hooks(inner)
         # Inner modules before their layer, for the same reason as layers before the whole.
         fully_shard(layer, **settings, ignored_params=alone)
     # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import (
@@ -38,6 +38,7 @@ __all__ = [
     "keep_matmuls",
     "keeps_results",
     "trace_layer",
+    "unobserved",
 ]
 
 Key = tuple[OpOverload | str, int]
@@ -260,9 +261,25 @@ def contexts(keys: frozenset[Key]) -> Contexts:
     return pair
 
 
+_OBSERVERS = (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
 def keeps_results() -> bool:
     """True if results of operators may be saved for recomputation, so that they must not be modified in place."""
-    return any(isinstance(mode, (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _modes())
+    return any(isinstance(mode, _OBSERVERS) for mode in _modes())
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Context manager for operators within a layer that are no part of its computation, such as gathers of weights.
+
+    Forward pass and recomputation may run different ones: counted, they would shift the results that are kept.
+    """
+    with contextlib.ExitStack() as stack:
+        # The innermost modes, since a layer enters them last.
+        while (modes := _modes()) and isinstance(modes[-1], _OBSERVERS):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def keep_matmuls(trace: LayerTrace, every: int) -> frozenset[Key]:
