@@ -615,11 +615,11 @@ def _reading(path: Path) -> Iterator[None]:
 def _require_kinds(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
     """Raises RunError if integers would be read into floating-point tensors, or the other way: torch converts them."""
     for name, t in tensors.items():
-        kept = getattr(stored.get(name), "properties", None)
-        if kept is not None and kept.dtype.is_floating_point != t.dtype.is_floating_point:
+        properties = getattr(stored.get(name), "properties", None)
+        if properties is not None and properties.dtype.is_floating_point != t.dtype.is_floating_point:
             raise RunError(
-                f"{path}: {shorten(name)} is stored as {kept.dtype} and needed as {t.dtype}: another version of "
-                "preheat wrote it; continue with that version, or start a new run"
+                f"{path}: {shorten(name)} is stored as {properties.dtype} and needed as {t.dtype}: another "
+                "version of preheat wrote it; continue with that version, or start a new run"
             )
 
 

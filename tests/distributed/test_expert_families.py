@@ -29,7 +29,7 @@ def compare(names: list[str], world: int, scale: str, folder: Path) -> None:
             assert all(OWN_CODE[case.family] in result["refused"] for result in found[1:])
             continue
         assert verdict(case, found) == "", case.family
-        if "data_parallel" in scale:  # Adam's two fp32 moments of the experts are shared out, and nothing else
+        if "data_parallel" in scale:  # only the experts are split: Adam keeps two fp32 moments of each weight
             model = next(s.model for s in subjects if s.name == case.family)
             experts = sum(p.numel() for module in moe.experts_of(model) for p in module.parameters())
             assert all(result["states"] == found[0]["states"] - 8 * experts // world for result in found[1:])

@@ -47,23 +47,8 @@ def half_adamw_(
     first, number, apart, _ = runs or (0, 1, 0, 0)
     (beta1, beta2), (rate, eps, decay) = group["betas"], (group["lr"], group["eps"], group["weight_decay"])
     moments = state["exp_avg"], state["exp_avg_sq"]
-    _update(
-        weight,
-        grad.contiguous(),
-        *moments,
-        state.get("master"),
-        state["step"],
-        found_inf,
-        rate,
-        beta1,
-        beta2,
-        eps,
-        decay,
-        seed,
-        first,
-        number,
-        apart,
-    )
+    update = rate, beta1, beta2, eps, decay, seed, first, number, apart
+    _update(weight, grad.contiguous(), *moments, state.get("master"), state["step"], found_inf, *update)
 
 
 @torch.library.custom_op(
@@ -84,28 +69,12 @@ def _update(
     decay: float,
     seed: int,
     first: int,
-    number: int = 1,
-    apart: int = 0,
+    number: int,
+    apart: int,
 ) -> None:
     with named_failures("half_adamw"), torch.cuda.device_of(weight):
-        launch(
-            weight,
-            grad,
-            mean,
-            square,
-            master,
-            step,
-            found_inf,
-            rate,
-            beta1,
-            beta2,
-            eps,
-            decay,
-            seed,
-            first,
-            number,
-            apart,
-        )
+        update = rate, beta1, beta2, eps, decay, seed, first, number, apart
+        launch(weight, grad, mean, square, master, step, found_inf, *update)
     step.add_(1.0 if found_inf is None else 1.0 - found_inf)
 
 

@@ -206,8 +206,8 @@ def estimate(
     if sharded > 1:
         states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
     else:
-        held = of_part(cost.optimizer)
-        states = of_part(cost.states) - held + min(optimizer / updating, held)
+        local_optimizer = of_part(cost.optimizer)
+        states = of_part(cost.states) - local_optimizer + min(optimizer / updating, local_optimizer)
     memory = states + gathered + micro * alive / context
     # Weights and gradients are cast once per micro-batch, but the cost of a layer is that of a single row: 4 + 2 bytes
     # of each weight, 2 + 4 of each gradient. Without recomputation the casts are saved for backward.
