@@ -4,7 +4,7 @@
 
 memory   speed and peak memory of each technique alone and of all together on a 15M Llama at 512 tokens (preheat/bench), and the a
          1B Llama's as predicted for the two GPUs
-states   GiB a device of a 1B Llama under each way of sharing out weights, gradients and optimizer states, by the dry run
+states   GiB a device of a 1B Llama under each way of sharding weights, gradients and optimizer states, by the dry run
 quality  validation loss on the demo's corpus at equal tokens, three seeds: feed-forward kinds at equal parameters, deep and thin,
          tied embeddings, grouped queries
 rope     trained at 128 tokens, perplexity at 256, 512 and 1,024 by each rotary scaling

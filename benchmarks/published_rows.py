@@ -90,7 +90,7 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     from preheat.models import presets
 
-    unit = 128 * whole(row, "tp") if whole(row, "tp") > 1 else 1  # rows of the vocabulary are shared out in equal parts
+    unit = 128 * whole(row, "tp") if whole(row, "tp") > 1 else 1  # rows of the vocabulary are split evenly
     vocabulary = -(-whole(row, "vocab", VOCABULARY) // unit) * unit
     name = re.sub(r"[^a-z0-9]", "", row["model"].lower())
     known = [preset for preset in presets.PRESETS if name and re.sub(r"[^a-z0-9]", "", preset) == name]
@@ -138,7 +138,7 @@ def model_of(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def mesh_of(row: Row) -> tuple[dict[str, Any], int, int]:
-    """Techniques that spread the run, devices, and devices that share out rows."""
+    """Returns the techniques that spread the run, its devices, and its data-parallel devices."""
     tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
     shares = whole(row, "dp_replicate", 8 if tensor * pipeline > 1 else 1) * whole(row, "dp_shard")
     devices = whole(row, "n_gpus", shares * tensor * pipeline * context)
@@ -293,7 +293,7 @@ def adapted(row: Row) -> dict[str, str]:
 
 
 def micro_batches_of(row: Row, shares: int) -> int:
-    """Of a step, on each of so many devices that share out rows."""
+    """Returns the micro-batches of a step on each of so many data-parallel devices."""
     micro = whole(row, "micro_batch")
     rows = whole(row, "global_batch_seqs", micro * shares * (4 * whole(row, "pp") if whole(row, "pp") > 1 else 1))
     return max(1, round(rows / (micro * shares)))

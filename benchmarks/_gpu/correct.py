@@ -331,12 +331,14 @@ def _recipe(techniques: dict[str, dict[str, Any]], where: Where) -> Any:
 
 
 def _fitted(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a shipped recipe for a batch of four rows."""
-    return (
-        settings | {"steps": min(settings["steps"], 2)}
-        if name == "gradient_accumulation" and "steps" in settings
-        else settings
-    )
+    """Settings of a shipped recipe for a batch of four short rows."""
+    if name == "gradient_accumulation" and "steps" in settings:
+        return settings | {"steps": min(settings["steps"], 2)}
+    if name == "rope_scaling" and settings.get("factor") == "auto":  # rows longer than the model was trained on
+        return {"original_length": 16} | {key: value for key, value in settings.items() if value is not None}
+    if name == "length_curriculum":
+        return settings | {"lengths": [16]}
+    return settings
 
 
 def _technique(techniques: dict[str, dict[str, Any]], where: Where) -> dict[str, Any]:

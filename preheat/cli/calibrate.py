@@ -24,8 +24,7 @@ def calibrate(
 ) -> None:
     """Measure this machine's matrix rates, memory bandwidth and operators, and store them for `plan` and `train`.
 
-    Takes 15 to 60 seconds; run it while nothing else runs. What other processes disturb is measured again, up to 90
-    seconds.
+    Takes 15 to 60 seconds, and longer beside other processes; run it while nothing else runs.
 
     Example: preheat calibrate --threads 2
     """
@@ -58,8 +57,8 @@ def calibrate(
     screen.print(f"stored in {stored}", soft_wrap=True)
     if rates.contended:
         screen.print(
-            "Other processes kept the cores busy, so these rates are too low; the next plan on a quiet machine "
-            "measures again.",
+            "Other processes kept the cores busy, so these rates may be too low by a third; the next plan on a quiet "
+            "machine measures again.",
             style="yellow",
         )
 

@@ -57,15 +57,18 @@ def demo(
     chooses = not any(item.startswith("stop.") for item in set or [])
     seconds = _SLOW if slow else _FAST
     if chooses:
-        steps = steps_within(seconds, plan["seconds_per_step"])
+        # Beside other processes, whose work takes the same cores, a step takes longer than with the machine to itself.
+        seconds_per_step = (plan["now"] or plan)["seconds_per_step"]
+        steps = steps_within(seconds, seconds_per_step)
         settings = [*_lasting(steps), *settings]
         plan |= {"steps": steps, "seconds_total": steps * plan["seconds_per_step"] + plan["seconds_to_start"]}
     screen.print(picture(plan, "demo"))
     if chooses:
-        screen.print(
-            f"training {plan['steps']:,} steps of {plan['seconds_per_step']:.3g} s: by this plan "
-            f"{plan['steps'] * plan['seconds_per_step']:.0f} s, of the {seconds:.0f} s that the demo is to train for"
-        )
+        takes = steps * seconds_per_step
+        limit = f"of the {seconds:.0f} s that the demo is to train for"
+        if takes > seconds:
+            limit = f"more than the {seconds:.0f} s of a demo, since fewer teach it little"
+        screen.print(f"training {steps:,} steps of {seconds_per_step:.3g} s: by this plan {takes:.0f} s, {limit}")
     result = run(
         recipes.load("demo", settings, warn=False),
         out=folder,
@@ -118,6 +121,7 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
     from preheat.cli.views.console import console
     from preheat.engine.device import resolve_device
     from preheat.hardware.benchmark_rates import Grid, grid_of, rates_for
+    from preheat.hardware.rate_probe import with_present_rate
     from preheat.models import configs, hf
     from preheat.planning.layer_extrapolation import observe_few_layers
     from preheat.planning.plan import plan, resolve_auto
@@ -147,6 +151,9 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
             f"measured this machine at the sizes of this step in {rates.seconds:.1f} s; all sizes: preheat calibrate",
             style="dim",
         )
+    # A quiet machine that was measured just now has these rates.
+    if rates.contended or not measured:
+        rates = with_present_rate(rates, threads)
     return rates, plan(resolve_auto(replace(request, rates=rates)))
 
 

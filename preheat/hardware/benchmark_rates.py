@@ -1,8 +1,8 @@
 """Calibration: measures the throughput of this machine at the operators of training, once, in about ten seconds.
 
 A time is the median of repeated runs on random data, after a warm-up run. If other processes use the same cores
-meanwhile, threads at a barrier wait whole time slices for one that is not scheduled, which no statistic repairs: such a
-part is measured again, at most twice, and `Rates.contended` records if that did not help.
+meanwhile, threads at a barrier wait whole time slices for one that is not scheduled: runs that waited do not count
+(`Stopwatch`), but caches and memory are shared all the same, which `Rates.contended` records.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Grid:
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
     limit: float = 90.0
-    """Seconds within which parts and calls that other processes disturbed may be measured again."""
+    """Seconds after which the wait for calls that other processes do not preempt is short."""
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -142,11 +142,9 @@ def grid_of(device: Device) -> Grid:
 
 
 _log = logging.getLogger(__name__)
-_REPEATS = 2
-"""How often a part that other processes disturbed is measured again."""
-_LONG = 0.25
-"""Seconds in which a part is judged by itself, over all its attempts: a moment's work of another process is much of a
-shorter one, and the kernel counts in ticks of 10 ms."""
+_LONG_PART = 0.25
+"""Seconds in which a part is judged by itself: a moment's work of another process is much of a shorter one, and the
+kernel counts in ticks of 10 ms."""
 _FIRST, _PATIENCE = 256, 4.0
 """Size of the first square matmul, and the seconds that the next one may take at its rate."""
 _TOO_LONG = 0.06
@@ -158,7 +156,7 @@ In a step, tensors are not in cache, as they would be if an operator were repeat
 MiB of own cache and a share of 105 MiB, matmuls take 1.3 times as long with cold operands, memory-bound operators twice
 as long.
 """
-_FILLING = 0.05
+_FILLING = 0.03
 """Seconds in which results are allocated before a measurement; 17 calls on operands of 4 MiB take 10 to 20 ms."""
 _TURNS = 16
 """Limit of operand sets: small tensors of a step are in cache, because they were just produced."""
@@ -180,7 +178,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     start = time.perf_counter()
     cuda = device.kind == "cuda"
     # A GPU is measured from one thread of the host.
-    parts = _Parts(1 if cuda else threads, start + grid.limit, tell)
+    parts = _Parts(1 if cuda else threads)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
     seconds = Stopwatch(cuda, start + grid.limit)
@@ -193,7 +191,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     # Progress: 5 % for the memory measurements, the rest in equal parts by dtype.
     share = 0.95 / len(dtypes)
     with threads_of(threads):
-        parts.tell("memory", 0.0)
+        tell("memory", 0.0)
         # fp32, so a quarter as many elements as bytes; a copy reads and writes each byte, hence the factor 2 below.
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
@@ -211,19 +209,19 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         )
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
-            parts.tell(f"matmuls in {name}", done)
+            tell(f"matmuls in {name}", done)
             peak[name] = parts.measure(partial(_peak, seconds, random, dtype, grid))
             layers = parts.measure(partial(_matrix, seconds, random, name, dtype, grid))
             # A layer can be faster than the square matmuls, and MFU, which divides by the peak, must not exceed 1.
             peak[name] = max(peak[name], *(rate.flops for rate in layers))
             matrix += layers
-            parts.tell(f"operators in {name}", done + share / 2)
+            tell(f"operators in {name}", done + share / 2)
             moved += parts.measure(partial(_moved, seconds, random, name, dtype, grid))
             attention += parts.measure(partial(_attention, seconds, random, name, dtype, grid))
             adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
         # TF32 is a mode of fp32 matmuls, so it needs no rates of other operators, attention or AdamW.
         if has_tf32(device):
-            parts.tell("matmuls in tf32", 0.98)
+            tell("matmuls in tf32", 0.98)
             # The stopwatch is only the owner: if a measurement raises, its end restores torch's setting.
             end = allow_tf32(seconds)
             peak["tf32"] = _peak(seconds, random, torch.float32, grid)
@@ -231,7 +229,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             end()
             peak["tf32"] = max(peak["tf32"], *(rate.flops for rate in layers))
             matrix += layers
-    parts.tell("done", 1.0)
+    tell("done", 1.0)
     return Rates(
         hardware=device.name,
         torch=torch.__version__,
@@ -253,49 +251,26 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
 
 
 class _Parts:
-    """Measures the parts of a calibration, and measures those again that other processes disturbed.
+    """Measures the parts of a calibration, and the use of the machine during each.
 
     Args:
         threads: threads that are measured.
-        end: time after which nothing is measured again.
-        tell: progress callback.
     """
 
-    def __init__(self, threads: int, end: float, tell: Progress):
-        self.threads, self.end, self._tell = threads, end, tell
-        self._last, self._uses = ("", 0.0), list[tuple[MachineUse, float]]()
-
-    def tell(self, what: str, done: float) -> None:
-        self._last = what, done
-        self._tell(what, done)
+    def __init__(self, threads: int):
+        self.threads, self._uses = threads, list[MachineUse]()
 
     def measure(self, part: Callable[[], _Result]) -> _Result:
-        """Returns the result of the attempt that other processes disturbed least."""
-        attempts: list[tuple[MachineUse, _Result]] = []
-        while len(attempts) <= _REPEATS:
-            if attempts:
-                what, done = self._last
-                self._tell(f"{what} again, because other processes use the cores", done)
-            meter = UseMeter()
-            result = part()
-            use = meter.use(self.threads)
-            attempts.append((use, result))
-            # Another attempt takes as long, and must end in time.
-            if use.alone is not False or time.perf_counter() + use.seconds > self.end:
-                break
-        use, result = min(attempts, key=lambda attempt: attempt[0].other_cores or 0.0)
-        self._uses.append((use, sum(attempted.seconds for attempted, _ in attempts)))
+        meter = UseMeter()
+        result = part()
+        self._uses.append(meter.use(self.threads))
         return result
 
     @property
     def most_disturbed(self) -> MachineUse:
-        """The use of the machine during all parts, or during the part with the most other work.
-
-        One slow rate is enough for a wrong plan, so a part that was disturbed in all of its attempts counts even if the
-        others, which took longer, were not.
-        """
-        long = [use for use, seconds in self._uses if seconds >= _LONG]
-        return max([joined([use for use, _ in self._uses]), *long], key=lambda use: use.other_cores or 0.0)
+        """The use of the machine during all parts, or during the part with the most other work."""
+        long = [use for use in self._uses if use.seconds >= _LONG_PART]
+        return max([joined(self._uses), *long], key=lambda use: use.other_cores or 0.0)
 
 
 def _turns(bytes: int) -> int:
@@ -541,8 +516,8 @@ def rates(
 ) -> Rates:
     """Returns the stored rates of this machine; measures and stores them first if there are none.
 
-    Contended rates (which may be 50x too low) are measured again once the cores are free. A child process measures, so
-    this one's memory, high-water mark and allocator stay as they are.
+    Contended rates are measured again once the cores are free. A child process measures, so this one's memory,
+    high-water mark and allocator stay as they are.
 
     Args:
         again: measure contended rates again.
@@ -555,7 +530,7 @@ def rates(
     stored = load(device.name, torch.__version__, threads)
     # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
-        _log.warning("measuring this machine, once; 15 to 60 seconds, and up to 90 beside other work")
+        _log.warning("measuring this machine, once; 15 to 60 seconds, longer beside other work")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
         return rates_again(device, threads, progress, grid)

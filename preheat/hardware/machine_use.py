@@ -1,7 +1,7 @@
 """CPU use of an interval: of this process with its children, and of all processes on the CPUs that it may run on.
 
-What was measured while other processes used the same CPUs says nothing about the machine, so calibrations and runs are
-stored with a `MachineUse`. Other processes are seen on Linux only, through /proc/stat. Does not import torch.
+Measurements beside other processes on the same CPUs are not reliable, so calibrations and runs are stored with a
+`MachineUse`. Other processes are seen on Linux only, through /proc/stat. Does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from preheat.hardware.stored_values import Damaged, read_number
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["TOLERATED", "MachineUse", "Sample", "UseMeter", "joined", "take_sample", "use_between"]
+__all__ = ["TOLERATED", "MachineUse", "Sample", "UseMeter", "joined", "run_delays", "take_sample", "use_between"]
 
 TOLERATED = 0.25
 """Cores of background work that do not count as other work: an eighth of two cores, less than repeated measurements
@@ -176,6 +176,23 @@ def _of_live_children() -> float:
         children = {process for process, parent in parents.items() if parent in children}
         below |= children
     return sum(seconds[process] for process in below)
+
+
+def run_delays() -> dict[int, float] | None:
+    """Returns the seconds for which each thread of this process was ready and waited for a CPU; None if unknown.
+
+    CPU time cannot tell: a thread spins at a barrier while it waits for another one.
+    """
+    delays, slices = dict[int, float](), 0
+    try:
+        for task in (_PROC / "self/task").iterdir():
+            # Nanoseconds on a CPU, nanoseconds in its queue, and the number of time slices.
+            _, delay, count = (task / "schedstat").read_text(encoding="ascii").split()
+            delays[int(task.name)], slices = int(delay) / 1e9, slices + int(count)
+    except (OSError, ValueError):  # not Linux, a thread that has just ended, or a sandbox
+        return None
+    # A kernel that does not count them shows zeros.
+    return delays if slices else None
 
 
 def _busy_seconds() -> dict[int, float] | None:

@@ -23,7 +23,7 @@ from preheat.hardware.timing import threads_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPREAD", "checked_rates", "probe_rates"]
+__all__ = ["SPREAD", "checked_rates", "probe_rates", "with_present_rate"]
 
 SPREAD = 0.15
 """Largest difference from the calibration that counts as the same rate.
@@ -65,9 +65,17 @@ def checked_rates(device: Device, threads: int) -> Rates:
         # What was just measured is not doubted; beside work that comes and goes, each plan would take a minute.
         _remember(measured, Present(1.0, measured.machine or present.machine))
         return measured
-    if present.share < 1 - SPREAD:
-        return dataclasses.replace(known, now=present)
-    return known
+    return _with_present(known, present)
+
+
+def with_present_rate(known: Rates, threads: int) -> Rates:
+    """Returns the rates, with `Rates.now` if this machine's CPU is slower now."""
+    present = None if known.of_gpu else probe_rates(known, threads)
+    return known if present is None else _with_present(known, present)
+
+
+def _with_present(known: Rates, present: Present) -> Rates:
+    return dataclasses.replace(known, now=present) if present.share < 1 - SPREAD else known
 
 
 _last: tuple[float, Rates, Present | None] | None = None

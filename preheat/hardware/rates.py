@@ -189,7 +189,7 @@ class Rates:
     moved: tuple[MovedRate, ...]
     attention: tuple[AttentionRate, ...]
     contended: bool
-    """Other processes used the same cores, so the rates are too low; measure again on an idle machine."""
+    """Other processes used the same cores, so the rates may be too low by a third; measure again on an idle machine."""
     seconds: float
     """Duration of the measurement."""
     near: float | None = None
@@ -283,7 +283,7 @@ class Rates:
         return path
 
 
-_FORMAT, _FORMAT_GPU = 8, 10
+_FORMAT, _FORMAT_GPU = 9, 10
 """File format versions of CPU and GPU measurements; increase them when the measurements change."""
 _OF_GPU = ("to_host", "to_device")
 """Fields measured on GPUs only."""

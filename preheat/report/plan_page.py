@@ -117,7 +117,8 @@ def _tiles(plan: JsonObject) -> str:
         ("Parameters", count(p["total"]), f"{active}{count(p['trained'])} trained{plan.get('of_stage', '')}"),
     ]
     if plan["seconds_total"] and plan["steps"]:
-        tiles.append(("Time", duration(plan["seconds_total"]), f"{grouped(plan['steps'])} steps"))
+        unit = "steps" if plan["steps"] != 1 else "step"
+        tiles.append(("Time", duration(plan["seconds_total"]), f"{grouped(plan['steps'])} {unit}"))
     else:
         tiles.append(("Time", duration(1e9 / plan["tokens_per_second"]), "a billion tokens"))
     if cost:

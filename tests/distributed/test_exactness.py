@@ -1,6 +1,6 @@
 """Losses, gradient norms and every final parameter of several processes against one: a selection, and on demand the whole matrix.
 
-PREHEAT_SCALE=all (`make test-scale`) tries every technique of the registry under each way of sharing out, on all families.
+PREHEAT_SCALE=all (`make test-scale`) tries every technique of the registry under each kind of parallelism, on all families.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def flow(settings: dict[str, Any]) -> str:
 
 
 def of(scale: str, name: str, settings: dict[str, Any]) -> Case:
-    """One technique with what it needs, under one way of sharing out."""
+    """One technique with what it needs, under one kind of parallelism."""
     cls = registry()[name]
     t = cls(**settings)
     parts = [f"{name}: {flow(settings)}", *(f"{BRINGS[tag]}: {{}}" for tag in sorted(cls.needs - t.provided()))]

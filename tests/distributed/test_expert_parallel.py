@@ -1,4 +1,4 @@
-"""Mixture-of-experts models over 2 and 4 processes on gloo against one: experts shared out, and the balance loss of all ranks."""
+"""Mixture-of-experts models over 2 and 4 processes on gloo against one: experts split, and the balance loss of all ranks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_processes_of_two_hosts_are_measured_told_apart_and_kept_for_plans(tmp_p
     ]
     for row in rows:
         assert 0 < row["low"] <= row["seconds"] <= row["high"]
-        assert row["bytes"] % (4 * 3) == 0  # shared out evenly
+        assert row["bytes"] % (4 * 3) == 0  # sharded evenly
         assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"])
     # nccl-tests' factors for 3 devices
     factors = {row["collective"]: row["bus_bandwidth"] / row["algorithm_bandwidth"] for row in rows}

@@ -1,4 +1,4 @@
-"""ZeROAdamW on two processes over gloo against AdamW on one: the same losses and weights, and states shared out."""
+"""ZeROAdamW on two processes over gloo against AdamW on one: the same losses and weights, and sharded states."""
 
 from __future__ import annotations
 

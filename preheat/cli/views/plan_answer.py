@@ -265,9 +265,8 @@ def _at_present(plan: Mapping[str, Any]) -> str:
     machine, speed = plan["now"]["machine"], f"{rate(plan['now']['tokens_per_second'])} tokens/s"
     if machine["alone"] is False:
         used = f"other processes use {machine['other_cores']:.1f} of {machine['cpus']} cores"
-        # A calibration beside other work does not give that speed either, as a note says.
-        above = "" if plan.get("contended") else "; the speed above is with the machine to itself"
-        return f"{speed}, because {used}{above}"
+        estimated = "an estimate for" if plan.get("contended") else "with"
+        return f"{speed}, because {used}; the speed above is {estimated} the machine to itself"
     why = ", though no other process uses its cores" if machine["alone"] else ""
     return f"{speed}: slower than when it was calibrated{why}; to measure again: preheat calibrate"
 
@@ -275,7 +274,7 @@ def _at_present(plan: Mapping[str, Any]) -> str:
 def _time(plan: Mapping[str, Any]) -> str:
     parts = [f"{plan['seconds_per_step']:.3g} s a step of {plan['tokens_per_step']:,} tokens"]
     if plan["steps"]:
-        parts.append(f"{duration(plan['seconds_total'])} for {plan['steps']:,} steps")
+        parts.append(f"{duration(plan['seconds_total'])} for {plan['steps']:,} step{'s' if plan['steps'] != 1 else ''}")
     else:
         parts.append(f"{hours(_BILLION / plan['tokens_per_second'])} per billion tokens")
         if plan["seconds_total"]:
@@ -475,7 +474,7 @@ def warnings_of(plan: Mapping[str, Any]) -> list[str]:
         )
     if plan.get("contended"):
         warnings.append(
-            "the machine was busy when it was calibrated and still is, so speeds are too low: plan again "
+            "the machine was busy when it was calibrated and still is, so speeds may be too low by a third: plan again "
             "when it is quiet"
         )
     if plan.get("heap"):

@@ -91,7 +91,7 @@ _SPARSE = {
 }
 
 
-_STEP_LIMIT = 15.0  # seconds within which a calibration for one step may repeat what other processes disturbed
+_STEP_LIMIT = 15.0  # seconds after which a calibration for one step waits less for calls that are not preempted
 _CUSTOM = 40  # a call of our custom operators costs as much as 40 launches, mostly in Python
 
 

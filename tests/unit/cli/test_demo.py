@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from preheat.cli import demo
 from preheat.core import Device
 from preheat.hardware import benchmark_rates
 from preheat.hardware.benchmark_rates import Grid, calibrate, rates_for
+from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.probe import probe
-from preheat.hardware.rates import LAYOUTS, MOVERS, Rates, load, parse
+from preheat.hardware.rates import LAYOUTS, MOVERS, Present, Rates, load, parse
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.request import Request
 from preheat.planning.speed.step_time import grid_of_step, step_seconds
@@ -44,6 +46,11 @@ def test_the_steps_take_as_long_as_asked_by_the_plan() -> None:
     assert demo.steps_within(45, 1e-9) == 2000
 
 
+def _one_layer() -> recipes.Recipe:
+    """Returns the demo in fp32 with one layer, whose sizes are those of two."""
+    return recipes.load("demo", ["techniques.mixed_precision.mode=fp32", "model.num_layers=1", "hardware.device=cpu"])
+
+
 class Trains(Exception):
     """Instead of training, with what would be trained."""
 
@@ -56,9 +63,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         raise Trains(recipe, options)
 
     monkeypatch.setattr("preheat.cli.train.run", stop)
-    monkeypatch.setattr(
-        demo, "_plan", lambda recipe, quiet: ("rates", {"seconds_per_step": 0.3, "seconds_to_start": 0.0})
-    )
+    plan = {"seconds_per_step": 0.3, "seconds_to_start": 0.0, "now": None}
+    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", {**plan}))
     monkeypatch.setattr("preheat.cli.views.console.picture", lambda plan, name: f"{plan.get('steps')} steps planned")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -83,6 +89,46 @@ def test_the_demo_trains_for_a_minute_by_its_plan_and_says_so(
     )
 
 
+def test_the_demo_beside_other_work_trains_for_a_minute_too(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan: dict[str, Any] = {"seconds_per_step": 0.05, "seconds_to_start": 0.0, "now": {"seconds_per_step": 0.3}}
+    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", {**plan}))
+    monkeypatch.setattr(demo, "_is_slow_in_bf16", lambda: True)
+    with pytest.raises(Trains) as raised:
+        demo.demo()
+    assert raised.value.args[0].stop.max_steps == 200
+    assert "training 200 steps of 0.3 s: by this plan 60 s, of the 60 s that" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    plan["now"] = {"seconds_per_step": 2.0}
+    with pytest.raises(Trains):
+        demo.demo()
+    assert "training 60 steps of 2 s: by this plan 120 s, more than the 60 s" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize("share", [0.2, 0.95])
+@pytest.mark.parametrize("contended", [True, False])  # measured beside other work, or stored by an earlier plan
+def test_a_demo_beside_other_work_says_the_speed_now(
+    share: float, contended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_known = dataclasses.replace(calibrate(probe("cpu"), 1, grid=TINY), contended=contended)
+    use = MachineUse(0.3, 0.5, 1.5, 2, 2)
+    monkeypatch.setattr(
+        benchmark_rates, "rates_for", lambda device, threads, choose, progress: (rates_known, contended)
+    )
+    monkeypatch.setattr("preheat.hardware.rate_probe.probe_rates", lambda known, threads: Present(share, use))
+    rates, plan = demo._plan(_one_layer(), quiet=True)
+    assert plan["contended"] is contended
+    if share > 0.9:  # as fast as measured: a plan's error
+        assert rates.now is plan["now"] is None
+        return
+    assert rates.now == Present(share, use)
+    assert plan["now"]["seconds_per_step"] == pytest.approx(plan["seconds_per_step"] / share)
+
+
 @pytest.mark.parametrize("stop", ["stop.max_steps=7", "stop.tokens=10000"])
 def test_the_users_own_end_of_the_demo_wins(stop: str, trained: Path) -> None:
     with pytest.raises(Trains) as raised:
@@ -102,9 +148,7 @@ def test_the_demo_samples_its_text() -> None:
 
 @pytest.fixture(scope="module")
 def request_of_demo() -> Request:
-    # One layer: the sizes are those of two.
-    recipe = recipes.load("demo", ["techniques.mixed_precision.mode=fp32", "model.num_layers=1"])
-    return Request(recipe, Device("cpu", "made up", 2**34), vocabulary=4096)
+    return Request(_one_layer(), Device("cpu", "made up", 2**34), vocabulary=4096)
 
 
 def test_only_the_sizes_of_the_step_are_measured(request_of_demo: Request, monkeypatch: pytest.MonkeyPatch) -> None:

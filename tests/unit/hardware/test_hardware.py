@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import mmap
 import os
@@ -11,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +40,7 @@ from preheat.hardware.rates import (
     note_run,
     stored_at,
 )
-from preheat.hardware.timing import Random, Stopwatch
+from preheat.hardware.timing import Random, Stopwatch, threads_of
 from preheat.planning.request import Request
 
 from ...conftest import SMALL, tiny
@@ -532,9 +531,8 @@ def test_rates_are_measured_once_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_
     first = rates(device, 1, progress=lambda what, done: told.append(done), grid=SMALL)
     assert told[-1] == 1.0
     assert rates(device, 1, measure=False) == rates(device, 1) == first  # a second measurement would not be equal
-    monkeypatch.setenv(
-        "PREHEAT_CACHE", str(tmp_path / next(tmp_path.iterdir()).name)
-    )  # a file, where a folder is wanted
+    # A file in place of a folder.
+    monkeypatch.setenv("PREHEAT_CACHE", str(next(tmp_path.glob("calibration*.json"))))
     # Before anything is measured.
     monkeypatch.setattr("preheat.hardware.benchmark_rates.subprocess.Popen", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RunError, match=r"cannot store the calibration there .*set PREHEAT_CACHE"):
@@ -558,42 +556,24 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
-def test_parts_of_a_calibration_beside_other_work_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def calibration(*others: float | None, seconds: float = 2.0, end: float = 1e9) -> tuple[list[int], MachineUse]:
-        """Measures three parts, whose attempts see so many cores used by others, in turn; returns the attempts taken."""
+def test_the_part_of_a_calibration_with_the_most_other_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disturbed(*others: float | None, seconds: float = 2.0) -> MachineUse:
         left = list(others)
         meter = "preheat.hardware.machine_use.UseMeter.use"
         monkeypatch.setattr(meter, lambda self, threads: MachineUse(seconds, 1.0, left.pop(0), 2, threads))
-        told: list[str] = []
-        parts = _Parts(2, end, lambda what, done: told.append(what))
-        number = itertools.count(1)
-        results = [parts.measure(lambda: next(number)) for _ in range(3)]
-        assert left == []
-        assert len(told) == len(others) - 3
-        assert all("again, because other processes use the cores" in line for line in told)
-        return results, parts.most_disturbed
+        parts = _Parts(2)
+        assert [parts.measure(lambda n=n: n) for n in range(len(others))] == [*range(len(others))]
+        return parts.most_disturbed
 
-    results, use = calibration(0.0, 0.1, 0.2)
-    assert results == [1, 2, 3]
+    use = disturbed(0.0, 0.1, 0.2)
     assert (use.alone, use.other_cores, use.seconds) == (True, 0.2, 2.0)
-    results, use = calibration(1.0, 0.1, 0.0, 0.0)  # quiet at the second attempt
-    assert results == [2, 3, 4]
-    assert use.alone is True
-    results, use = calibration(0.0, 1.5, 0.5, 1.0, 0.0)  # at most twice; the least disturbed of them is taken
-    assert results == [1, 3, 5]
+    use = disturbed(0.0, 0.5, 0.0)
     assert (use.alone, use.other_cores) == (False, 0.5)
-    results, use = calibration(1.0, 1.0, 1.0, end=0.0)  # no time for it
-    assert results == [1, 2, 3]
-    assert use.alone is False
-    results, use = calibration(None, None, None)  # unknown is not measured again, nor is it called quiet
-    assert use.alone is None
+    assert disturbed(None, None, None).alone is None  # unknown is not called quiet
     # A moment's work of another process is much of a short part, and little of all.
-    results, use = calibration(0.0, 0.5, 0.5, 0.5, 0.0, seconds=0.05)
+    use = disturbed(0.0, 0.5, 0.0, seconds=0.05)
     assert use.alone is True
     assert use.other_cores == pytest.approx(0.5 / 3)
-    # At the sizes of a demo all parts are short; work that lasts through all attempts of one spoils its rates.
-    results, use = calibration(0.0, 0.5, 0.5, 0.5, 0.0, seconds=0.2)
-    assert (use.alone, use.other_cores) == (False, 0.5)
 
 
 def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -870,13 +850,14 @@ def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
+    monkeypatch.setattr("preheat.hardware.timing.run_delays", lambda: {1: 0.0})
     assert Stopwatch(cuda=True)(call) == pytest.approx(9e-6)
     assert Stopwatch(cuda=False)(call) == pytest.approx(9e-6)
 
 
 def test_a_slow_first_call_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     # As the first backward pass after an installation, while Python compiles what torch imports for it, and the second
-    # while another process has the core.
+    # is slow, too.
     wall, calls = 0.0, iter([2.0, 0.2])
 
     def call() -> None:
@@ -884,42 +865,94 @@ def test_a_slow_first_call_is_no_measurement(monkeypatch: pytest.MonkeyPatch) ->
         wall += next(calls, 0.05)
 
     monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
-    monkeypatch.setattr("preheat.hardware.timing.time.process_time", lambda: wall)
+    monkeypatch.setattr("preheat.hardware.timing.run_delays", lambda: {1: 0.0})
     assert Stopwatch(cuda=False)(call) == pytest.approx(0.05)
 
 
+class Clock:
+    """Stands for the clocks of a process whose calls take 0.3 ms, and those that are preempted `wait` seconds more.
+
+    Args:
+        known: the kernel shows run delays; otherwise only CPU time tells.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, preempted: Container[int], wait: float, *, known: bool = True):
+        self.wall, self.waited, self.used, self.number = 0.0, 0.0, 0.0, 0
+        self.preempted, self.wait, self.seconds, self.known = preempted, wait, 3e-4, known
+        timing = "preheat.hardware.timing"
+        monkeypatch.setattr(f"{timing}.time.perf_counter", lambda: self.wall)
+        monkeypatch.setattr(f"{timing}.time.process_time", lambda: self.used)
+        monkeypatch.setattr(f"{timing}.time.sleep", self.sleep)
+        monkeypatch.setattr(f"{timing}.run_delays", lambda: {1: self.waited, 2: 0.0} if known else None)
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+
+    def call(self) -> None:
+        late = self.wait if self.number in self.preempted else 0.0
+        self.number += 1
+        self.wall += self.seconds + late
+        self.waited += late
+        # A thread spins at a barrier while it waits for another one, which CPU time does not tell from work.
+        self.used += self.seconds + (late if self.known else 0.0)
+
+
+EVERY_OTHER = range(0, 300, 2)
+
+
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
-    ("interrupted", "wait"),
+    ("preempted", "wait"),
     [
-        ([0, 1], 0.004),  # the warm-up, from which the number of calls in a sample follows
-        ([1, 2, 3, 4, 6, 7], 0.004),  # most samples, of which one is a call by itself
-        (range(0, 300, 2), 0.004),  # every other call
-        ([n for n in range(300) if n % 10 != 9], 0.004),  # the cores are free for moments, as beside two busy processes
+        ([0, 1], 0.004),  # the warm-up
+        ([1, 2, 3, 4, 6, 7], 0.004),
+        (range(0, 300, 3), 0.004),
+        ([n for n in range(300) if n % 10 not in (8, 9)], 0.004),  # the cores are free for moments
         ([0, 1], 0.04),  # so long that it seems a long call
-        ([0, 1, 2, 3], 0.04),
-        (range(1, 300, 2), 0.04),
+        (range(1, 300, 3), 0.04),
     ],
 )
-def test_interrupted_calls_are_no_measurement(
-    monkeypatch: pytest.MonkeyPatch, interrupted: Sequence[int], wait: float
+def test_preempted_calls_are_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, preempted: Container[int], wait: float, known: bool
 ) -> None:
-    wall, computed, number = 0.0, 0.0, itertools.count()
+    clock = Clock(monkeypatch, preempted, wait, known=known)
+    with threads_of(1):
+        assert Stopwatch(cuda=False)(clock.call) == pytest.approx(3e-4)
+    assert clock.wall < 0.3  # and they are not repeated for long
+
+
+def test_cpu_time_alone_does_not_see_threads_that_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outliers are left out all the same, and no call is taken for one of a single thread."""
+    clock = Clock(monkeypatch, EVERY_OTHER, 0.004)
+    monkeypatch.setattr("preheat.hardware.timing.run_delays", lambda: None)
+    with threads_of(2):
+        assert Stopwatch(cuda=False)(clock.call) < 5e-3
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two threads need two CPUs")
+def test_calls_whose_threads_wait_for_each_other_are_measured_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time slices of two threads can alternate, so that no call of both is ever without a wait."""
+    clock = Clock(monkeypatch, range(10**9), 8e-3)
+    several = clock.call
 
     def call() -> None:
-        nonlocal wall, computed
-        computed += 3e-4
-        wall += 3e-4 + (wait if next(number) in interrupted else 0.0)
+        if torch.get_num_threads() > 1:
+            return several()
+        clock.wall += 6e-4
+        return None
 
-    monkeypatch.setattr("preheat.hardware.timing.time.perf_counter", lambda: wall)
-    monkeypatch.setattr("preheat.hardware.timing.time.process_time", lambda: computed)
-    assert Stopwatch(cuda=False)(call) == pytest.approx(3e-4)
-    assert wall < 0.3  # and they are not repeated for long
-    number = itertools.count()
-    assert Stopwatch(cuda=False, end=wall + 1)(call) == pytest.approx(3e-4)
-    # After the calibration's limit two interrupted calls count as they are: the warm-up alone is never a measurement.
-    number = itertools.count()
-    shorter = 3e-4 + (wait if {0, 1} <= set(interrupted) else 0.0)
-    assert Stopwatch(cuda=False, end=wall)(call) == pytest.approx(shorter)
+    with threads_of(2):
+        assert Stopwatch(cuda=False)(call) == pytest.approx(3e-4)
+        begin = clock.wall
+        assert Stopwatch(cuda=False, end=begin)(call) == pytest.approx(3e-4)
+        assert clock.wall - begin < 0.05  # after the calibration's limit
+        assert torch.get_num_threads() == 2
+    # One thread has nothing to fall back on, and the shortest call is the nearest.
+    with threads_of(1):
+        assert Stopwatch(cuda=False)(several) == pytest.approx(8.3e-3)
+    # More threads than CPUs wait for each other in a run, too: that is their time.
+    with threads_of(len(os.sched_getaffinity(0)) + 1):
+        assert Stopwatch(cuda=False)(several) == pytest.approx(8.3e-3)
 
 
 def test_a_measurement_fills_its_memory_only_while_calls_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -967,7 +1000,7 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     path.write_text(json.dumps(stored | {"format": 8}))  # measured at a CPU's sizes
     assert load("made up", "2.13.0", 2) is None
     made_up().store()
-    assert json.loads(path.read_text())["format"] == 8
+    assert json.loads(path.read_text())["format"] == 9
     assert "to_host" not in path.read_text()  # a CPU's file is what it was
     assert load("made up", "2.13.0", 2) == made_up()
 

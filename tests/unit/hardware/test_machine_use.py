@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from preheat.hardware import machine_use
-from preheat.hardware.machine_use import MachineUse, Sample, UseMeter, joined, take_sample, use_between
+from preheat.hardware.machine_use import MachineUse, Sample, UseMeter, joined, run_delays, take_sample, use_between
 from preheat.hardware.stored_values import Damaged
 
 LINUX = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="other processes are seen on Linux only")
@@ -131,7 +132,7 @@ def test_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "get_num_threads", lambda: cpus)
     session: Any = SimpleNamespace(ranks=SimpleNamespace(world=1), device=SimpleNamespace(kind="cpu"))
     with burning(seconds=30):
-        meter, run, parts = UseMeter(), ThroughputMeter(session), _Parts(cpus, 0.0, lambda what, done: None)
+        meter, run, parts = UseMeter(), ThroughputMeter(session), _Parts(cpus)
         parts.measure(lambda: time.sleep(1.5))
         uses = [meter.use(cpus), run.machine(), parts.most_disturbed]
     for use in uses:
@@ -143,6 +144,31 @@ def test_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         assert use.alone is False
     session.ranks.world = 2  # which share the machine with each other
     assert run.machine() is None
+
+
+@LINUX
+def test_waiting_for_a_cpu_is_seen() -> None:
+    me = threading.get_native_id()
+
+    def waited(do: Callable[[], object]) -> float:
+        """Returns how long this thread waited for a CPU meanwhile."""
+        before = run_delays()
+        do()
+        after = run_delays()
+        assert before is not None
+        assert after is not None
+        return after[me] - before[me]
+
+    def compute() -> None:
+        end = time.perf_counter() + 1.0
+        while time.perf_counter() < end:
+            pass
+
+    if run_delays() is None:
+        pytest.skip("this kernel does not show how long a thread waited")
+    with burning(seconds=30):
+        assert waited(compute) > 0.2
+    assert waited(lambda: time.sleep(0.5)) < 0.25, "a thread that sleeps does not wait for a CPU"
 
 
 @LINUX

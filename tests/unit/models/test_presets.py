@@ -286,14 +286,14 @@ BUILT_IN = sorted(p.stem for p in (Path(recipes.__file__).parents[1] / "recipes"
     ids=lambda value: value.kind if isinstance(value, Device) else value,
 )
 def test_a_built_in_recipe_is_dry_run_with_its_preset(name: str, device: Device) -> None:
-    rows = 4 if name == "multi-gpu" else 2  # which two devices share out
+    rows = 4 if name == "multi-gpu" else 2  # of two data-parallel devices
     few = ["model.config={num_hidden_layers: 1}", f"batch.size={rows}", "techniques.gradient_accumulation.steps=2"]
     recipe = recipes.load(name, few)
     assert recipe.name == name
     assert recipe.model.preset in PRESETS
     seen = observe(Request(recipe, device, world=2 if name == "multi-gpu" else 1))
     assert seen.trained == seen.parameters if name == "long-sequences" else seen.trained < seen.parameters / 10
-    if name == "multi-gpu":  # the bits of the base are shared out, and so are the adapters
+    if name == "multi-gpu":  # the bits of the base are sharded, and so are the adapters
         layer, embedding = 1536 * (1536 * 2 + 256 * 2 + 8960 * 3), 151936 * 1536
         wanted = (0.516 * layer + 2 * embedding + 4 * seen.trained) / 2
         assert seen.categories["update"]["parameters"] == pytest.approx(wanted, rel=0.02)
