@@ -336,7 +336,7 @@ def _fitted(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         return settings | {"steps": min(settings["steps"], 2)}
     if name == "rope_scaling" and settings.get("factor") == "auto":  # rows longer than the model was trained on
         return {"original_length": 16} | {key: value for key, value in settings.items() if value is not None}
-    if name == "length_curriculum":
+    if name == "length_curriculum" and settings.get("lengths"):
         return settings | {"lengths": [16]}
     return settings
 
