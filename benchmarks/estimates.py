@@ -23,12 +23,12 @@ from preheat.planning.search.search import _Search
 from preheat.planning.search.technique_combinations import Combination
 from preheat.training.plan_request import request_of, subject_of
 
-LAYERS = {
-    "nothing recomputed": "activation_checkpointing: null",
+CHECKPOINTING = {
+    "none": "",
     "selective": "activation_checkpointing: {mode: selective}",
     "full": "activation_checkpointing: {mode: full}",
 }
-"""What the layers recompute, with efficient attention, weights in bf16 and fused operators."""
+"""Activation checkpointing by its mode."""
 LAYOUTS = (
     ("fsdp: {}", 1),
     ("fsdp: {reshard_after_forward: false}", 1),
@@ -44,7 +44,7 @@ LAYOUTS = (
         8,
     ),
 )
-"""Parallel techniques, and the micro-batches of a step."""
+"""Parallel techniques, and micro-batches per step."""
 
 
 def techniques_of(text: str) -> tuple[Technique, ...]:
@@ -54,12 +54,11 @@ def techniques_of(text: str) -> tuple[Technique, ...]:
 
 
 def rows(space: Space) -> Iterator[str]:
-    """Yields a row of the table for each layout that the layers' techniques go with."""
+    """Yields a row of the table for each compatible pair of checkpointing and layout."""
     search = _Search(space, "fastest", 0.0, lambda message: None)
-    for name, text in LAYERS.items():
-        setting = "" if text.endswith("null") else f", {text}"
+    for mode, checkpointing in CHECKPOINTING.items():
         alone = techniques_of(
-            f"efficient_attention: {{}}, mixed_precision: {{mode: bf16_weights}}, fused_operators: {{}}{setting}"
+            f"efficient_attention: {{}}, mixed_precision: {{mode: bf16_weights}}, fused_operators: {{}}, {checkpointing}"
         )
         kind = Combination(alone, observe_layer(space.single(alone)), frozenset())
         for layout, micros in LAYOUTS:
@@ -79,9 +78,9 @@ def rows(space: Space) -> Iterator[str]:
             speed = candidate.guess.tokens_per_second / describe(request, observation)["tokens_per_second"]
             guess = candidate.guess.bytes
             what = f"`{layout}`" + (f", {micros} micro-batches" if micros > 1 else "")
-            print(f"{name}: {what}: {guess / allocated:.2f}", flush=True)
+            print(f"{mode}: {what}: {guess / allocated:.2f}", flush=True)
             yield (
-                f"| {name} | {what} | {guess / GIB:.1f} | {allocated / GIB:.1f} | {guess / allocated:.2f} "
+                f"| {mode} | {what} | {guess / GIB:.1f} | {allocated / GIB:.1f} | {guess / allocated:.2f} "
                 f"| {speed:.2f} |"
             )
 
@@ -100,7 +99,7 @@ def main() -> None:
     space = Space(replace(request, recipe=replace(request.recipe, techniques={})), "rounding")
     table = "\n".join(rows(space))
     title = f"## {options.model} on {options.devices} {options.gpu}, {options.rows} rows a step and device"
-    head = "| recomputed | layout | estimated, GiB | dry run, GiB | memory, ratio | speed, ratio |\n|---|---|---|---|---|---|"
+    head = "| activation checkpointing | layout | estimated, GiB | dry run, GiB | memory, ratio | speed, ratio |\n|---|---|---|---|---|---|"
     options.out.write_text(
         f"# Estimates of a search against dry runs\n\n{title}\n\n{head}\n{table}\n", encoding="utf-8"
     )

@@ -87,7 +87,7 @@ class Stopwatch:
         meter = None if self.cuda or _oversubscribed() else _PreemptionMeter()
 
         def was_preempted() -> bool:
-            return meter is not None and meter.was_preempted() is True
+            return meter is not None and meter.was_preempted()
 
         # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass
         # or optimizer step, which takes seconds after an installation.
@@ -136,7 +136,7 @@ def _oversubscribed() -> bool:
     """True if there are more threads than CPUs: then they wait for each other, in a run as here."""
     import torch
 
-    return torch.get_num_threads() > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else False
+    return hasattr(os, "sched_getaffinity") and torch.get_num_threads() > len(os.sched_getaffinity(0))
 
 
 def _sample(call: Callable[[], object], patience: float) -> tuple[list[float], list[float]]:
