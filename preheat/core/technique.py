@@ -205,6 +205,18 @@ class Technique(ABC):
         """Returns the number of devices that split the experts of a layer, on a mesh of these sizes."""
         return 1
 
+    def batches_in_flight(self, micro_batches: int) -> float:
+        """Returns the micro-batches whose activations a device of a pipeline holds at most."""
+        return 1.0
+
+    def stages_per_device(self) -> int:
+        """Returns the stages of a pipeline on each device."""
+        return 1
+
+    def fullest_devices(self, context: Context, config: PretrainedConfig) -> tuple[int, ...]:
+        """Returns the devices along a pipeline of which one needs the most memory, unless the last one does."""
+        return (0,)
+
     def bubble_fraction(self, micro_batches: int) -> float:
         """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot see."""
         return 0.0
@@ -372,7 +384,8 @@ class ParallelSettings:
     """Settings of a build on several devices; the mesh itself is `Build.mesh`.
 
     Attributes:
-        bubble_fraction: micro-batches of a step -> idle time of this device, relative to its compute time.
+        bubble_fraction: micro-batches of a step -> idle time of this device, relative to its compute time: while a
+            pipeline fills and drains, and while it waits for devices with more to compute.
         duplicated_params: names of parameters that another pipeline stage has too and counts in the norm.
         full_parameter: returns the full value of a parameter for saving: gathered if an engine keeps it in its own
             layout.

@@ -346,6 +346,9 @@ class Recorder(TorchDispatchMode):
     ) -> object:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0]._fake_device  # more than half of all calls
+        # Waiting for a collective returns its result itself; only torch's fake version makes a new tensor.
+        if func is _WAIT and type(args[0]) is FakeTensor:
+            return args[0]
         kwargs = kwargs or {}
         # Only plain tensors own storages.
         for kind in types:
@@ -360,9 +363,10 @@ class Recorder(TorchDispatchMode):
         if self._resized:
             self.look_at_gathered()
         operator = _operator(func)
-        if operator.free:
-            return out
         outputs = tensors(out)
+        # Without tensors nothing runs on the device: a range for torch's profiler, a question about dtypes.
+        if operator.free or not (inputs or outputs):
+            return out
         # Layouts alone decide what else follows, unless a storage is on the host.
         notes = None
         if entry is not None and operator.simple and not self._host:
@@ -524,6 +528,7 @@ def _read(func: OpOverload) -> tuple[int, ...] | None:
 _COPIES = ("split_with_sizes_copy", "chunk_cat")  # FSDP2's own, around its collectives
 _operators: dict[int, _Operator] = {}  # by the id of the operator
 _DEVICE = torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CHUNK = 1 << 16
 """Elements per block of torch's foreach kernels (kChunkSize of MultiTensorApply.cuh)."""
 # FSDP2 operators whose outputs are allocated on a side stream.

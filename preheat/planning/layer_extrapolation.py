@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from preheat.planning.dispatch_recorder import Place
     from preheat.planning.worker_pool import Task
 
-__all__ = ["observe_few_layers", "of_layers", "require_buildable", "sampled_layers"]
+__all__ = ["fullest_ranks", "observe_few_layers", "of_layers", "require_buildable", "sampled_layers"]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
@@ -52,7 +52,7 @@ def observe_few_layers(
     """Observes a recipe, extrapolating from two models of few layers if possible.
 
     Extrapolation needs many identical layers, and a GPU, several devices, or more than 256 layers on one CPU. Otherwise
-    this is `observe`; of a pipeline, the end that needs more memory.
+    this is `observe`; of a pipeline, the rank that needs the most memory.
 
     An extrapolated observation has no log and no `changes` (they would be those of the few layers). The CPU heap's
     fragmentation is not affine and not in `reserved`, so processes about to run on CPUs (`world` is given) have all
@@ -78,7 +78,7 @@ def observe_few_layers(
         or (cpu and request.world is not None)
     ):
         # The full model is small enough, or its layers are not alike: nothing is extrapolated.
-        observations = observe_all([{"request": request, "rank": rank} for rank in _end_ranks(request)])
+        observations = observe_all([{"request": request, "rank": rank} for rank in fullest_ranks(request)])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
     one, two = observe_all([{"request": of_layers(request, count), "by_layer": True} for count in (fewer, more)])
@@ -105,15 +105,16 @@ def require_buildable(request: Request) -> None:
     build_dry(of_layers(request, few[1]) if few else request)
 
 
-def _end_ranks(request: Request) -> list[int]:
-    """Returns the ranks to observe: the first and last stage of a pipeline; otherwise all ranks are alike."""
-    # Pipeline is the outermost axis, so the first rank of the last stage follows all ranks of the other stages.
-    sizes = request.context.sizes
-    return (
-        [0]
-        if sizes[Axis.PIPELINE] == 1
-        else [0, math.prod(sizes.values()) * (sizes[Axis.PIPELINE] - 1) // sizes[Axis.PIPELINE]]
-    )
+def fullest_ranks(request: Request) -> list[int]:
+    """Returns the ranks of which one needs the most memory: several of a pipeline; otherwise all ranks are alike."""
+    context = request.context
+    devices, pipeline = math.prod(context.sizes.values()), context.sizes[Axis.PIPELINE]
+    if pipeline == 1:
+        return [0]
+    splitting = [t for t in request.recipe.techniques.values() if Axis.PIPELINE in t.degrees()]
+    fullest = {device for t in splitting for device in t.fullest_devices(context, request.config)}
+    # The last device has the head. Pipeline is the outermost axis, so the ranks of a stage follow those before it.
+    return [devices // pipeline * device for device in sorted({*fullest, pipeline - 1})]
 
 
 def of_layers(request: Request, layers: int) -> Request:

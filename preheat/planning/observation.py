@@ -41,7 +41,8 @@ class Observation:
         groups: {group of a kernel: mesh axes that the process group spans}.
         compiled: True if the compiler fuses the layers' small operators in the real run.
         slowed: factor on the host time per operator, from techniques that run Python between operators.
-        idle: pipeline bubble: idle time of this device as a fraction of its busy time.
+        idle: idle time of this device as a fraction of its busy time: the bubble of a pipeline, and waiting for devices
+            with more to compute.
     """
 
     peak: dict[str, int]

@@ -27,7 +27,7 @@ from preheat.hardware.stored_values import Damaged, read_json
 from preheat.planning.answer_cache import source_digest
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.layer_extrapolation import fullest_ranks, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -52,28 +52,34 @@ _IRRELEVANT = (
 _known: dict[str, Observation] = {}
 
 
-def observe_cached(request: Request, *, how: str = "few", rank: int = 0, logged: bool = False) -> Observation:
+def observe_cached(request: Request, *, how: str = "few", rank: int | None = None, logged: bool = False) -> Observation:
     """Returns an observation of the recipe, from the cache or from a new dry run.
 
     Args:
         how: kind of dry run. `few`: extrapolated from few layers if possible; `enough`: from more layers, for the GPU
             allocator's overhead; `whole`: all layers; `marked`: all layers, distinguished in `at`; `step`: no
             evaluation.
-        rank: rank to observe; `few` and `enough` choose it themselves.
+        rank: rank to observe; by default the one that needs the most memory, and the first of a `step`.
         logged: include the log of allocations, which is not on disk.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
+    ranks = _ranks(request, how, rank)
+    if len(ranks) > 1:
+        tasks: list[Task] = [{"request": request, "how": how, "rank": rank} for rank in ranks]
+        prefetch(tasks)
+        peaks = [max(observe_cached(**each).peak.values()) for each in tasks]
+        ranks = [ranks[peaks.index(max(peaks))]]
     # Memory, then disk, then a dry run.
-    path = _path_of(request, how, rank)
+    path = _path_of(request, how, ranks[0])
     observation = _known.get(path.stem)
     if observation is None and not logged:
         observation = _load(path)
     if observation is None or (logged and not observation.log):
         gc.freeze()  # otherwise garbage collection scans all of torch repeatedly: a third of the time
         try:
-            observation = _DRY_RUNS[how](request, rank=rank)
+            observation = _DRY_RUNS[how](request, rank=ranks[0])
         finally:
             gc.unfreeze()
         # Before it is stored, because a replay needs the log, which is not.
@@ -114,10 +120,18 @@ def clear() -> None:
     _known.clear()
 
 
-def is_cached(request: Request, *, how: str, rank: int = 0) -> bool:
+def is_cached(request: Request, *, how: str, rank: int | None = None) -> bool:
     """True if `observe_cached` would find the observation in the cache."""
-    path = _path_of(request, how, rank)
-    return path.stem in _known or path.exists()
+    paths = [_path_of(request, how, each) for each in _ranks(request, how, rank)]
+    return all(path.stem in _known or path.exists() for path in paths)
+
+
+def _ranks(request: Request, how: str, rank: int | None) -> list[int]:
+    """Returns the ranks that `observe_cached` observes, to choose one of them."""
+    if rank is not None:
+        return [rank]
+    # `few` and `enough` choose the rank themselves, and a `step` has no pipeline.
+    return fullest_ranks(request) if how in ("whole", "marked") else [0]
 
 
 def _path_of(request: Request, how: str, rank: int) -> Path:

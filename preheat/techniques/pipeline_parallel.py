@@ -33,6 +33,7 @@ from preheat.core import (
     Finish,
     LossSum,
     Numerics,
+    Recipe,
     Searchable,
     Slot,
     Stage,
@@ -45,8 +46,9 @@ from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
+    from preheat.models.pipeline_split import ModelProfile
     from preheat.ops.distributed.pipelining import Span
 
 __all__ = ["PipelineParallel", "record_timeline", "split_into_stages"]
@@ -110,6 +112,23 @@ def record_timeline(build: Build) -> Iterator[list[Span]]:
     pipeline = build.slot(Slot.FORWARD_BACKWARD).__self__.pipeline  # type: ignore[attr-defined]
     with pipeline.recorded() as spans:
         yield spans
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The stages of a model: the model's profile, and the layers, cost (FLOPs) and device of each stage."""
+
+    course: ModelProfile
+    cuts: list[range]
+    costs: list[float]
+    devices: list[int]
+
+    def cost(self, device: int) -> float:
+        """Returns the FLOPs of a device's stages."""
+        return sum(cost for cost, d in zip(self.costs, self.devices, strict=True) if d == device)
+
+    def layers(self, device: int) -> int:
+        return sum(len(cut) for cut, d in zip(self.cuts, self.devices, strict=True) if d == device)
 
 
 class _Runner:
@@ -284,24 +303,12 @@ class PipelineParallel(Searchable):
         import torch
 
         from preheat.models import hf, pipeline_split
-        from preheat.ops.distributed.pipelining import ranks_of
 
         count, stage_rank = self.degree * self._each, build.mesh.index(Axis.PIPELINE)
-        try:
-            # The plain configuration is profiled: cuts must be the same on all devices and before anything is
-            # allocated.
-            course = pipeline_split.observe(
-                part.config, build.recipe.batch.seq_len, trust=build.recipe.model.trust_remote_code
-            )
-            # A backward pass costs two forward passes; with recomputation the layers cost three.
-            after = course.after * (0.75 if Tag.RECOMPUTATION in build.tags else 1)
-            cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
-        except ValueError as error:
-            raise RecipeError(f"techniques.{self.name()}: {error}") from None
+        split = self._split(build.recipe, part.config, build.tags)
+        course, cuts, costs = split.course, split.cuts, split.costs
         # The stages of this device, e.g. 1 and 3 of four on the second of two devices.
-        numbers = [
-            number for number, device in enumerate(ranks_of(count, self.degree, self.schedule)) if device == stage_rank
-        ]
+        numbers = [number for number, device in enumerate(split.devices) if device == stage_rank]
         # Later techniques of the build apply to each of these parts.
         build.parts["trained"] = [pipeline_split.cut(part, course, cuts, number) for number in numbers]
         if self.micro_batches is not None:
@@ -316,18 +323,75 @@ class PipelineParallel(Searchable):
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
         build.claim(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
         build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
-        costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
-        costs[-1] += after
         # How far the busiest stage exceeds the mean: in a full pipeline, all others wait for it.
         share = max(costs) * count / sum(costs) - 1
         # Stages differ in layers: the last also computes the head and the loss.
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
-        build.parallel.bubble_fraction = self.bubble_fraction
+        slower = max(map(split.cost, range(self.degree))) / split.cost(stage_rank)
+        build.parallel.bubble_fraction = lambda micro_batches: slower * (1 + self.bubble_fraction(micro_batches)) - 1
         return Change(
             f"{len(course.each)} layers in {count} stages of {layer_counts}; the most expensive costs {share:.0%} "
             "more than the mean",
             count,
         )
+
+    def _split(self, recipe: Recipe, config: PretrainedConfig, tags: frozenset[Tag]) -> _Split:
+        """Splits the layers of a model into stages.
+
+        Raises:
+            RecipeError: the model cannot be split.
+        """
+        from preheat.models import pipeline_split
+        from preheat.ops.distributed.pipelining import ranks_of
+
+        count = self.degree * self._each
+        try:
+            # The plain configuration is profiled: cuts must be the same on all devices and before anything is
+            # allocated.
+            course = pipeline_split.observe(config, recipe.batch.seq_len, trust=recipe.model.trust_remote_code)
+            # A backward pass costs two forward passes; with recomputation the layers cost three.
+            after = course.after * (0.75 if Tag.RECOMPUTATION in tags else 1)
+            cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
+        except ValueError as error:
+            raise RecipeError(f"techniques.{self.name()}: {error}") from None
+        costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
+        costs[-1] += after
+        return _Split(course, cuts, costs, ranks_of(count, self.degree, self.schedule))
+
+    def batches_in_flight(self, micro_batches: int) -> float:
+        return self._in_flight(0, micro_batches)
+
+    def _in_flight(self, device: int, micro_batches: int) -> float:
+        """Returns the micro-batches whose activations a device holds at most.
+
+        With interleaved as many as its forward passes before the first backward pass, each of one of its stages
+        (Narayanan et al. 2021, section 2.2).
+        """
+        most: float = self.degree - device
+        if self.schedule == "gpipe":
+            most = micro_batches
+        elif self.schedule == "interleaved":
+            most = ((self._each - 1) * self.degree + 2 * (self.degree - device - 1) + 1) / self._each
+        elif self.schedule == "zbv":  # a V of two stages on each device: one fills while the other drains
+            most = self.degree
+        return min(most, micro_batches)
+
+    def fullest_devices(self, context: Context, config: PretrainedConfig) -> tuple[int, ...]:
+        """Returns the first device, which holds the most micro-batches, or a later one with more layers, or both if
+        the embedding of the first may need more than the others' layers."""
+        split = self._split(context.recipe, config, context.tags)
+        micros = math.prod(t.micro_batch_count() for t in context.recipe.techniques.values())
+        layers = [split.layers(device) for device in range(self.degree)]
+        held = [count * self._in_flight(device, micros) for device, count in enumerate(layers)]
+        fullest = max(range(self.degree), key=lambda device: (held[device], -device))
+        if fullest == 0:
+            return (0,)
+        # An embedding in layers of 12 width^2 weights: attention (4) and a feed-forward part (8).
+        embedding = context.model.vocabulary / (12 * context.model.width)
+        return (fullest,) if layers[fullest] - layers[0] >= embedding else (0, fullest)
+
+    def stages_per_device(self) -> int:
+        return self._each
 
     def bubble_fraction(self, micro_batches: int) -> float:
         """Returns the idle time of a device relative to its compute time.

@@ -15,6 +15,7 @@ from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import _layer_counts, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
+from preheat.planning.observation_cache import observe_cached
 from preheat.planning.request import Request
 
 from ..conftest import DEVICE, tiny
@@ -235,6 +236,31 @@ def test_of_a_pipeline_the_end_that_needs_more_is_planned() -> None:
     first, last = (observe(request, rank=rank).peak for rank in (0, 1))
     assert max(last.values()) > max(first.values())
     assert observe_few_layers(request).peak == last
+
+
+def test_a_pipeline_is_planned_by_its_fullest_device_and_as_slow_as_its_busiest() -> None:
+    """The first stage has fewer layers than the next, as in Llama 3.1 405B, whose 126 layers are split by 16."""
+    recipe = recipes.override(
+        tiny("{pipeline_parallel: {degree: 8, micro_batches: 16}}", rows=16),
+        "model={family: llama, num_layers: 14, hidden_size: 128, num_heads: 4, vocab_size: 96}",
+        *("parallel.devices=8", "batch.seq_len=64"),
+    )
+    request = Request(recipe, DEVICE, vocabulary=96)
+    devices = {rank: observe(request, rank=rank) for rank in (0, 1, 2, 7)}
+    peaks = {rank: max(one.peak.values()) for rank, one in devices.items()}
+    assert peaks[1] == max(peaks.values()) > 1.2 * peaks[0]
+    assert observe_few_layers(request).peak == observe_cached(request, how="whole").peak == devices[1].peak
+    flops = {rank: sum(one.flops.values()) for rank, one in devices.items()}
+    for rank, one in devices.items():
+        assert flops[rank] * (1 + one.idle) == pytest.approx(max(flops.values()) * (1 + 7 / 16), rel=0.02)
+
+
+def test_waiting_for_a_collective_and_naming_a_range_of_the_profiler_are_no_kernels() -> None:
+    """torch's fake `wait_tensor` makes a new tensor, whose real one is its argument."""
+    kernels = seen("{tensor_parallel: {degree: 2}, fsdp: {}}").kernels
+    names = {kernel.operator for kernel in kernels}
+    assert "_c10d_functional::all_reduce" in names
+    assert not {name for name in names if "wait_tensor" in name or name.startswith("profiler")}
 
 
 def test_a_pipeline_sends_what_weights_that_are_cast_later_give() -> None:

@@ -159,6 +159,9 @@ def estimate(
     rates: Rates | Roofline,
     idle: float = 0.0,
     expert_degree: int = 1,
+    in_flight: float = 1.0,
+    stages: int = 1,
+    all_logits: bool = True,
 ) -> Guess:
     """Estimates a step on a mesh.
 
@@ -168,6 +171,9 @@ def estimate(
         tags: tags of all techniques.
         idle: the pipeline's bubble, a fraction of the time in which a device works.
         expert_degree: data-parallel devices that split the experts of a layer.
+        in_flight: micro-batches whose activations the device holds.
+        stages: of a pipeline on each device.
+        all_logits: False if the layout computes logits some rows at a time, as `cost` does not.
     """
     pipeline, tensor, context = (sizes[axis] for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.CONTEXT))
     # Layers of this stage, and rows of this data-parallel rank.
@@ -180,46 +186,66 @@ def estimate(
     # Devices that split the experts hold and gather only their part of them: the share of a layer that others have.
     elsewhere = (1 - 1 / expert_degree) * cost.experts[0] / max(cost.parameters[0], 1.0)
 
+    # A stage at an end of a pipeline has embedding or head.
+    ends_here = 1.0 if pipeline == 1 else 0.5
+
     def of_all(pair: tuple[float, float]) -> float:
-        return (pair[0] * layers + pair[1]) / tensor
+        return (pair[0] * layers + pair[1] * ends_here) / tensor
 
     def of_part(pair: tuple[float, float]) -> float:
         return of_all((pair[0] * (1 - elsewhere), pair[1]))
 
     weights, trained, optimizer = of_part(cost.weights), of_part(cost.trained), of_all(cost.optimizer)
     half = gathered_share(cost, tags)
-    gathered = 0.0
+    # Gathered weights: those while the pipeline fills, and all of its stages' while it drains.
+    gathered = filling = 0.0
+    # The peak is at the head, or in the backward pass of a layer: what each has beside the activations of all layers.
+    hidden_bytes = batch.seq_len * model.width * (2 if {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags else 4)
+    at_end = cost.saved[1] / tensor if all_logits else min(cost.saved[1] / tensor, 4 * hidden_bytes)
+    at_head, in_layer = at_end * micro / context, 0.0
     if sharded > 1:
-        # The weights of a layer and of the next one, or of the ends, the largest FSDP group; a pipeline keeps all of
-        # its stage for the next micro-batch.
-        resharded = Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1
-        layer, ends = cost.weights[0] * (1 - elsewhere), cost.weights[1]
-        gathered = half * ((layer + max(layer, ends)) / tensor if resharded else weights)
+        layer, ends = (half * size / tensor for size in (cost.weights[0] * (1 - elsewhere), cost.weights[1]))
+        if Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1:
+            # The weights of a layer and of the next one, or of the ends, the largest FSDP group.
+            at_head += layer + max(layer, ends)
+            in_layer += 3 * layer  # and the buffer from which the next one's are copied
+        else:
+            # A pipeline keeps all of a stage from a backward pass to the next forward pass.
+            gathered = half * weights
+            filling = gathered / (stages if Tag.RESHARD_AFTER_FORWARD in tags else 1)
         if micros > 1 and Tag.REDUCE_EACH_MICRO_BATCH not in tags:
-            gathered += trained  # unsharded gradients accumulate until the last micro-batch
+            # Unsharded gradients accumulate until the last micro-batch.
+            gathered, filling = gathered + trained, filling + trained
+        else:
+            reduced = cost.trained[0] * (1 - elsewhere) / tensor
+            in_layer += min(layer, reduced) + reduced  # a layer's gradients, and the buffer in which they are reduced
     elif Tag.REPLICATED_WEIGHTS in tags:
-        gathered = weights  # torch's `replicate` computes with a second copy
-    flowing = tensor if Tag.SEQUENCE_PARALLEL in tags else 1 + 0.6 * (tensor - 1)  # norms and residuals are replicated
-    # A stage of 1F1B holds the activations of at most as many micro-batches as there are stages.
-    alive = min(pipeline, micros) * layers * cost.saved[0] / flowing + cost.saved[1] / tensor
-    # Bytes: states + gathered weights + activations of a micro-batch.
+        gathered = filling = weights  # torch's `replicate` computes with a second copy
+    alive = micro * layers * _saved_by_layer(cost.saved[0], hidden_bytes, tensor, tags) / context
+    # The first device of a pipeline holds the most micro-batches, the last one the head. While the pipeline drains, a
+    # micro-batch of each device remains when the weights of all stages are gathered.
+    first = max(in_flight * alive + filling, min(pipeline, in_flight) * alive + gathered) + in_layer
+    last = max(in_flight - pipeline + 1, 1.0) * alive + filling + max(at_head, in_layer)
+    # Bytes: states + gathered weights + activations.
     if sharded > 1:
         states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
     else:
         local_optimizer = of_part(cost.optimizer)
         states = of_part(cost.states) - local_optimizer + min(optimizer / updating, local_optimizer)
-    memory = states + gathered + micro * alive / context
+    memory = states + max(first, last)
     # Weights and gradients are cast once per micro-batch, but the cost of a layer is that of a single row: 4 + 2 bytes
     # of each weight, 2 + 4 of each gradient. Without recomputation the casts are saved for backward.
     casts = of_part(cost.parameters) if _casts_weights(cost, tags) else 0.0
     if Tag.RECOMPUTATION not in tags:
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
-    working = rows * (cost.seconds[0] * layers + cost.seconds[1] / pipeline) / (tensor * context)
+    working = rows * cost.seconds[0] * _busiest_device(model.layers, cost.seconds, pipeline) / (tensor * context)
     # Rows of all devices that split the experts meet at each expert.
     working -= (rows - micros / expert_degree) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
+        passes = rows * layers * _passes_over_whole(tensor, tags)
+        working += rates.moving(int(passes * batch.seq_len / context * model.width * 2))
     expert_bytes = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
     split = expert_degree, min(expert_bytes / weights, 1.0) if expert_degree > 1 else 0.0
     waiting, hidden, after = _sent(
@@ -229,6 +255,49 @@ def estimate(
     update = of_all(cost.update) / updating if updating > 1 else of_part(cost.update)
     time += update + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
+
+
+def _saved_by_layer(saved: float, hidden: int, tensor: int, tags: frozenset[Tag]) -> float:
+    """Returns the bytes that a layer saves of a row, on each of `tensor` devices that split its products.
+
+    Hidden states between products are on all of these devices: inputs of the two norms and their outputs, or with
+    recomputation the layer's input and the results of two products. Sequence parallelism splits all but what the
+    products read, which is gathered for them.
+
+    Args:
+        saved: the bytes on one device.
+        hidden: bytes of a row's hidden states.
+    """
+    count = min(2 if Tag.RECOMPUTATION in tags else 4, saved // hidden)
+    whole = hidden * (count // 2 if Tag.SEQUENCE_PARALLEL in tags else count)
+    return whole + (saved - whole) / tensor
+
+
+def _busiest_device(layers: int, seconds: tuple[float, float], pipeline: int) -> float:
+    """Returns the cost of the most expensive part of a pipeline, in layers; it consists of whole layers.
+
+    Args:
+        seconds: of a layer, and of embedding, head and loss, most of which the last part has.
+    """
+    ends = seconds[1] / max(seconds[0], 1e-12)
+    mean = (layers + ends) / pipeline
+    if pipeline == 1:
+        return mean
+    return min(max(each, layers - (pipeline - 1) * each + ends) for each in (math.floor(mean), math.ceil(mean)))
+
+
+def _passes_over_whole(tensor: int, tags: frozenset[Tag]) -> float:
+    """Returns how often a layer reads or writes hidden states beyond the `1 / tensor` of what it does on one device.
+
+    Counted in dry runs of Llama: norms (10 times) and residuals and sums of gradients (21) pass over all of them on
+    each device, recomputation over 7 more. With sequence parallelism only the sums of the products' gradients (9) do;
+    but the sequence, which is not the first dimension, is copied before or after each collective (16, or 22).
+    """
+    if tensor == 1:
+        return 0.0
+    if Tag.SEQUENCE_PARALLEL in tags:
+        return (22 if Tag.RECOMPUTATION in tags else 16) + 9 * (1 - 1 / tensor)
+    return (38 if Tag.RECOMPUTATION in tags else 31) * (1 - 1 / tensor)
 
 
 def gathered_share(cost: LayerCost, tags: frozenset[Tag]) -> float:
@@ -294,8 +363,9 @@ def _sent(
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     layers = model.layers / sizes[Axis.PIPELINE]
-    # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward.
-    waiting = micros * layers * 4 * between("all_reduce", hidden, *across(Axis.TENSOR))
+    # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward; recomputation repeats one.
+    reduced = 5 if Tag.RECOMPUTATION in tags else 4
+    waiting = micros * layers * reduced * between("all_reduce", hidden, *across(Axis.TENSOR))
     waiting += micros * layers * 4 * between("all_to_all_single", hidden / sizes[Axis.TENSOR], *across(Axis.CONTEXT))
     if degree > 1:
         # Each token goes to the devices of its experts, and back; recomputation sends it once more.
@@ -308,8 +378,10 @@ def _sent(
     after = 0.0
     # Expert parallelism shards weights too, but gathers none on replicas.
     if Tag.SHARDED_WEIGHTS in tags and sizes[Axis.SHARD] * sizes[Axis.CONTEXT] > 1:
-        # Resharded weights are gathered once for forward and once for backward; those of a pipeline once per step.
-        gathers = micros * (2 if Tag.RESHARD_AFTER_FORWARD in tags else 1) if sizes[Axis.PIPELINE] == 1 else 1
+        # Resharded weights are gathered once for forward and once for backward; a stage of a pipeline keeps them from
+        # a backward pass to the next forward pass.
+        resharded = Tag.RESHARD_AFTER_FORWARD in tags
+        gathers = micros * (2 if resharded else 1) if sizes[Axis.PIPELINE] == 1 else micros + 1 if resharded else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
         # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
         waiting += gathers * copied(gathered) + reductions * copied(trained)

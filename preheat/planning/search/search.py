@@ -16,7 +16,7 @@ from functools import cached_property
 from signal import SIGINT
 from typing import Literal
 
-from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Tag, Technique
+from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.layer_extrapolation import ENOUGH, of_layers
@@ -327,6 +327,8 @@ class _Search:
         )
         cuts = self._micro_batch_options(layout)
         expert_degree = max(t.expert_degree(sizes) for t in (*own, *layout)) if own or layout else 1
+        stages = math.prod(t.stages_per_device() for t in (*own, *layout))
+        all_logits = not any(Slot.OVER_LOGITS in t.claimed() for t in layout)
         candidates = []
         for kind in kinds:
             self._kinds[kind.settings] = kind
@@ -339,8 +341,13 @@ class _Search:
                 # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
                     idle = max((t.bubble_fraction(micros) for t in (*own, *layout)), default=0.0)
+                    in_flight = max((t.batches_in_flight(micros) for t in (*own, *layout)), default=1.0)
                     guessed = estimate(
-                        cost, batch, self.space.model, sizes, micros, tags, self.rates, idle, expert_degree
+                        *(cost, batch, self.space.model, sizes, micros, tags, self.rates, idle),
+                        expert_degree=expert_degree,
+                        in_flight=in_flight,
+                        stages=stages,
+                        all_logits=all_logits,
                     )
                     candidates.append(Candidate(kind.settings, layout, cut, rows, guessed))
         return candidates

@@ -136,7 +136,7 @@ class Seconds:
         hidden: communication that overlaps with compute.
         link: exposed copies between device and host memory, and exposed compute on the host.
         host: time by which launching kernels on the host exceeds running them on the device.
-        idle: pipeline bubble.
+        idle: pipeline bubble, and waiting for devices with more to compute.
     """
 
     products: float

@@ -288,6 +288,40 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
         assert cut - plain == pytest.approx(weights * 7 / 8 / 80e9 + 20e-6 - update * 7 / 8, rel=0.02)
 
 
+def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
+    """Hidden states are on all devices of a tensor-parallel group, and a pipeline holds several micro-batches."""
+    recipe = parse(
+        "model: {preset: llama-3.1-70b, config: {num_hidden_layers: 12}}\nbatch: {size: 32, seq_len: 2048}\n"
+        "stop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: bf16_weights}, efficient_attention: {}, "
+        "fused_operators: {}}"
+    )
+    rates = Roofline.of("H100")
+    request = Request(recipe, rates.as_device, world=16, rates=rates, per_host=8)
+    one = _Search(Space(request, "rounding"), "fastest", 1, lambda message: None)
+    recomputing = tuple(
+        override(recipe, "techniques={activation_checkpointing: {mode: selective}}").techniques.values()
+    )
+    kinds = [Combination(own, observe_layer(one.space.single(own)), frozenset()) for own in ((), recomputing)]
+    for text, micros in (
+        ("{tensor_parallel: {degree: 8}, fsdp: {}}", 1),
+        ("{tensor_parallel: {degree: 8, sequence_parallel: true}, fsdp: {}}", 1),
+        ("{pipeline_parallel: {degree: 4}, fsdp: {reduce: last, reshard_after_forward: false}}", 8),
+        ("{pipeline_parallel: {degree: 2, schedule: interleaved}, fsdp: {reduce: last}}", 4),
+        (
+            "{pipeline_parallel: {degree: 2, schedule: interleaved}, tensor_parallel: {degree: 4}, fsdp: {reduce: last}}",
+            8,
+        ),
+    ):
+        layout = tuple(override(recipe, f"techniques={text}").techniques.values())
+        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
+        assert sizes is not None
+        candidates = one._candidates_of(layout, sizes, kinds)
+        for c in (c for c in candidates if (c.cuts.micro_batch_count() if c.cuts else 1) == micros):
+            planned = plan(one.space.having(c.added))
+            assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.12), (text, c.kind)
+            assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.1), (text, c.kind)
+
+
 def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
     """They gather a part of the experts, and send tokens; across hosts both are slow."""
     recipe = parse(
