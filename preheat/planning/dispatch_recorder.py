@@ -177,6 +177,11 @@ class Recorder(TorchDispatchMode):
         self.recomputed = 0
         self.sums: Counter[Kernel] = Counter()  # the kernels that reduce gradients across devices
         self.summing = False
+        # Of the passes of a pipeline's micro-batches but the first: kernels without those of reductions, and
+        # recomputed FLOPs.
+        self.later: Counter[Kernel] = Counter()
+        self.recomputed_later = 0
+        self._start_of_pass: Mark | None = None
         self.tf32 = False  # fp32 matmuls run in TF32 (fake tensors do not show torch's switch)
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number in the log
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # id of a living storage -> its callback
@@ -193,6 +198,18 @@ class Recorder(TorchDispatchMode):
     def sum_gradients(self, now: bool) -> None:
         """Marks the kernels from now on as gradient reduction, or ends that."""
         self.summing = now
+
+    def pass_of(self, micro: int, starts: bool) -> None:
+        """Notes that a pass of a micro-batch through a stage of a pipeline starts or ends."""
+        if micro == 0:
+            return
+        if starts:
+            self._start_of_pass = self.mark()
+            return
+        since = self._start_of_pass
+        assert since is not None, "a pass ends after its start"
+        self.later += self.kernels - since.kernels - (self.sums - since.sums)
+        self.recomputed_later += self.recomputed - since.recomputed
 
     def again(self, since: object, times: int, *, sums: bool = True) -> None:
         """Counts the kernels since a mark `times` more; `sums` includes the gradient reductions."""

@@ -24,6 +24,7 @@ from preheat.models import moe
 from preheat.models.hf import anatomy
 from preheat.ops.adapters.peft_layers import parameter_counts
 from preheat.ops.distributed.fully_shard import gathering, reducing, sharding_lazily
+from preheat.ops.distributed.pipelining import watching
 from preheat.ops.dry_run_loops import counting
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
 from preheat.planning.observation import BESIDE, CATEGORIES, Observation
@@ -109,6 +110,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         counting(recorder),
         gathering(recorder.look_at_gathered, recorder.notice_resize, recorder.notice_gather_input),
         reducing(recorder.sum_gradients),
+        watching(recorder.pass_of),
         fused_recurrent_kernels(build.trained, request.device),
     ):
         # Before the first step, while parameters and preallocated optimizer states are all that is alive.
@@ -223,15 +225,21 @@ def _enough(build: Build, micros: int) -> int:
 
 
 def _count_remaining(recorder: Recorder, micros: int, run: int) -> None:
-    """Adds the kernels of the micro-batches that were not run.
+    """Adds the kernels of a pipeline's micro-batches that were not run: each as the mean of all but the first one.
 
-    Only kernels whose count is a multiple of the micro-batches are scaled; gradients are reduced once per step.
+    Which of them gathers a stage's weights differs from one to the next, so that no single one stands for the others.
     """
-    # Reductions run once per step, however many micro-batches there are.
-    each = recorder.kernels - recorder.sums
-    more = Counter({k: n // run * (micros - run) for k, n in each.items() if n % run == 0})
-    recorder.kernels.update(more)
-    recorder.recomputed += recorder.recomputed // run * (micros - run)
+    more, others = micros - run, run - 1
+    if not more:
+        return
+    for kernel, count in list(recorder.kernels.items()):
+        if kernel.operator in _SENT:  # between the passes
+            recorder.kernels[kernel] += count * more // run
+    recorder.kernels.update({kernel: round(count * more / others) for kernel, count in recorder.later.items()})
+    recorder.recomputed += round(recorder.recomputed_later * more / others)
+
+
+_SENT = ("c10d::send", "c10d::recv_")
 
 
 class _DryContext:

@@ -301,17 +301,25 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first round of them is on its way before there are gradients; the next is beside them."""
-    spread = f"{{pipeline_parallel: {{degree: 2, micro_batches: 8, schedule: {schedule}}}}}"
+    sharded = f"fsdp: {{reduce: last, reshard_after_forward: {'false' if schedule == 'zero_bubble' else 'true'}}}"
+    spread = f"{{pipeline_parallel: {{degree: 2, micro_batches: 8, schedule: {schedule}}}, {sharded}}}"
     wide = "model={family: llama, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
-    recipe = recipes.override(tiny(spread, rows=8), wide, "parallel.devices=2", "batch.seq_len=64")
+    recipe = recipes.override(tiny(spread, rows=16), wide, "parallel.devices=4", "batch.seq_len=64")
 
-    def peaks() -> dict[str, int]:
-        found = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False).peak
-        return {phase: found[phase] for phase in ("forward", "backward")}
+    def planned() -> tuple[dict[str, int], Counter[str], int]:
+        one = observe(Request(recipe, DEVICE, vocabulary=96), evaluated=False)
+        moved: Counter[str] = Counter()
+        for kernel, count in one.kernels.items():
+            moved[kernel.operator] += count * (kernel.bytes_read + kernel.bytes_written)
+        return {phase: one.peak[phase] for phase in ("forward", "backward")}, moved, one.model_flops
 
-    few = peaks()
+    few_peaks, few_moved, few_flops = planned()
     monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)
-    assert peaks() == pytest.approx(few, rel=0.01)
+    peaks, moved, flops = planned()
+    assert peaks == pytest.approx(few_peaks, rel=0.01)
+    assert few_flops == flops
+    # Gradients are added in each but the first micro-batch, and weights gathered in some of them.
+    assert {name: size for name, size in few_moved.items() if abs(size - moved[name]) > 64} == {}
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,13 @@ class Answer:
         return [*head, *bars, *body]
 
     def _head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
+        from preheat.planning.search.result import is_tight
+
         plan, device = self.plan, self.plan["device"]
         count = plan.get("devices") or 1
         where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
         if plan["fits"]:
-            verdict = "fits tightly" if _is_tight(plan) else "fits"
+            verdict = "fits tightly" if is_tight(plan) else "fits"
         else:
             verdict = "nothing fits so far" if _is_interrupted(plan) else "does not fit"
         model = _model(plan, recipe)
@@ -448,18 +450,13 @@ def _export(plan: Mapping[str, Any]) -> str:
     return f"runs on the host: a later preheat export needs {memory(needs)} of its memory"
 
 
-def _is_tight(plan: Mapping[str, Any]) -> bool:
-    """True if the prediction fits, but not the upper end of its interval."""
-    return bool(plan["fits"] and plan["peak_gib_interval"][1] > plan["available_gib"])
-
-
 def warnings_of(plan: Mapping[str, Any]) -> list[str]:
     """Returns the doubts about a plan, none of which changes its verdict."""
-    from preheat.planning.search.result import fragmentation_hint
+    from preheat.planning.search.result import fragmentation_hint, is_tight
 
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     has = plan["available_gib"]
-    if _is_tight(plan):
+    if is_tight(plan):
         smaller = any(a["peak_gib"] < plan["peak_gib"] for a in plan.get("alternatives") or ())
         advice = "an alternative is safer" if smaller else "shorter rows are safer"
         warnings.append(f"little room: the interval passes {memory(has)}; {advice}")

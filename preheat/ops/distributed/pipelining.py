@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.stage import _RecvInfo
 
 
-__all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of"]
+__all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of", "watching"]
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
@@ -89,6 +89,21 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
     # A micro-batch of weight 0 takes time, but adds nothing to the loss or the gradients.
     empty = replace(padded[-1], labels=torch.full_like(padded[-1].labels, -100), weight=0)
     return padded + [empty] * (count - len(padded))
+
+
+_watcher: Callable[[int, bool], None] | None = None
+
+
+@contextmanager
+def watching(tell: Callable[[int, bool], None]) -> Iterator[None]:
+    """Context manager that calls `tell` with the number of a micro-batch when it starts (True) and ends (False) a
+    forward or backward pass through a stage of this rank."""
+    global _watcher
+    _watcher = tell
+    try:
+        yield
+    finally:
+        _watcher = None
 
 
 def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None:
@@ -295,7 +310,12 @@ class Pipeline:
 
     @contextmanager
     def noted(self, stage: int, micro: int, what: str) -> Iterator[None]:
-        """Context manager that records a span while `recorded` is active."""
+        """Context manager that records a span while `recorded` is active, and tells `watching` of a pass."""
+        if _watcher is not None:
+            _watcher(micro, True)
+            yield
+            _watcher(micro, False)
+            return
         if self.spans is None:
             yield
             return

@@ -21,6 +21,7 @@ __all__ = [
     "SearchResult",
     "falls_short",
     "fragmentation_hint",
+    "is_tight",
     "is_tradeoff",
     "too_large",
 ]
@@ -89,6 +90,16 @@ class SearchResult:
     confirmed: bool = False
     guesses: list[EstimatedPlan] = field(default_factory=list)
     interrupted: bool = False
+
+
+def is_tight(plan: Mapping[str, Any]) -> bool:
+    """True if a plan fits, but not the upper end of its interval.
+
+    Example:
+        >>> is_tight({"fits": True, "peak_gib_interval": [68.0, 82.0], "available_gib": 79.0})
+        True
+    """
+    return bool(plan["fits"] and plan["peak_gib_interval"][1] > plan["available_gib"])
 
 
 def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:

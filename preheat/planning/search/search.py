@@ -29,10 +29,12 @@ from preheat.planning.search.result import (
     EstimatedPlan,
     EvaluatedPlan,
     SearchResult,
+    is_tight,
     is_tradeoff,
     too_large,
 )
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
+from preheat.planning.speed.roofline import Roofline
 
 __all__ = ["AIMS", "Aim", "least_estimate", "search", "seconds_for"]
 
@@ -50,6 +52,7 @@ _ALTERNATIVES = 3  # alternatives to report
 _GAIN = 1.01  # speedup that another candidate must promise to be dry-run
 _FINE = 1.02  # speedup for which settings between the sampled ones are observed too
 _DEGREES = 2  # other degrees of the best layout to dry-run at once
+_WITH_ROOM = 2  # candidates to dry-run that may be as fast as one that fits tightly
 _TOLERANCE = 1.1  # error of estimates within the same layout
 _LESS = 0.95  # of the memory of every better candidate: what another micro-batch must save to be an alternative
 _REFUSED = 12  # candidates that the build may refuse before nothing is said to fit
@@ -179,14 +182,14 @@ class _Search:
         confirmed = interrupted = False
         try:
             self._explore()
-            best = self._best()
+            best = self._preferred()
             if confirm and best.plan["fits"]:
                 best, confirmed = self._confirm(best)
         except Interrupted as signal:
             # Ctrl-C asks for the best so far. Other signals, and a second one, end the command.
             if signal.number != SIGINT or not self.seen:
                 raise
-            best, interrupted = self._best(), True
+            best, interrupted = self._preferred(), True
         return SearchResult(
             best,
             self._alternatives(best),
@@ -229,6 +232,18 @@ class _Search:
         """Returns the best candidate that fits; if none fits, the one that needs the least memory."""
         fitting = [s for s in self.seen if s.plan["fits"]]
         return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
+
+    def _preferred(self) -> EvaluatedPlan:
+        """Returns the best candidate, or one as good up to 1 % of the speed whose interval of memory fits too."""
+        best = self._best()
+        if not is_tight(best.plan):
+            return best
+        with_room = [s for s in self.seen if s.plan["fits"] and not is_tight(s.plan) and self._is_as_good(s, best)]
+        return min(with_room, key=self._rank, default=best)
+
+    def _is_as_good(self, s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
+        """True if a candidate is not worse than the best by the aim, but up to 1 % slower."""
+        return self._rank(s)[:-1] <= self._rank(best)[:-1] and self._speed(s) * _GAIN >= self._speed(best)
 
     # Candidates
 
@@ -462,7 +477,21 @@ class _Search:
 
     def _unknown_gain(self, c: Candidate) -> float:
         """Returns the speedup by larger micro-batches that the estimate may not see."""
-        return _TOLERANCE if self._speeds_by_micro(c) is None else _SLACK
+        return self._gain_of_rows if self._speeds_by_micro(c) is None else _SLACK
+
+    @cached_property
+    def _gain_of_rows(self) -> float:
+        """The largest speedup by more rows, of one device with the techniques of the best candidate: almost nothing if
+        a row is long and a layer is wide."""
+        kind = next((c.kind for c in self.candidates if c.added == self._best().added), None)
+        if kind is None or not isinstance(self.rates, Roofline):
+            return _TOLERANCE
+        one = self.space.single(kind)
+        four = replace(one, recipe=replace(one.recipe, batch=replace(one.recipe.batch, size=4)))
+        # Once per step, and once per row: the time of a step is `fixed + rows * each`.
+        alone, together = (sum(observe_layer(request).seconds) for request in (one, four))
+        each = (together - alone) / 3
+        return min(alone / each, _TOLERANCE) if each > 0 else _TOLERANCE
 
     def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
         """Sort key as `_rank`, from the estimate."""
@@ -512,6 +541,7 @@ class _Search:
             before = len(self.seen)
             self._evaluate_best_first()
             if any(s.plan["fits"] for s in self.seen):
+                self._evaluate_with_room()
                 self._evaluate_larger_micro_batches()
                 self._evaluate_layout_settings()
 
@@ -526,6 +556,23 @@ class _Search:
             if self._is_late(_OVERTIME) and len(self.seen) >= _MIN_DRY_RUNS:
                 return
             self._evaluate(c)
+
+    def _evaluate_with_room(self) -> None:
+        """If the best candidate fits tightly, dry-runs those that may be as fast with room for errors of the plan."""
+        for _ in range(_WITH_ROOM):
+            best = self._preferred()
+            if not is_tight(best.plan) or self._is_late():
+                return
+            above = best.plan["peak_gib_interval"][1] / best.plan["peak_gib"]
+            nearby = [
+                c
+                for c in self._viable(self.candidates, 1 / above)
+                # Smaller micro-batches may be slower than estimated.
+                if not self._cannot_improve(c, best, (self._unknown_gain(c) if c.micro < best.micro else 1.0) / _GAIN)
+            ]
+            if not nearby:
+                return
+            self._evaluate(min(nearby, key=self._estimated_rank))
 
     def _evaluate_larger_micro_batches(self) -> None:
         """Dry-runs the same or larger micro-batches in the best candidate's layout.
@@ -726,7 +773,7 @@ class _Search:
         on_cpu = self.space.device.kind == "cpu"  # where all layers were dry-run already, for the heap
         all_ = on_cpu or layers <= max(_CONFIRM * self.seconds, 2 * ENOUGH[0] + ENOUGH[1])
         how = "whole" if all_ else "enough"
-        for s in sorted((s for s in self.seen if s.plan["fits"]), key=self._rank):
+        for s in sorted((s for s in self.seen if s.plan["fits"]), key=lambda s: (s is not best, self._rank(s))):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
             plan = describe(request, observe_cached(request, how=how))
