@@ -156,14 +156,17 @@ class FSDP(Searchable):
         ]
 
     def _copies(self, context: Context) -> list[int]:
-        """Returns the numbers of groups to try: one, and as many as keep a group within two hosts or within one."""
+        """Returns the numbers of groups to try: one, and as many as keep a group within 1, 2, 8 or 32 hosts.
+
+        A gather passes each device of its group in turn, so that large groups take long even for few bytes.
+        """
         if self.replicate > 1:
             return [self.replicate]
         # Devices of context parallelism share a copy of the weights too.
         across = context.sizes[Axis.CONTEXT]
         inner = across * context.sizes[Axis.TENSOR]
         ranks = context.sizes[Axis.REPLICATE] * context.sizes[Axis.SHARD]
-        shards = [devices // inner for devices in (2 * context.per_host, context.per_host) if devices % inner == 0]
+        shards = [hosts * context.per_host // inner for hosts in (32, 8, 2, 1) if hosts * context.per_host % inner == 0]
         return [1, *(ranks // n for n in shards if n * across > 1 and ranks > n and ranks % n == 0)]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:

@@ -334,6 +334,9 @@ def _sent(
         return 0.0, 0.0, 0.0
     order = list(Axis)
     degree, expert_share = experts
+    layers = model.layers / sizes[Axis.PIPELINE]
+    # Collectives that pass all weights: one for each layer, and one for the ends.
+    groups = layers + 1
     # The axis along which experts are split.
     splitting = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
 
@@ -350,19 +353,18 @@ def _sent(
         inner = order[max(map(order.index, used)) + 1 :] if used else []
         return math.prod(sizes[axis] for axis in used), math.prod(sizes[axis] for axis in inner)
 
-    def once(kind: str, size: float, *axes: Axis) -> float:
+    def once(kind: str, size: float, *axes: Axis, groups: float = groups) -> float:
         devices, stride = across(*axes)
         if devices == 1:
             return 0.0
         if degree == 1 or splitting not in axes:
-            return between(kind, size, devices, stride)
+            return groups * between(kind, size / groups, devices, stride)
         # The devices that split the experts are neighbours; devices with the same experts are that far apart.
-        alike = between(kind, size * expert_share, devices // degree, stride * degree)
-        return between(kind, size * (1 - expert_share), devices, stride) + alike
+        alike = between(kind, size * expert_share / groups, devices // degree, stride * degree)
+        return groups * (between(kind, size * (1 - expert_share) / groups, devices, stride) + alike)
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
-    layers = model.layers / sizes[Axis.PIPELINE]
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward; recomputation repeats one.
     reduced = 5 if Tag.RECOMPUTATION in tags else 4
     waiting = micros * layers * reduced * between("all_reduce", hidden, *across(Axis.TENSOR))
@@ -398,5 +400,5 @@ def _sent(
         overlapped = once("all_reduce", trained, *replicas)
         if Tag.SHARDED_STATES in tags:
             # Each rank sends the weights that it updated; half-precision weights are smaller than their gradients.
-            after = once("all_gather_into_tensor", min(weights, trained), *replicas)
+            after = once("all_gather_into_tensor", min(weights, trained), *replicas, groups=1)
     return waiting, overlapped, after

@@ -524,10 +524,15 @@ class _Search:
 
     def _viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
         """Returns the candidates that may fit, and are not dry-run or ruled out by an earlier dry run."""
+        # A setting that does not change the estimate has no effect: `reduce`, for example, without accumulation.
+        tried = {(c.kind, c.names, c.cuts, c.guess) for c in self.candidates if c.added in self._tried}
         return [
             c
             for c in candidates
-            if c.added not in self._tried and not self._was_too_large(c) and self._corrected(c)[0] <= self.room * slack
+            if c.added not in self._tried
+            and (c.kind, c.names, c.cuts, c.guess) not in tried
+            and not self._was_too_large(c)
+            and self._corrected(c)[0] <= self.room * slack
         ]
 
     def _was_too_large(self, c: Candidate) -> bool:

@@ -34,7 +34,11 @@ _HOST_LINK = 31.5e9  # bytes/s to host memory if the catalogue has none: PCIe 4.
 # Bytes/s of an optimizer on the host: a billion parameters in 0.22 s, 28 bytes each (CPU-Adam of ZeRO-Offload,
 # arXiv:2101.06840).
 _HOST_MEMORY = 127e9
-_LATENCY, _LATENCY_NETWORK = 20e-6, 40e-6  # seconds of a collective within a host and across hosts
+_LATENCY = 20e-6  # seconds of a collective within a host
+# Seconds of a collective across hosts beyond its bytes: of its start, and of each step within a host and between hosts,
+# in a ring and in a tree (NCCL's tuning constants, src/graph/tuning.cc, of its LL128 protocol). Only all-reduces have
+# a tree; gathers and reduce-scatters pass every device of the ring in turn: 36 ms for 16,384.
+_START, _RING, _TREE = 14e-6, (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)
 _LAUNCH = 3e-6  # seconds between two kernels on the device
 # Seconds per kernel of Python, autograd and launch, views included; in compiled layers.
 _HOST, _HOST_COMPILED = (
@@ -231,8 +235,9 @@ class Roofline:
         devices, stride = kernel.group
         if devices == 1:
             return 0.0
+        name = kernel.operator.rpartition("::")[2].removesuffix(".default")
         # The full buffer is an all-gather's result or a reduce-scatter's argument; an all-reduce is both in turn (2.0).
-        side, times = _COLLECTIVES.get(kernel.operator.rpartition("::")[2].removesuffix(".default"), ("in", 1.0))
+        side, times = _COLLECTIVES.get(name, ("in", 1.0))
         size = (
             max(kernel.bytes_read, kernel.bytes_written) if side == "out" else kernel.bytes_read or kernel.bytes_written
         )
@@ -246,7 +251,7 @@ class Roofline:
             return _LATENCY + size * share / link
         # The catalogue's rate is per device: the group's devices on a host use their network cards together.
         network = (self.device.network or _NETWORK) * _LINK * within
-        return _LATENCY_NETWORK * math.log2(max(devices / within, 2)) + size * share / min(network, link)
+        return _latency(name, devices, within) + size * share / min(network, link)
 
     def seconds(self, observation: Observation) -> Seconds:
         """Returns the seconds of one optimizer step, by cause."""
@@ -291,6 +296,17 @@ class Roofline:
     def _link(self, observation: Observation, computing: float) -> float:
         link = (self.device.host or _HOST_LINK) * _LINK
         return link_seconds(observation, computing, to_host=link, to_device=link)
+
+
+def _latency(name: str, devices: int, within: int) -> float:
+    """Returns the seconds of a collective across hosts, without those of its bytes; `within` devices share a host."""
+    hosts = devices / within
+    tree = 2 * ((within - 1) * _TREE[0] + math.log2(max(hosts, 2)) * _TREE[1])
+    ring = (devices - hosts) * _RING[0] + (hosts - 1) * _RING[1]
+    if name.startswith(("all_gather", "allgather", "_allgather", "reduce_scatter", "_reduce_scatter")):
+        # One device of each host is a tree again (NCCL's PAT).
+        return _START + (ring if within > 1 else min(ring, tree / 2))
+    return _START + tree
 
 
 def fused_share(kernel: Kernel, observation: Observation) -> float:
