@@ -248,9 +248,11 @@ def estimate(
         working += rates.moving(int(passes * batch.seq_len / context * model.width * 2))
     expert_bytes = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
     split = expert_degree, min(expert_bytes / weights, 1.0) if expert_degree > 1 else 0.0
-    waiting, hidden, after = _sent(
+    copying, waiting, hidden, after = _sent(
         batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates, split
     )
+    # Copies run on the device as the computation does, and hide as much.
+    working += copying
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle)
     update = of_all(cost.update) / updating if updating > 1 else of_part(cost.update)
     time += update + after
@@ -323,15 +325,15 @@ def _sent(
     tags: frozenset[Tag],
     rates: Rates | Roofline,
     experts: tuple[int, float],
-) -> tuple[float, float, float]:
-    """Returns the seconds of exposed and of overlapped communication, and of that in the update; zeros for a measured
-    machine (unknown links).
+) -> tuple[float, float, float, float]:
+    """Returns the seconds of copies around collectives, of exposed and of overlapped communication, and of that in the
+    update; zeros for a measured machine (unknown links).
 
     Args:
         experts: data-parallel devices that split the experts, and the experts' share of a device's weights.
     """
     if not isinstance(rates, Roofline):
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     order = list(Axis)
     degree, expert_share = experts
     layers = model.layers / sizes[Axis.PIPELINE]
@@ -376,7 +378,7 @@ def _sent(
         waiting += micros * model.expert_layers * times * exchange
     reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
     # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
-    waiting += (micros - reductions) * copied(1.5 * trained)
+    copying = (micros - reductions) * copied(1.5 * trained)
     after = 0.0
     # Expert parallelism shards weights too, but gathers none on replicas.
     if Tag.SHARDED_WEIGHTS in tags and sizes[Axis.SHARD] * sizes[Axis.CONTEXT] > 1:
@@ -386,7 +388,7 @@ def _sent(
         gathers = micros * (2 if resharded else 1) if sizes[Axis.PIPELINE] == 1 else micros + 1 if resharded else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
         # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
-        waiting += gathers * copied(gathered) + reductions * copied(trained)
+        copying += gathers * copied(gathered) + reductions * copied(trained)
         overlapped = gathers * once("all_gather_into_tensor", gathered, *shards)
         overlapped += reductions * once("reduce_scatter_tensor", trained, *shards)
         # A device's shard of all gradients: that of the experts is of as many devices, those that split them included.
@@ -396,9 +398,9 @@ def _sent(
         replicas = (Axis.REPLICATE, Axis.CONTEXT)
         if Tag.REPLICATED_WEIGHTS in tags:
             # The second copy of the weights passes through such a buffer in each micro-batch.
-            waiting += micros * copied(2 * weights) + copied(trained)
+            copying += micros * copied(2 * weights) + copied(trained)
         overlapped = once("all_reduce", trained, *replicas)
         if Tag.SHARDED_STATES in tags:
             # Each rank sends the weights that it updated; half-precision weights are smaller than their gradients.
             after = once("all_gather_into_tensor", min(weights, trained), *replicas, groups=1)
-    return waiting, overlapped, after
+    return copying, waiting, overlapped, after

@@ -322,6 +322,43 @@ def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
             assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.1), (text, c.kind)
 
 
+def test_estimates_know_that_gathers_among_many_devices_take_long() -> None:
+    """A layer's gather passes 1,023 devices in turn; in 16 groups it passes 63."""
+    recipe = parse(
+        "model: {preset: llama-3.1-8b}\nbatch: {size: 1024, seq_len: 2048}\n"
+        "stop: {max_steps: 1}\ntechniques: {mixed_precision: {mode: bf16_weights}, efficient_attention: {}, "
+        "fused_operators: {}, chunked_loss: {}}"
+    )
+    rates = Roofline.of("H100")
+    request = Request(recipe, rates.as_device, world=1024, rates=rates, per_host=8)
+    one = _Search(Space(request, "rounding"), "fastest", 1, lambda message: None)
+    kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
+    seconds = {}
+    for groups in (1, 16):
+        layout = tuple(override(recipe, f"techniques={{fsdp: {{replicate: {groups}}}}}").techniques.values())
+        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
+        assert sizes is not None
+        (c,) = one._candidates_of(layout, sizes, kinds)
+        seconds[groups] = plan(one.space.having(c.added))["seconds_per_step"]
+        assert c.guess.seconds == pytest.approx(seconds[groups], rel=0.1), groups
+    # Two gathers and a reduction of each layer: (1023 - 127) * 1.9 + 127 * 4 us, partly hidden by computation.
+    assert 1.2 * seconds[16] < seconds[1] < seconds[16] + 3 * 33 * 2.3e-3
+
+
+def test_a_candidate_with_room_is_preferred_to_one_that_is_hardly_faster() -> None:
+    search_ = _Search(Space(Request(small(), gpu(65536).as_device, rates=gpu(65536))), "fastest", 1, print)
+
+    def seen(speed: float, high: float) -> EvaluatedPlan:
+        values = {"fits": True, "tokens_per_second": speed, "peak_gib_interval": [0.0, high], "available_gib": 79.0}
+        return EvaluatedPlan(small(), values, "exact", 1, ())
+
+    tight, roomy, slow = seen(100.0, 87.0), seen(99.5, 76.0), seen(98.0, 50.0)
+    search_.seen = [slow, tight]
+    assert search_._preferred() is tight
+    search_.seen = [slow, roomy, tight]
+    assert search_._preferred() is roomy
+
+
 def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
     """They gather a part of the experts, and send tokens; across hosts both are slow."""
     recipe = parse(
