@@ -487,6 +487,9 @@ class _Search:
         if kind is None or not isinstance(self.rates, Roofline):
             return _TOLERANCE
         one = self.space.single(kind)
+        # Weights in 4 or 8 bits are dequantized for each micro-batch, however many rows it has.
+        if any(Tag.QUANTIZED_BASE in t.provided() for t in one.recipe.techniques.values()):
+            return _TOLERANCE
         four = replace(one, recipe=replace(one.recipe, batch=replace(one.recipe.batch, size=4)))
         # Once per step, and once per row: the time of a step is `fixed + rows * each`.
         alone, together = (sum(observe_layer(request).seconds) for request in (one, four))
