@@ -205,17 +205,17 @@ class Technique(ABC):
         """Returns the number of devices that split the experts of a layer, on a mesh of these sizes."""
         return 1
 
-    def batches_in_flight(self, micro_batches: int) -> float:
-        """Returns the micro-batches whose activations a device of a pipeline holds at most."""
+    def micro_batches_in_flight(self, micro_batches: int) -> float:
+        """Returns the largest number of micro-batches whose activations the first device of a pipeline holds."""
         return 1.0
 
     def stages_per_device(self) -> int:
-        """Returns the stages of a pipeline on each device."""
+        """Returns the number of stages of a pipeline on each device."""
         return 1
 
-    def fullest_devices(self, context: Context, config: PretrainedConfig) -> tuple[int, ...]:
-        """Returns the devices along a pipeline of which one needs the most memory, unless the last one does."""
-        return (0,)
+    def fullest_devices(self, context: Context, config: PretrainedConfig) -> set[int]:
+        """Returns the devices along a pipeline of which one needs the most memory."""
+        return {0}
 
     def bubble_fraction(self, micro_batches: int) -> float:
         """Returns the idle time of a device relative to its compute time, which a dry run of one device cannot see."""

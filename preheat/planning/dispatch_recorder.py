@@ -177,8 +177,7 @@ class Recorder(TorchDispatchMode):
         self.recomputed = 0
         self.sums: Counter[Kernel] = Counter()  # the kernels that reduce gradients across devices
         self.summing = False
-        # Of the passes of a pipeline's micro-batches but the first: kernels without those of reductions, and
-        # recomputed FLOPs.
+        # Kernels, without gradient reductions, and recomputed FLOPs of all micro-batches of a pipeline but the first.
         self.later: Counter[Kernel] = Counter()
         self.recomputed_later = 0
         self._start_of_pass: Mark | None = None
@@ -199,7 +198,7 @@ class Recorder(TorchDispatchMode):
         """Marks the kernels from now on as gradient reduction, or ends that."""
         self.summing = now
 
-    def pass_of(self, micro: int, starts: bool) -> None:
+    def notice_pass(self, micro: int, starts: bool) -> None:
         """Notes that a pass of a micro-batch through a stage of a pipeline starts or ends."""
         if micro == 0:
             return

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_dry", "highest", "observe", "peaks"]
 
+_SENT = ("c10d::send", "c10d::recv_")
+"""Operators between the passes of a pipeline's micro-batches, which `Recorder.later` lacks."""
 _PASSING = (Phase.BACKWARD, Phase.UPDATE, Phase.SAVING)
 """Phases that save nothing for a backward pass: allocations other than gradients and optimizer states are temporary."""
 
@@ -110,7 +112,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         counting(recorder),
         gathering(recorder.look_at_gathered, recorder.notice_resize, recorder.notice_gather_input),
         reducing(recorder.sum_gradients),
-        watching(recorder.pass_of),
+        watching(recorder.notice_pass),
         fused_recurrent_kernels(build.trained, request.device),
     ):
         # Before the first step, while parameters and preallocated optimizer states are all that is alive.
@@ -208,7 +210,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
 
 
 def _enough(build: Build, micros: int) -> int:
-    """Returns the number of micro-batches to run; the remaining ones repeat the last.
+    """Returns the number of micro-batches to run; the remaining ones repeat the last, or of a pipeline the mean.
 
     A pipeline is full with one micro-batch per stage, and one more accumulates onto existing gradients.
     """
@@ -225,21 +227,18 @@ def _enough(build: Build, micros: int) -> int:
 
 
 def _count_remaining(recorder: Recorder, micros: int, run: int) -> None:
-    """Adds the kernels of a pipeline's micro-batches that were not run: each as the mean of all but the first one.
+    """Adds the kernels of a pipeline's micro-batches that were not run: the mean of all but the first one.
 
-    Which of them gathers a stage's weights differs from one to the next, so that no single one stands for the others.
+    Which of them gather the weights of a stage varies, so the mean is used.
     """
     more, others = micros - run, run - 1
     if not more:
         return
     for kernel, count in list(recorder.kernels.items()):
-        if kernel.operator in _SENT:  # between the passes
+        if kernel.operator in _SENT:
             recorder.kernels[kernel] += count * more // run
     recorder.kernels.update({kernel: round(count * more / others) for kernel, count in recorder.later.items()})
     recorder.recomputed += round(recorder.recomputed_later * more / others)
-
-
-_SENT = ("c10d::send", "c10d::recv_")
 
 
 class _DryContext:

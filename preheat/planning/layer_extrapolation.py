@@ -113,8 +113,8 @@ def fullest_ranks(request: Request) -> list[int]:
         return [0]
     splitting = [t for t in request.recipe.techniques.values() if Axis.PIPELINE in t.degrees()]
     fullest = {device for t in splitting for device in t.fullest_devices(context, request.config)}
-    # The last device has the head. Pipeline is the outermost axis, so the ranks of a stage follow those before it.
-    return [devices // pipeline * device for device in sorted({*fullest, pipeline - 1})]
+    # Pipeline is the outermost axis, so the ranks of a device along it follow those before it.
+    return [devices // pipeline * device for device in sorted(fullest)]
 
 
 def of_layers(request: Request, layers: int) -> Request:

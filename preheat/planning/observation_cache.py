@@ -50,6 +50,7 @@ _IRRELEVANT = (
     "hardware",
 )
 _known: dict[str, Observation] = {}
+_fullest: dict[str, list[int]] = {}  # key of a request -> its `fullest_ranks`
 
 
 def observe_cached(request: Request, *, how: str = "few", rank: int | None = None, logged: bool = False) -> Observation:
@@ -67,7 +68,7 @@ def observe_cached(request: Request, *, how: str = "few", rank: int | None = Non
     """
     ranks = _ranks(request, how, rank)
     if len(ranks) > 1:
-        tasks: list[Task] = [{"request": request, "how": how, "rank": rank} for rank in ranks]
+        tasks: list[Task] = [{"request": request, "how": how, "rank": each} for each in ranks]
         prefetch(tasks)
         peaks = [max(observe_cached(**each).peak.values()) for each in tasks]
         ranks = [ranks[peaks.index(max(peaks))]]
@@ -122,7 +123,11 @@ def clear() -> None:
 
 def is_cached(request: Request, *, how: str, rank: int | None = None) -> bool:
     """True if `observe_cached` would find the observation in the cache."""
-    paths = [_path_of(request, how, each) for each in _ranks(request, how, rank)]
+    try:
+        ranks = _ranks(request, how, rank)
+    except RecipeError:  # raised by `observe_cached`
+        return False
+    paths = [_path_of(request, how, each) for each in ranks]
     return all(path.stem in _known or path.exists() for path in paths)
 
 
@@ -130,8 +135,13 @@ def _ranks(request: Request, how: str, rank: int | None) -> list[int]:
     """Returns the ranks that `observe_cached` observes, to choose one of them."""
     if rank is not None:
         return [rank]
-    # `few` and `enough` choose the rank themselves, and a `step` has no pipeline.
-    return fullest_ranks(request) if how in ("whole", "marked") else [0]
+    if how not in ("whole", "marked"):
+        return [0]  # `few` and `enough` choose the rank themselves, and a `step` has no pipeline
+    # Known per recipe, because the layers of a pipeline's stages follow from a dry run of the model.
+    key = _key(request, how, 0)
+    if key not in _fullest:
+        _fullest[key] = fullest_ranks(request)
+    return _fullest[key]
 
 
 def _path_of(request: Request, how: str, rank: int) -> Path:

@@ -128,6 +128,7 @@ class _Split:
         return sum(cost for cost, d in zip(self.costs, self.devices, strict=True) if d == device)
 
     def layers(self, device: int) -> int:
+        """Returns the number of layers of a device's stages."""
         return sum(len(cut) for cut, d in zip(self.cuts, self.devices, strict=True) if d == device)
 
 
@@ -323,12 +324,13 @@ class PipelineParallel(Searchable):
         runner = _Runner(build, self.schedule, dict(zip(numbers, build.trained, strict=True)), count, dtype)
         build.claim(Slot.FORWARD_BACKWARD, runner.forward_backward, self.name())
         build.claim(Slot.MODEL_LOSS, runner.forward, self.name())
-        # How far the busiest stage exceeds the mean: in a full pipeline, all others wait for it.
+        # How far the most expensive stage exceeds the mean.
         share = max(costs) * count / sum(costs) - 1
         # Stages differ in layers: the last also computes the head and the loss.
         layer_counts = ", ".join(str(len(cut)) for cut in cuts)
-        slower = max(map(split.cost, range(self.degree))) / split.cost(stage_rank)
-        build.parallel.bubble_fraction = lambda micro_batches: slower * (1 + self.bubble_fraction(micro_batches)) - 1
+        # In a full pipeline, all devices wait for the busiest one.
+        slowdown = max(map(split.cost, range(self.degree))) / split.cost(stage_rank)
+        build.parallel.bubble_fraction = lambda micro_batches: slowdown * (1 + self.bubble_fraction(micro_batches)) - 1
         return Change(
             f"{len(course.each)} layers in {count} stages of {layer_counts}; the most expensive costs {share:.0%} "
             "more than the mean",
@@ -358,7 +360,7 @@ class PipelineParallel(Searchable):
         costs[-1] += after
         return _Split(course, cuts, costs, ranks_of(count, self.degree, self.schedule))
 
-    def batches_in_flight(self, micro_batches: int) -> float:
+    def micro_batches_in_flight(self, micro_batches: int) -> float:
         return self._in_flight(0, micro_batches)
 
     def _in_flight(self, device: int, micro_batches: int) -> float:
@@ -367,28 +369,32 @@ class PipelineParallel(Searchable):
         With interleaved as many as its forward passes before the first backward pass, each of one of its stages
         (Narayanan et al. 2021, section 2.2).
         """
+        each = self._each
         most: float = self.degree - device
         if self.schedule == "gpipe":
             most = micro_batches
         elif self.schedule == "interleaved":
-            most = ((self._each - 1) * self.degree + 2 * (self.degree - device - 1) + 1) / self._each
+            most = ((each - 1) * self.degree + 2 * (self.degree - device - 1) + 1) / each
+        elif self.schedule == "zero_bubble":
+            most = (each * self.degree - device) / each
         elif self.schedule == "zbv":  # a V of two stages on each device: one fills while the other drains
             most = self.degree
         return min(most, micro_batches)
 
-    def fullest_devices(self, context: Context, config: PretrainedConfig) -> tuple[int, ...]:
-        """Returns the first device, which holds the most micro-batches, or a later one with more layers, or both if
-        the embedding of the first may need more than the others' layers."""
+    def fullest_devices(self, context: Context, config: PretrainedConfig) -> set[int]:
         split = self._split(context.recipe, config, context.tags)
         micros = math.prod(t.micro_batch_count() for t in context.recipe.techniques.values())
         layers = [split.layers(device) for device in range(self.degree)]
         held = [count * self._in_flight(device, micros) for device, count in enumerate(layers)]
-        fullest = max(range(self.degree), key=lambda device: (held[device], -device))
-        if fullest == 0:
-            return (0,)
         # An embedding in layers of 12 width^2 weights: attention (4) and a feed-forward part (8).
         embedding = context.model.vocabulary / (12 * context.model.width)
-        return (fullest,) if layers[fullest] - layers[0] >= embedding else (0, fullest)
+        # Later devices with more activations or more weights than the first one, which has the embedding.
+        most = {held.index(max(held)), layers.index(max(layers))}
+        later = {d for d in most if held[d] > held[0] or layers[d] - layers[0] > embedding}
+        needs_more = any(held[d] >= held[0] and layers[d] - layers[0] >= embedding for d in later)
+        # The head has logits, which count more in small models.
+        head = split.devices[-1]
+        return later | {head} if needs_more else later | {head, 0}
 
     def stages_per_device(self) -> int:
         return self._each

@@ -12,7 +12,7 @@ from preheat import recipe as recipes
 from preheat.core import STEP, Device
 from preheat.models.hf import configure
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import _layer_counts, observe_few_layers
+from preheat.planning.layer_extrapolation import _layer_counts, fullest_ranks, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
@@ -255,6 +255,25 @@ def test_a_pipeline_is_planned_by_its_fullest_device_and_as_slow_as_its_busiest(
         assert flops[rank] * (1 + one.idle) == pytest.approx(max(flops.values()) * (1 + 7 / 16), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("layers", "degree", "settings", "vocabulary", "devices"),
+    [
+        (14, 8, "micro_batches: 16", 96, {1, 7}),  # [1, 2, 2, 2, 2, 2, 2, 1]
+        (14, 8, "micro_batches: 16", 4096, {0, 1, 7}),  # the embedding of the first may need more than a layer
+        (7, 3, "micro_batches: 6", 96, {1, 2}),  # [2, 3, 2]: as many activations, more weights
+        (8, 4, "micro_batches: 8", 96, {0, 3}),
+        (8, 4, "micro_batches: 8, schedule: zbv", 96, {0}),  # embedding and head
+    ],
+)
+def test_the_devices_of_a_pipeline_are_dry_run_that_may_need_the_most(
+    layers: int, degree: int, settings: str, vocabulary: int, devices: set[int]
+) -> None:
+    model = f"model={{family: llama, num_layers: {layers}, hidden_size: 128, num_heads: 4, vocab_size: {vocabulary}}}"
+    spread = f"{{pipeline_parallel: {{degree: {degree}, {settings}}}}}"
+    recipe = recipes.override(tiny(spread, rows=16), model, f"parallel.devices={degree}")
+    assert fullest_ranks(Request(recipe, DEVICE, vocabulary=96)) == sorted(devices)
+
+
 def test_waiting_for_a_collective_and_naming_a_range_of_the_profiler_are_no_kernels() -> None:
     """torch's fake `wait_tensor` makes a new tensor, whose real one is its argument."""
     kernels = seen("{tensor_parallel: {degree: 2}, fsdp: {}}").kernels
@@ -298,10 +317,12 @@ def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(m
         )  # tokens, labels and positions of 24 more; what travels would be 24 each
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first round of them is on its way before there are gradients; the next is beside them."""
-    sharded = f"fsdp: {{reduce: last, reshard_after_forward: {'false' if schedule == 'zero_bubble' else 'true'}}}"
+    sharded = (
+        f"fsdp: {{reduce: last, reshard_after_forward: {'false' if schedule in ('zero_bubble', 'zbv') else 'true'}}}"
+    )
     spread = f"{{pipeline_parallel: {{degree: 2, micro_batches: 8, schedule: {schedule}}}, {sharded}}}"
     wide = "model={family: llama, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
     recipe = recipes.override(tiny(spread, rows=16), wide, "parallel.devices=4", "batch.seq_len=64")
@@ -319,7 +340,7 @@ def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monke
     assert peaks == pytest.approx(few_peaks, rel=0.01)
     assert few_flops == flops
     # Gradients are added in each but the first micro-batch, and weights gathered in some of them.
-    assert {name: size for name, size in few_moved.items() if abs(size - moved[name]) > 64} == {}
+    assert {name for name in few_moved | moved if abs(few_moved[name] - moved[name]) > 64} == set()
 
 
 @pytest.mark.parametrize(

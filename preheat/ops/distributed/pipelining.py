@@ -99,11 +99,11 @@ def watching(tell: Callable[[int, bool], None]) -> Iterator[None]:
     """Context manager that calls `tell` with the number of a micro-batch when it starts (True) and ends (False) a
     forward or backward pass through a stage of this rank."""
     global _watcher
-    _watcher = tell
+    before, _watcher = _watcher, tell
     try:
         yield
     finally:
-        _watcher = None
+        _watcher = before
 
 
 def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None:
@@ -310,7 +310,7 @@ class Pipeline:
 
     @contextmanager
     def noted(self, stage: int, micro: int, what: str) -> Iterator[None]:
-        """Context manager that records a span while `recorded` is active, and tells `watching` of a pass."""
+        """Context manager around a pass, of which it tells `watching`, or records a span while `recorded` is active."""
         if _watcher is not None:
             _watcher(micro, True)
             yield

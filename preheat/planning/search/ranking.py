@@ -100,10 +100,10 @@ def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
 
 
 def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerCost:
-    """Observes the model with a few layers and with a sample of its layers more, on one device with one sequence.
+    """Observes the model with a few layers and with a sample of its layers more.
 
     Args:
-        request: for one device, with batch size 1 and no parallelism (`Space.single`), or for two with one row each.
+        request: for one device without parallelism (`Space.single`, of one row), or for two with one row each.
         layer: cost of the same layers, if only embedding, head and loss differ: one dry run is then enough.
 
     Raises:
@@ -171,7 +171,7 @@ def estimate(
         tags: tags of all techniques.
         idle: the pipeline's bubble, a fraction of the time in which a device works.
         expert_degree: data-parallel devices that split the experts of a layer.
-        in_flight: micro-batches whose activations the device holds.
+        in_flight: micro-batches whose activations the first device of a pipeline holds at most.
         stages: of a pipeline on each device.
         all_logits: False if the layout computes logits some rows at a time, as `cost` does not.
     """
@@ -186,8 +186,8 @@ def estimate(
     # Devices that split the experts hold and gather only their part of them: the share of a layer that others have.
     elsewhere = (1 - 1 / expert_degree) * cost.experts[0] / max(cost.parameters[0], 1.0)
 
-    # A stage at an end of a pipeline has embedding or head.
-    ends_here = 1.0 if pipeline == 1 else 0.5
+    # A stage at an end of a pipeline has embedding or head; a tied matrix is in both.
+    ends_here = 1.0 if pipeline == 1 or model.tied else 0.5
 
     def of_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1] * ends_here) / tensor
@@ -197,18 +197,20 @@ def estimate(
 
     weights, trained, optimizer = of_part(cost.weights), of_part(cost.trained), of_all(cost.optimizer)
     half = gathered_share(cost, tags)
-    # Gathered weights: those while the pipeline fills, and all of its stages' while it drains.
+    # Gathered weights: those of all stages of the device while a pipeline drains, and those while it fills.
     gathered = filling = 0.0
     # The peak is at the head, or in the backward pass of a layer: what each has beside the activations of all layers.
     hidden_bytes = batch.seq_len * model.width * (2 if {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags else 4)
-    at_end = cost.saved[1] / tensor if all_logits else min(cost.saved[1] / tensor, 4 * hidden_bytes)
+    at_end = cost.saved[1] / tensor
+    if not all_logits:
+        at_end = min(at_end, 4 * hidden_bytes)  # the head's input, its gradient, and those of the last norm
     at_head, in_layer = at_end * micro / context, 0.0
     if sharded > 1:
         layer, ends = (half * size / tensor for size in (cost.weights[0] * (1 - elsewhere), cost.weights[1]))
         if Tag.RESHARD_AFTER_FORWARD in tags and pipeline == 1:
             # The weights of a layer and of the next one, or of the ends, the largest FSDP group.
             at_head += layer + max(layer, ends)
-            in_layer += 3 * layer  # and the buffer from which the next one's are copied
+            in_layer += 3 * layer  # its weights, the next one's, and the buffer from which those are copied
         else:
             # A pipeline keeps all of a stage from a backward pass to the next forward pass.
             gathered = half * weights
@@ -239,13 +241,13 @@ def estimate(
     if Tag.RECOMPUTATION not in tags:
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
-    working = rows * cost.seconds[0] * _busiest_device(model.layers, cost.seconds, pipeline) / (tensor * context)
+    working = rows * _of_busiest(model.layers, cost.seconds, pipeline) / (tensor * context)
     # Rows of all devices that split the experts meet at each expert.
     working -= (rows - micros / expert_degree) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
         passes = rows * layers * _passes_over_whole(tensor, tags)
-        working += rates.moving(int(passes * batch.seq_len / context * model.width * 2))
+        working += rates.moving(int(passes * hidden_bytes / context))
     expert_bytes = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
     split = expert_degree, min(expert_bytes / weights, 1.0) if expert_degree > 1 else 0.0
     copying, waiting, hidden, after = _sent(
@@ -275,17 +277,19 @@ def _saved_by_layer(saved: float, hidden: int, tensor: int, tags: frozenset[Tag]
     return whole + (saved - whole) / tensor
 
 
-def _busiest_device(layers: int, seconds: tuple[float, float], pipeline: int) -> float:
-    """Returns the cost of the most expensive part of a pipeline, in layers; it consists of whole layers.
+def _of_busiest(layers: int, seconds: tuple[float, float], pipeline: int) -> float:
+    """Returns the seconds of a row on the device of a pipeline that computes the most; each has whole layers.
 
     Args:
-        seconds: of a layer, and of embedding, head and loss, most of which the last part has.
+        seconds: of a layer, and of embedding, head and loss, most of which the last device has.
     """
-    ends = seconds[1] / max(seconds[0], 1e-12)
-    mean = (layers + ends) / pipeline
+    layer, ends = seconds
     if pipeline == 1:
-        return mean
-    return min(max(each, layers - (pipeline - 1) * each + ends) for each in (math.floor(mean), math.ceil(mean)))
+        return layers * layer + ends
+    # Each device has at least one layer, the last one those that the others leave.
+    mean = layers / pipeline + ends / max(layer, 1e-12) / pipeline
+    counts = {min(max(count, 1), layers) for count in (math.floor(mean), math.ceil(mean))}
+    return min(max(count * layer, max(layers - (pipeline - 1) * count, 1) * layer + ends) for count in counts)
 
 
 def _passes_over_whole(tensor: int, tags: frozenset[Tag]) -> float:

@@ -175,6 +175,7 @@ class _Search:
         self._conflicts: dict[tuple[Settings, Settings], Problem | None] = {}
         self._kinds: dict[Settings, Combination] = {}  # of the candidates
         self._cuts: dict[int, list[Technique]] = {}  # rows of a device -> gradient accumulation settings
+        self._gain: float | None = None  # largest speedup by more rows, once it is known
         # By (kind, layout): the smallest micro-batch that did not fit.
         self._too_large: dict[tuple[Settings, Settings], int] = {}
 
@@ -234,15 +235,15 @@ class _Search:
         return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
 
     def _preferred(self) -> EvaluatedPlan:
-        """Returns the best candidate, or one as good up to 1 % of the speed whose interval of memory fits too."""
+        """Returns the best candidate; if it fits only tightly, the best with room that is at most 1 % slower."""
         best = self._best()
         if not is_tight(best.plan):
             return best
-        with_room = [s for s in self.seen if s.plan["fits"] and not is_tight(s.plan) and self._is_as_good(s, best)]
+        with_room = [s for s in self.seen if s.plan["fits"] and not is_tight(s.plan) and self._is_close(s, best)]
         return min(with_room, key=self._rank, default=best)
 
-    def _is_as_good(self, s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
-        """True if a candidate is not worse than the best by the aim, but up to 1 % slower."""
+    def _is_close(self, s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
+        """True if a candidate is at most 1 % slower than the best, and not worse by the rest of the aim."""
         return self._rank(s)[:-1] <= self._rank(best)[:-1] and self._speed(s) * _GAIN >= self._speed(best)
 
     # Candidates
@@ -356,9 +357,16 @@ class _Search:
                 # A pipeline with fewer micro-batches than stages never fills.
                 if sizes[Axis.PIPELINE] <= micros:
                     idle = max((t.bubble_fraction(micros) for t in (*own, *layout)), default=0.0)
-                    in_flight = max((t.batches_in_flight(micros) for t in (*own, *layout)), default=1.0)
+                    in_flight = max((t.micro_batches_in_flight(micros) for t in (*own, *layout)), default=1.0)
                     guessed = estimate(
-                        *(cost, batch, self.space.model, sizes, micros, tags, self.rates, idle),
+                        cost,
+                        batch,
+                        self.space.model,
+                        sizes,
+                        micros,
+                        tags,
+                        self.rates,
+                        idle=idle,
                         expert_degree=expert_degree,
                         in_flight=in_flight,
                         stages=stages,
@@ -477,24 +485,26 @@ class _Search:
 
     def _unknown_gain(self, c: Candidate) -> float:
         """Returns the speedup by larger micro-batches that the estimate may not see."""
-        return self._gain_of_rows if self._speeds_by_micro(c) is None else _SLACK
+        return self._gain_of_rows(c.kind) if self._speeds_by_micro(c) is None else _SLACK
 
-    @cached_property
-    def _gain_of_rows(self) -> float:
-        """The largest speedup by more rows, of one device with the techniques of the best candidate: almost nothing if
-        a row is long and a layer is wide."""
-        kind = next((c.kind for c in self.candidates if c.added == self._best().added), None)
-        if kind is None or not isinstance(self.rates, Roofline):
-            return _TOLERANCE
+    def _gain_of_rows(self, kind: Settings) -> float:
+        """Returns the largest speedup of one device by more rows: almost none if rows are long and layers wide."""
         one = self.space.single(kind)
         # Weights in 4 or 8 bits are dequantized for each micro-batch, however many rows it has.
-        if any(Tag.QUANTIZED_BASE in t.provided() for t in one.recipe.techniques.values()):
+        quantized = any(Tag.QUANTIZED_BASE in t.provided() for t in one.recipe.techniques.values())
+        if quantized or not isinstance(self.rates, Roofline):
             return _TOLERANCE
-        four = replace(one, recipe=replace(one.recipe, batch=replace(one.recipe.batch, size=4)))
-        # Once per step, and once per row: the time of a step is `fixed + rows * each`.
-        alone, together = (sum(observe_layer(request).seconds) for request in (one, four))
-        each = (together - alone) / 3
-        return min(alone / each, _TOLERANCE) if each > 0 else _TOLERANCE
+        # Most techniques change what depends on rows by little: those of the first kind are observed.
+        if self._gain is None:
+            four = replace(one, recipe=replace(one.recipe, batch=replace(one.recipe.batch, size=4)))
+            layers = self.space.model.layers
+            alone, together = (
+                cost.seconds[0] * layers + cost.seconds[1] for cost in (observe_layer(one), observe_layer(four))
+            )
+            # A step takes `fixed + rows * each` seconds.
+            each = (together - alone) / 3
+            self._gain = min(max(alone / each, 1.0), _TOLERANCE) if each > 0 else _TOLERANCE
+        return self._gain
 
     def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
         """Sort key as `_rank`, from the estimate."""
@@ -528,7 +538,8 @@ class _Search:
     def _viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
         """Returns the candidates that may fit, and are not dry-run or ruled out by an earlier dry run."""
         # A setting that does not change the estimate has no effect: `reduce`, for example, without accumulation.
-        tried = {(c.kind, c.names, c.cuts, c.guess) for c in self.candidates if c.added in self._tried}
+        planned = {s.added for s in self.seen}
+        tried = {(c.kind, c.names, c.cuts, c.guess) for c in self.candidates if c.added in planned}
         return [
             c
             for c in candidates

@@ -35,9 +35,9 @@ _HOST_LINK = 31.5e9  # bytes/s to host memory if the catalogue has none: PCIe 4.
 # arXiv:2101.06840).
 _HOST_MEMORY = 127e9
 _LATENCY = 20e-6  # seconds of a collective within a host
-# Seconds of a collective across hosts beyond its bytes: of its start, and of each step within a host and between hosts,
-# in a ring and in a tree (NCCL's tuning constants, src/graph/tuning.cc, of its LL128 protocol). Only all-reduces have
-# a tree; gathers and reduce-scatters pass every device of the ring in turn: 36 ms for 16,384.
+# Seconds of a collective across hosts beyond its bytes: of its start, and of each step within a host and between
+# hosts, in a ring and in a tree (NCCL's tuning constants, src/graph/tuning.cc, of its LL128 protocol). All-reduces have
+# a tree; gathers and reduce-scatters pass every device of the ring in turn: 35 ms for 16,384.
 _START, _RING, _TREE = 14e-6, (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)
 _LAUNCH = 3e-6  # seconds between two kernels on the device
 # Seconds per kernel of Python, autograd and launch, views included; in compiled layers.
@@ -306,6 +306,9 @@ def _latency(name: str, devices: int, within: int) -> float:
     if name.startswith(("all_gather", "allgather", "_allgather", "reduce_scatter", "_reduce_scatter")):
         # One device of each host is a tree again (NCCL's PAT).
         return _START + (ring if within > 1 else min(ring, tree / 2))
+    if name.startswith(("send", "recv")):
+        return _START + _RING[1]
+    # Also taken for exchanges among all and for broadcasts, whose messages go out together.
     return _START + tree
 
 

@@ -249,7 +249,7 @@ def test_a_plan_for_an_accelerator_that_is_not_here() -> None:
 
 
 def test_a_gather_across_hosts_passes_every_device_in_turn_and_an_all_reduce_a_tree() -> None:
-    """NCCL's tuning constants (src/graph/tuning.cc): a start of 14 us, steps of 1.9 and 4 us in a ring, 1.25 and 8.5 in a tree."""
+    """By NCCL's tuning constants: a start of 14 us, steps of 1.9 and 4 us in a ring, of 1.25 and 8.5 in a tree."""
     rates = Roofline.of("H100")
 
     def microseconds(kind: str, devices: int, stride: int = 1) -> float:
@@ -258,6 +258,7 @@ def test_a_gather_across_hosts_passes_every_device_in_turn_and_an_all_reduce_a_t
     assert microseconds("c10d::_allgather_base_", 512) == pytest.approx(14 + 448 * 1.9 + 63 * 4, rel=1e-3)
     assert microseconds("c10d::_reduce_scatter_base_", 16) == pytest.approx(14 + 14 * 1.9 + 1 * 4, rel=1e-3)
     assert microseconds("c10d::allreduce_", 512) == pytest.approx(14 + 2 * (7 * 1.25 + 6 * 8.5), rel=1e-3)
+    assert microseconds("c10d::send", 16, 1024) == pytest.approx(14 + 4, rel=1e-3)
     # One device of each host: a tree gathers, too, if it is quicker.
     assert microseconds("c10d::_allgather_base_", 64, 8) == pytest.approx(14 + 6 * 8.5, rel=1e-3)
 

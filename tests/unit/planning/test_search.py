@@ -16,6 +16,7 @@ from preheat.core import Axis, Problem, ProblemCode, Tag, registry
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.interrupts import Interrupted, raising
+from preheat.models.pipeline_split import balance
 from preheat.planning import observation_cache as recalling
 from preheat.planning.dry_run import observe
 from preheat.planning.explain import explain, figures
@@ -24,7 +25,7 @@ from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-from preheat.planning.search.ranking import Guess, LayerCost, gathered_share, observe_layer
+from preheat.planning.search.ranking import Guess, LayerCost, _of_busiest, gathered_share, observe_layer
 from preheat.planning.search.result import EvaluatedPlan, is_tradeoff
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
@@ -316,7 +317,9 @@ def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
         sizes = one.space.sizes((*recipe.techniques.values(), *layout))
         assert sizes is not None
         candidates = one._candidates_of(layout, sizes, kinds)
-        for c in (c for c in candidates if (c.cuts.micro_batch_count() if c.cuts else 1) == micros):
+        chosen = [c for c in candidates if (c.cuts.micro_batch_count() if c.cuts else 1) == micros]
+        assert len(chosen) == len(kinds)
+        for c in chosen:
             planned = plan(one.space.having(c.added))
             assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.12), (text, c.kind)
             assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.1), (text, c.kind)
@@ -343,6 +346,15 @@ def test_estimates_know_that_gathers_among_many_devices_take_long() -> None:
         assert c.guess.seconds == pytest.approx(seconds[groups], rel=0.1), groups
     # Two gathers and a reduction of each layer: (1023 - 127) * 1.9 + 127 * 4 us, partly hidden by computation.
     assert 1.2 * seconds[16] < seconds[1] < seconds[16] + 3 * 33 * 2.3e-3
+
+
+def test_the_busiest_device_of_a_pipeline_has_the_head_if_it_costs_more_than_a_share() -> None:
+    """As `pipeline_split.balance` cuts them: at least one layer beside the head, whatever it costs."""
+    for layers, ends, devices in ((16, 4.3, 8), (26, 8.0, 8), (126, 0.65, 16), (80, 1.2, 4), (80, 1.2, 16)):
+        cuts = balance([1.0] * layers, devices, after=ends)
+        costs = [len(cut) + (ends if cut.stop == layers else 0.0) for cut in cuts]
+        assert _of_busiest(layers, (1.0, ends), devices) == pytest.approx(max(costs))
+    assert _of_busiest(16, (1.0, 4.3), 1) == pytest.approx(20.3)
 
 
 def test_a_candidate_with_room_is_preferred_to_one_that_is_hardly_faster() -> None:
