@@ -385,13 +385,14 @@ class PipelineParallel(Searchable):
         split = self._split(context.recipe, config, context.tags)
         micros = math.prod(t.micro_batch_count() for t in context.recipe.techniques.values())
         layers = [split.layers(device) for device in range(self.degree)]
-        held = [count * self._in_flight(device, micros) for device, count in enumerate(layers)]
+        # Activations, in those of a layer and micro-batch.
+        activations = [count * self._in_flight(device, micros) for device, count in enumerate(layers)]
         # An embedding in layers of 12 width^2 weights: attention (4) and a feed-forward part (8).
         embedding = context.model.vocabulary / (12 * context.model.width)
         # Later devices with more activations or more weights than the first one, which has the embedding.
-        most = {held.index(max(held)), layers.index(max(layers))}
-        later = {d for d in most if held[d] > held[0] or layers[d] - layers[0] > embedding}
-        needs_more = any(held[d] >= held[0] and layers[d] - layers[0] >= embedding for d in later)
+        most = {activations.index(max(activations)), layers.index(max(layers))}
+        later = {d for d in most if activations[d] > activations[0] or layers[d] - layers[0] > embedding}
+        needs_more = any(activations[d] >= activations[0] and layers[d] - layers[0] >= embedding for d in later)
         # The head has logits, which count more in small models.
         head = split.devices[-1]
         return later | {head} if needs_more else later | {head, 0}

@@ -253,6 +253,15 @@ def test_a_look_tells_what_a_layer_keeps_from_what_its_gradients_take() -> None:
     assert both == spare
 
 
+def candidates_with(one: _Search, layout: str, kinds: list[Combination]) -> list[Candidate]:
+    """Returns the candidates of a search with these parallel techniques."""
+    own = one.space.recipe.techniques
+    parallel = tuple(override(one.space.recipe, f"techniques={layout}").techniques.values())
+    sizes = one.space.sizes((*own.values(), *parallel))
+    assert sizes is not None
+    return one._candidates_of(parallel, sizes, kinds)
+
+
 def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
     """Of one micro-batch and of four: new weights of ZeRO-1, the second copy of replicas, FSDP's copies, bf16 gathers."""
     recipe = parse(
@@ -272,10 +281,7 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
     )
     seconds: dict[str, list[float]] = {}
     for text in layouts:
-        layout = tuple(override(recipe, f"techniques={text}").techniques.values())
-        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
-        assert sizes is not None
-        for c in one._candidates_of(layout, sizes, kinds):
+        for c in candidates_with(one, text, kinds):
             if c.micro not in (4, 1):
                 continue
             planned = plan(one.space.having(c.added))
@@ -313,10 +319,7 @@ def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
             8,
         ),
     ):
-        layout = tuple(override(recipe, f"techniques={text}").techniques.values())
-        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
-        assert sizes is not None
-        candidates = one._candidates_of(layout, sizes, kinds)
+        candidates = candidates_with(one, text, kinds)
         chosen = [c for c in candidates if (c.cuts.micro_batch_count() if c.cuts else 1) == micros]
         assert len(chosen) == len(kinds)
         for c in chosen:
@@ -338,10 +341,7 @@ def test_estimates_know_that_gathers_among_many_devices_take_long() -> None:
     kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
     seconds = {}
     for groups in (1, 16):
-        layout = tuple(override(recipe, f"techniques={{fsdp: {{replicate: {groups}}}}}").techniques.values())
-        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
-        assert sizes is not None
-        (c,) = one._candidates_of(layout, sizes, kinds)
+        (c,) = candidates_with(one, f"{{fsdp: {{replicate: {groups}}}}}", kinds)
         seconds[groups] = plan(one.space.having(c.added))["seconds_per_step"]
         assert c.guess.seconds == pytest.approx(seconds[groups], rel=0.1), groups
     # Two gathers and a reduction of each layer: (1023 - 127) * 1.9 + 127 * 4 us, partly hidden by computation.
@@ -388,10 +388,7 @@ def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
         "{fsdp: {replicate: 2}, expert_parallel: {}}",
         "{data_parallel: {}, expert_parallel: {degree: 4}}",
     ):
-        layout = tuple(override(recipe, f"techniques={text}").techniques.values())
-        sizes = one.space.sizes((*recipe.techniques.values(), *layout))
-        assert sizes is not None
-        (c,) = one._candidates_of(layout, sizes, kinds)
+        (c,) = candidates_with(one, text, kinds)
         planned = plan(one.space.having(c.added))
         assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.2), text
         assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.15), text
