@@ -21,6 +21,7 @@ __all__ = [
     "SearchResult",
     "falls_short",
     "fragmentation_hint",
+    "is_better_in_something",
     "is_tight",
     "is_tradeoff",
     "too_large",
@@ -108,14 +109,26 @@ def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
     Memory, speed, the time before the first step and the change of numerics count, and the size of micro-batches as a
     loss.
     """
-    speed = s.plan["tokens_per_second"] / best.plan["tokens_per_second"]
-    memory = s.plan["peak_gib"] / best.plan["peak_gib"]
-    later = s.plan["seconds_to_start"] - best.plan["seconds_to_start"]
-    trades = _NUMERICS.index(s.trades) - _NUMERICS.index(best.trades)
-    gains = memory < LESS_MEMORY or speed > _FASTER or later < 0 or trades < 0
+    speed, memory, later, trades = _compared(s, best)
     # The slightest loss counts: the search ranks by it.
     loses = speed < 1 or memory > 1 / LESS_MEMORY or later > 0 or trades > 0 or s.micro < best.micro
-    return gains and loses
+    return is_better_in_something(s, best) and loses
+
+
+def is_better_in_something(s: EvaluatedPlan, other: EvaluatedPlan) -> bool:
+    """True if a candidate has more speed, less memory, a shorter start or a smaller change of numerics than another."""
+    speed, memory, later, trades = _compared(s, other)
+    return memory < LESS_MEMORY or speed > _FASTER or later < 0 or trades < 0
+
+
+def _compared(s: EvaluatedPlan, other: EvaluatedPlan) -> tuple[float, float, float, int]:
+    """Returns speed and memory over those of another, and the differences of start (seconds) and numerics."""
+    return (
+        s.plan["tokens_per_second"] / other.plan["tokens_per_second"],
+        s.plan["peak_gib"] / other.plan["peak_gib"],
+        s.plan["seconds_to_start"] - other.plan["seconds_to_start"],
+        _NUMERICS.index(s.trades) - _NUMERICS.index(other.trades),
+    )
 
 
 def too_large(plan: JsonObject) -> str:

@@ -29,6 +29,7 @@ from preheat.planning.search.result import (
     EstimatedPlan,
     EvaluatedPlan,
     SearchResult,
+    is_better_in_something,
     is_tight,
     is_tradeoff,
     too_large,
@@ -810,14 +811,15 @@ class _Search:
         """Returns the dry-run candidates that fit and are worth a choice, the best first.
 
         These are the best of each other set of techniques, and all that need less memory than every better one, if
-        they are better than `best` in something and worse in something.
+        they are better than `best` in something and worse in something, and better than each faster one in something.
         """
         alternatives: list[EvaluatedPlan] = []
         names, least = {best.names}, best.plan["peak_gib"]
         for s in sorted((s for s in self.seen if s.plan["fits"] and s is not best), key=self._rank):
             if not is_tradeoff(s, best):
                 continue
-            if s.names not in names or s.plan["peak_gib"] < least * _LESS:
+            distinct = s.names not in names or s.plan["peak_gib"] < least * _LESS
+            if distinct and all(is_better_in_something(s, faster) for faster in alternatives):
                 alternatives.append(s)
             names.add(s.names)
             least = min(least, s.plan["peak_gib"])

@@ -828,6 +828,16 @@ def test_an_alternative_gains_something_and_gives_something_up(candidate: Evalua
     assert one._alternatives(best) == ([other] if expected else [])
 
 
+def test_an_alternative_is_better_in_something_than_each_faster_one() -> None:
+    rates = gpu(65536)
+    one = _Search(Space(Request(small(), rates.as_device, world=1, rates=rates), "rounding"), "fastest", 1, print)
+    names = ("activation_checkpointing", "fused_operators", "optimizer_in_backward")
+    best, *others = of_figures(100, 50), of_figures(90, 30), of_figures(60, 40), of_figures(50, 20)
+    spare, slow, least = (replace(s, added=(registry()[name](),)) for s, name in zip(others, names, strict=True))
+    one.seen = [best, least, slow, spare]
+    assert one._alternatives(best) == [spare, least]
+
+
 @pytest.mark.parametrize(
     ("stated", "world", "per_host", "expected"),
     [
