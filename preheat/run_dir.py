@@ -78,14 +78,14 @@ MARK = "preheat.json"
 
 METRIC_KEYS = {
     "step": "optimizer steps committed, from 1",
-    "tokens": "tokens read so far",
+    "tokens": "positions of all rows so far, padding included",
     "loss": (
         "mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges those"
     ),
     "lr": "learning rate of this step",
     "gradient_norm": "before clipping",
     "seconds": "wall-clock seconds of this step",
-    "tokens_per_second": "of this step",
+    "tokens_per_second": "of this step; counts positions, padding included, as plans and the MFU do",
     "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
     "elapsed": "seconds of training so far, over all sessions of the run",
     "length": "tokens in a row of this step",

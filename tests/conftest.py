@@ -124,7 +124,11 @@ def tiny(
 def uneven(
     rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0, examples: ExampleKind | None = None
 ) -> Batch:
-    """A batch whose rows hold different numbers of documents and of trained labels; of pairs, of liked answers, of classes."""
+    """A batch whose rows hold different numbers of documents and of trained labels; of pairs, of liked answers, of classes.
+
+    Of plain text all rows but the first end in padding, which is a document of its own.
+    """
+    import numpy as np
     import torch
 
     from preheat.data.loader import weight_of
@@ -134,6 +138,7 @@ def uneven(
     tokens = torch.randint(vocabulary, (rows, length), generator=g)
     labels = torch.randint(examples.classes or vocabulary, (rows, length), generator=g)
     documents: list[tuple[int, ...]] = []
+    plain, padding = examples.kind == "text", torch.zeros(rows, length, dtype=torch.bool)
     judged = examples.kind in ("pairs", "desirable")
     for row in range(rows):
         cut = (row * 7) % length
@@ -142,19 +147,22 @@ def uneven(
             cut = length // 2 - row
             labels[row, : 2 + row] = labels[row, cut - 1 : cut + 3] = labels[row, 2 * cut - 1 :] = -100
             continue
-        documents.append((length,) if cut == 0 else (cut, length - cut))
+        documents.append(tuple(np.diff(sorted({0, cut, length - row if plain else length, length})).tolist()))
+        if plain:
+            padding[row, length - row :] = True
         if examples.kind == "classes":
             ends = [sum(documents[-1][: n + 1]) - 1 for n in range(len(documents[-1]))]
             labels[row, [n for n in range(length) if n not in ends]] = -100
         else:
-            labels[row, : (row * 5) % length] = -100
+            labels[row, : (row * 5) % length] = labels[row, length - row :] = -100
     positions = torch.stack([torch.cat([torch.arange(n) for n in d]) for d in documents])
     group = 2 if examples.kind == "pairs" else 1
     liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "desirable" else ()
     weight = weight_of(labels, tuple(documents), group, liked)
-    return Batch(
-        tokens, labels, positions, MaskSpec(documents=tuple(documents)), weight, tuple(range(rows)), group, liked
-    )
+    mask = MaskSpec(documents=tuple(documents))
+    numbers = tuple(range(rows))
+    padded = padding if plain else None
+    return Batch(tokens, labels, positions, mask, weight, numbers, group, liked, padding=padded)
 
 
 def split(batch: Batch, sizes: list[int]) -> list[Batch]:
@@ -167,9 +175,9 @@ def split(batch: Batch, sizes: list[int]) -> list[Batch]:
         labels, liked = batch.labels[rows], batch.desirable[rows]
         mask = MaskSpec(documents=batch.mask.documents[rows] if batch.mask.documents else None)
         weight = weight_of(labels, mask.documents, batch.group, liked)
-        out.append(
-            Batch(batch.tokens[rows], labels, batch.positions[rows], mask, weight, batch.rows[rows], batch.group, liked)
-        )
+        tokens, positions, numbers = batch.tokens[rows], batch.positions[rows], batch.rows[rows]
+        padding = batch.padding[rows] if batch.padding is not None else None
+        out.append(Batch(tokens, labels, positions, mask, weight, numbers, batch.group, liked, padding=padding))
         start += n
     return out
 

@@ -15,12 +15,23 @@ from preheat.models.layerwise import layer_by_layer, plainly
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LEAST", "Inputs", "Layer", "require_rows", "walk"]
+__all__ = ["LEAST", "Inputs", "Layer", "describe", "require_rows", "walk"]
 
 LEAST = 8
 """Minimum number of different rows."""
 _RUN, _OWN = 8, 0.02
 """Length of a run of tokens, and the share of runs that must differ. With 512 tokens, TinyStories has about 90 %."""
+
+
+def describe(rows: Sequence[Tensor]) -> str:
+    """Returns the number of rows [1, length] and their lengths.
+
+    Example:
+        >>> describe([torch.zeros(1, 8), torch.zeros(1, 5)])
+        '2 rows of 5 to 8 tokens'
+    """
+    shortest, longest = min(row.shape[1] for row in rows), max(row.shape[1] for row in rows)
+    return f"{len(rows)} rows of {longest if shortest == longest else f'{shortest} to {longest}'} tokens"
 
 
 def require_rows(rows: Sequence[Tensor]) -> None:

@@ -28,7 +28,7 @@ class Texts:
     """Calibration rows and held-out rows.
 
     Attributes:
-        calibration: [1, length] tokens each.
+        calibration: [1, length] tokens each, without padding: it would count in the statistics of activations.
         held_out: rows for an evaluation.
         description: a description of their source.
     """
@@ -123,5 +123,7 @@ def _spread(total: int, limit: int) -> list[int]:
 
 
 def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:
-    # (1, length)
-    return [torch.from_numpy(rows.row(n).tokens)[None] for n in numbers]
+    read = [rows.row(n) for n in numbers]
+    real = [row.tokens if row.padding is None else row.tokens[~row.padding] for row in read]
+    # (1, length); rows of one length follow each other, since they are computed as batches.
+    return [torch.from_numpy(tokens)[None] for tokens in sorted(real, key=len, reverse=True)]

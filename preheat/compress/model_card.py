@@ -84,12 +84,13 @@ def of_compressed(
         quantized: True if the weights are in a format that only preheat reads.
         said: further notes.
     """
+    from preheat.compress.calibration import describe
+
     before, after = row["before"], row["after"]
     low, high = after["perplexity_interval"]
     between = f" (95 % of bootstrap resamples: {low:.4f} to {high:.4f})" if low is not None else ""
     settings = ", ".join(f"{key} {value!r}" for key, value in row["settings"].items()) or "none"
-    rows = texts.calibration
-    calibration = f"{len(rows)} rows of {rows[0].shape[1]} tokens" if reads else "not used by this method"
+    calibration = describe(texts.calibration) if reads else "not used by this method"
     speeds = [figures["decode_tokens_per_second"] for figures in (before, after)]
     first = [1e3 * figures["first_token_seconds"] for figures in (before, after)]
     name = Path(source).name

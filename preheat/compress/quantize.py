@@ -123,7 +123,7 @@ def quantize_by_inputs(
     description: str,
 ) -> Change:
     """As `quantize`, layer by layer, with each map's input statistics after quantization of the preceding layers."""
-    from preheat.compress.calibration import walk
+    from preheat.compress.calibration import describe, walk
     from preheat.models.layerwise import plainly
     from preheat.ops.quantization.serialization import put_in
 
@@ -143,9 +143,7 @@ def quantize_by_inputs(
             for name, statistics in _inputs_of(model, remaining, rows).items():
                 put_in(model, name, make(name, remaining[name], statistics))
     keep_high(model, excluded, settings.high, tied=tied)
-    return describe_precision(
-        model, list(chosen), f"{description}; {len(rows)} calibration rows of {rows[0].shape[1]} tokens"
-    )
+    return describe_precision(model, list(chosen), f"{description}; calibrated on {describe(rows)}")
 
 
 def _inputs_of(model: PreTrainedModel, maps: dict[str, nn.Module], rows: Sequence[Tensor]) -> dict[str, Inputs]:

@@ -71,6 +71,8 @@ class Batch:
         aligned: [rows, length, ...] each, per-token tensors that a technique added.
         hidden: [rows, length, width], the output of the previous pipeline stage, used instead of token embeddings.
         images: of all rows, if the model reads images; None: there is nothing for its vision tower to do.
+        padding: [rows, length] bool, true at positions that belong to no document; None: no position does. Statistics
+            over positions leave them out.
     """
 
     tokens: Tensor
@@ -84,6 +86,7 @@ class Batch:
     hidden: Tensor | None = None
     aligned: tuple[Tensor, ...] = ()
     images: Images | None = None
+    padding: Tensor | None = None
 
 
 @dataclass

@@ -26,6 +26,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -38,8 +39,6 @@ from preheat.hardware.child_processes import ended_by
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
-
-    import numpy as np
 
     from preheat.core.json_types import JsonObject
     from preheat.data.packing import EvaluationRows
@@ -236,7 +235,8 @@ def _parts(numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, 
 def _read_part(part: _Part, row: Callable[[int], RowData], length: int, pad: int) -> _Pinnable:
     if not part.pieces:  # this device has no rows left: a row without labels, so that all ranks run the same steps
         blank = _read_part(part._replace(pieces=1), row, length, pad)
-        return replace(blank, labels=torch.full_like(blank.labels, IGNORED), weight=0)
+        nothing = torch.ones_like(blank.labels, dtype=torch.bool)
+        return replace(blank, labels=torch.full_like(blank.labels, IGNORED), weight=0, padding=nothing)
     rows = [row(n) for n in part.rows]
     # At full length the rows are used unchanged; only a shorter shape (of a length curriculum, say) cuts them.
     if part.length == length:
@@ -259,6 +259,8 @@ class _Pinnable(Batch):
         )
         if self.images is not None:
             self.images = self.images.pin_memory()
+        if self.padding is not None:
+            self.padding = self.padding.pin_memory()
         return self
 
 
@@ -276,6 +278,9 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     batch = _Pinnable(tokens, labels, positions, mask, weight, numbers, group, desirable)
     if rows[0].eye is not None:
         batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
+    if any(row.padding is not None for row in rows):
+        none = np.zeros(tokens.shape[1], bool)
+        batch.padding = torch.from_numpy(np.stack([none if row.padding is None else row.padding for row in rows]))
     return batch
 
 

@@ -36,6 +36,7 @@ class RowData(NamedTuple):
         group, desirable: as in `preheat.core.Batch`, for this row.
         images: images of the row, in order.
         eye: image processor; None for text-only models.
+        padding: [length] bool, true at positions of no document; None: there are none.
     """
 
     tokens: np.ndarray
@@ -46,6 +47,7 @@ class RowData(NamedTuple):
     desirable: tuple[int, ...] = ()
     images: tuple[ImageRef, ...] = ()
     eye: ImageProcessor | None = None
+    padding: np.ndarray | None = None
 
 
 class EvaluationRows(Protocol):
@@ -290,7 +292,7 @@ class Rows:
             labels[: len(span) - 1][self.tokens.loss_mask[start + 1 : start + len(span)] == 0] = IGNORED
         # Without duplicates: a document may end where the tokens or the row do, and none has length 0.
         cuts = dict.fromkeys([*inside.tolist(), size, self.length])
-        return _row(tokens, labels, np.diff(list(cuts), prepend=0))
+        return _row(tokens, labels, np.diff(list(cuts), prepend=0))._replace(padding=_behind(size, self.length))
 
     def _whole_row(self, index: int) -> RowData:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
@@ -324,12 +326,19 @@ class Rows:
         if at < self.length:
             sizes.append(self.length - at)
             mrope[at:] = np.arange(self.length - at)[:, None]
-        packed = _row(tokens, labels, np.array(sizes))._replace(group=self.tokens.group, desirable=tuple(desirable))
+        packed = _row(tokens, labels, np.array(sizes))._replace(
+            group=self.tokens.group, desirable=tuple(desirable), padding=_behind(at, self.length)
+        )
         if table is None:
             return packed
         if table.eye.vision.mrope:
             packed = packed._replace(positions=mrope)
         return packed._replace(images=tuple(images), eye=table.eye)
+
+
+def _behind(end: int, length: int) -> np.ndarray | None:
+    """Returns the padding of a row whose documents end at `end`, as in `RowData`."""
+    return np.arange(length) >= end if end < length else None
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
@@ -361,6 +370,7 @@ def cut(
         "answers that are judged as a whole, and images, are not cut"
     )
     tokens, labels = (np.concatenate([row[part] for row in rows])[skip:] for part in (0, 1))
+    blank = np.concatenate([np.zeros(len(r.tokens), bool) if r.padding is None else r.padding for r in rows])[skip:]
     # Ends of documents, counted from the first token that is kept; those before it are at 0 or below.
     ends = np.cumsum(np.concatenate([row.documents for row in rows])) - skip
     sequences = []
@@ -369,14 +379,14 @@ def cut(
         padding = start + length - stop
         inside = ends[(ends > start) & (ends < stop)] - start
         bounds = [0, *inside.tolist(), stop - start, *([length] if padding else [])]
-        sequences.append(
-            _row(
-                np.concatenate([tokens[start:stop], np.full(padding, pad, np.int64)]),
-                # Labels are copied, so the last position still has its label although that token is in the next row.
-                np.concatenate([labels[start:stop], np.full(padding, IGNORED, np.int64)]),
-                np.diff(bounds),
-            )
+        sequence = _row(
+            np.concatenate([tokens[start:stop], np.full(padding, pad, np.int64)]),
+            # Labels are copied, so the last position still has its label although that token is in the next row.
+            np.concatenate([labels[start:stop], np.full(padding, IGNORED, np.int64)]),
+            np.diff(bounds),
         )
+        within = np.concatenate([blank[start:stop], np.ones(padding, bool)])
+        sequences.append(sequence._replace(padding=within if within.any() else None))
     return sequences
 
 

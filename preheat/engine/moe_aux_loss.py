@@ -13,8 +13,9 @@ term. With one micro-batch, f is summed over devices between the forward pass an
 without gradients and without the head counts the tokens: exactness costs about a third more compute in the layers.
 `model.config: {router_aux_loss_coef: 0}` turns off the loss and that pass.
 
-Every position that goes through a router counts, as in transformers without an attention mask: trained or not, each
-document of a packed row, the padding at the end of a row. Evaluations omit the term.
+Every token of every document counts, trained or not. Padding goes through routers and experts too but is left out of
+the counts and means, as in transformers with an attention mask: so the loss and the loads do not depend on the length
+of a row. Evaluations omit the term.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Balance:
         # Evaluations report the loss without the balance term.
         if not torch.is_grad_enabled():
             return plain(part, batch)  # type: ignore[no-any-return]
-        self.ledger.open = True
+        self.ledger.open, self.ledger.padding = True, batch.padding
         try:
             total, metrics = plain(part, batch)
         finally:
@@ -115,6 +116,7 @@ class _Balance:
 
     def _layers(self, part: nn.Module, batch: Batch) -> Tensor:
         """Runs the layers alone, to record the routers' choices."""
+        self.ledger.padding = batch.padding
         with ExitStack() as stack:
             # Autocast and the like, so that the routers see the same numbers as in training.
             for context in self.build.hooks.around_forward:

@@ -85,4 +85,13 @@ def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.aligned)
     )
     images = batch.images.each(change) if batch.images is not None else None
-    return replace(batch, tokens=tokens, labels=labels, positions=positions, aligned=tuple(extras), images=images)
+    padding = change(batch.padding) if batch.padding is not None else None
+    return replace(
+        batch,
+        tokens=tokens,
+        labels=labels,
+        positions=positions,
+        aligned=tuple(extras),
+        images=images,
+        padding=padding,
+    )

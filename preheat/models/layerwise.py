@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["hooked", "layer_by_layer", "linear_maps", "loss", "matrix", "plainly", "require_rows", "run", "skipping"]
+__all__ = [
+    "hooked",
+    "joined",
+    "layer_by_layer",
+    "linear_maps",
+    "loss",
+    "matrix",
+    "plainly",
+    "require_rows",
+    "run",
+    "skipping",
+]
 
 Arguments = dict[str, Any]
 """A layer's keyword arguments: masks, positions, caches and flags."""
@@ -93,12 +104,17 @@ def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
         base_of(model)(input_ids=row.to(model.device))
 
 
+def joined(rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields consecutive rows of one length together, [rows, length]: such batches need no padding."""
+    for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
+        yield torch.cat(list(alike))
+
+
 def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """Mean cross entropy of the rows' next tokens, in nats. Call within `plainly`."""
     total, tokens = 0.0, 0
-    # Consecutive rows of one length form batches without padding.
-    for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
-        for some in torch.cat(list(alike)).split(_AT_ONCE):
+    for alike in joined(rows):
+        for some in alike.split(_AT_ONCE):
             some = some.to(model.device)
             logits = model(input_ids=some).logits[:, :-1].flatten(0, 1).float()  # [rows * (length - 1), vocabulary]
             total += float(nn.functional.cross_entropy(logits, some[:, 1:].flatten(), reduction="sum"))

@@ -209,10 +209,16 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
 
 
 class RouterRecorder:
-    """A switch for recording routers' choices: off while a layer is recomputed in the backward pass."""
+    """A switch for recording routers' choices.
+
+    Attributes:
+        open: true in forward passes that are recorded; false while a layer is recomputed in the backward pass.
+        padding: of the micro-batch, as in `preheat.core.Batch`; also while a layer is recomputed.
+    """
 
     def __init__(self) -> None:
         self.open = False
+        self.padding: Tensor | None = None
 
 
 @contextmanager
@@ -278,17 +284,23 @@ def _record(
 def _note(ledger: RouterRecorder, router: nn.Module | Router, chosen: Tensor, shares: Tensor) -> None:
     """Adds the counts of `chosen` experts and the sums of `shares` [tokens, experts] to a router's open record.
 
-    A recomputed layer counts too, although nothing is recorded then: selective checkpointing replays a layer's
-    operators one by one, so they must be the same.
+    Positions of padding are left out. A recomputed layer counts too, although nothing is recorded then: selective
+    checkpointing replays a layer's operators one by one, so they must be the same.
     """
     import torch
 
+    if not router.training:  # a reference model, which is this one without its adapters
+        return
     flat = chosen.flatten()
-    ones = torch.ones_like(flat, dtype=shares.dtype)
+    if ledger.padding is None:
+        ones = torch.ones_like(flat, dtype=shares.dtype)
+    else:
+        real = (~ledger.padding).flatten().to(shares.dtype)[:, None]  # [tokens, 1]: 1, or 0 at padding
+        ones, shares = real.expand_as(chosen).flatten(), shares * real
     # Both [experts]: the tokens that chose each expert, and the sum of its probabilities.
     counts = shares.new_zeros(shares.shape[-1]).scatter_add_(0, flat, ones)
     sums = shares.sum(dim=0)
-    if ledger.open and router.training:  # not in a reference model, which is this one without its adapters
+    if ledger.open:
         record = getattr(router, ROUTED)
         setattr(router, ROUTED, (counts, sums) if record is None else (record[0] + counts, record[1] + sums))
 

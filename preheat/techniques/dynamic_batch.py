@@ -92,7 +92,12 @@ def _joined(parts: Sequence[Batch]) -> Batch:
     mask = replace(parts[0].mask, documents=documents)
     weight, rows = sum(p.weight for p in parts), tuple(n for p in parts for n in p.rows)
     desirable = tuple(row for p in parts for row in p.desirable)
-    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, desirable)
+    padding = None
+    if any(p.padding is not None for p in parts):
+        padding = torch.cat(
+            [torch.zeros_like(p.labels, dtype=torch.bool) if p.padding is None else p.padding for p in parts]
+        )
+    return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, desirable, padding=padding)
 
 
 def _rows_of(batch: Batch, first: int, end: int) -> Batch:
@@ -106,10 +111,9 @@ def _rows_of(batch: Batch, first: int, end: int) -> Batch:
     desirable = batch.desirable[first:end]
     # Computed on the host: batches are moved by the step.
     weight = weight_of(labels, mask.documents, batch.group, desirable)
-    rows = batch.rows[first:end]
-    return Batch(
-        batch.tokens[first:end], labels, batch.positions[first:end], mask, weight, rows, batch.group, desirable
-    )
+    tokens, positions, rows = batch.tokens[first:end], batch.positions[first:end], batch.rows[first:end]
+    padding = batch.padding[first:end] if batch.padding is not None else None
+    return Batch(tokens, labels, positions, mask, weight, rows, batch.group, desirable, padding=padding)
 
 
 def foreseen(floor: float, peak: float, rows: int, more: int) -> float:

@@ -58,6 +58,9 @@ __all__ = [
     "reset_memory_baseline",
 ]
 
+_MOSTLY_TEXT = 0.9
+"""With a smaller share of positions that are not padding, a run says so."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -353,6 +356,12 @@ def read_data(
         watch.notice(f"layout: {data.layout.description}")
     for line in data.warnings:
         watch.notice(line)
+    # Of a stream it is not known beforehand.
+    if (text := data.counts.get("train", {}).get("efficiency", 1.0)) < _MOSTLY_TEXT:
+        watch.notice(
+            f"padding: {1 - text:.0%} of the positions hold none of the data, and tokens/s and MFU count them; lower "
+            "batch.seq_len if few examples need it"
+        )
     model = hf.facts(hf.configure(recipe, vocabulary_size(data.tokenizer), source_config))
     require_examples(recipe, data, encoder=model.encoder)
     if recipe.sample.rows and model.encoder:

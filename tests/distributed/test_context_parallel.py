@@ -43,6 +43,9 @@ TWO = {
         ["ulysses", "ring"],
     )
     if ALL or (family, kind) in {("llama", "ulysses"), ("qwen3", "ring"), ("gpt2", "ring")}
+} | {
+    # The balance of experts counts neither the padding of rows nor that of the split.
+    "experts": ("qwen3_moe", 31, "", "context_parallel: {kind: ulysses}, data_parallel: {}"),
 }
 FOUR = {
     "heads copied": ("llama", 32, "", "context_parallel: {degree: 4, kind: ulysses}, data_parallel: {}"),
@@ -330,6 +333,8 @@ def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:
     batch = uneven(rows=2, length=27)
     shares = [cut_rows(batch, 2, rank, zigzag=True) for rank in range(2)]
     assert sorted(torch.cat([s.labels for s in shares], dim=1)[0].tolist()) == sorted([*batch.labels[0].tolist(), -100])
+    assert batch.padding is not None
+    assert sum(int((~s.padding).sum()) for s in shares if s.padding is not None) == int((~batch.padding).sum())
     assert all(sum(cuts) == 28 for cuts in shares[0].mask.documents or ())
     assert int(shares[0].positions.max()) <= int(batch.positions.max())  # a table of learned positions may end there
     assert packed(shares[0].mask)

@@ -77,7 +77,7 @@ def sensitivity(
     """
     import torch
 
-    from preheat.models.layerwise import plainly
+    from preheat.models.layerwise import joined, plainly
     from preheat.ops.quantization.bit_allocation import loss_rise
     from preheat.ops.quantization.linear import map_weight
 
@@ -110,7 +110,7 @@ def sensitivity(
         with plainly(model), torch.enable_grad():
             # Each choice is quantized again for each batch, as keeping all would take several times the model's memory.
             # (rows of about 2,048 tokens together, length)
-            for batch in torch.cat(list(rows)).split(max(1, _TOKENS // rows[0].shape[1])):
+            for batch in (b for rows in joined(rows) for b in rows.split(max(1, _TOKENS // rows.shape[1]))):
                 batch = batch.to(model.device)
                 # Differentiates activations only, no weights: the graph starts at the embedding's output.
                 embedded = model.get_input_embeddings()(batch).detach().requires_grad_()

@@ -40,6 +40,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     Example:
         >>> by_llm_compressor(model, rows, LlmCompressor(python="lc/bin/python"))                   # doctest: +SKIP
     """
+    from preheat.compress.calibration import describe
     from preheat.compress.llm_compressor import run
     from preheat.ops.quantization.linear import Int4Linear, Int8Linear
     from preheat.ops.quantization.serialization import put_in
@@ -57,9 +58,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
         put_in(model, name, Int4Linear.of(module, codes) if chosen.bits == 4 else Int8Linear.of(module, codes))
     keep_high(model, excluded, chosen.high, tied=tied)
     description = f"int{chosen.bits}, symmetric, by llm-compressor {result.version} ({chosen.by.replace('_', ' and ')})"
-    return describe_precision(
-        model, list(maps), f"{description}; {len(rows)} calibration rows of {rows[0].shape[1]} tokens"
-    )
+    return describe_precision(model, list(maps), f"{description}; calibrated on {describe(rows)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,4 +184,5 @@ class TokenAligner:
             positions=positions.to(device),
             mask=MaskSpec(documents=tuple(documents)),
             aligned=(),
+            padding=None,
         )

@@ -60,7 +60,8 @@ def row_length(mask: MaskSpec) -> int:
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
-    """Returns a rank's shard of each row (tokens, labels and positions); mask and weight stay those of full rows.
+    """Returns a rank's shard of each row (tokens, labels, positions and padding); mask and weight stay those of full
+    rows.
 
     Rows that do not split evenly are padded: unlabelled positions at the end of the last document, which no earlier
     token attends to.
@@ -71,7 +72,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     rows, length = batch.tokens.shape
     documents = batch.mask.documents or ((length,),) * rows
     more = padded(length, degree, zigzag=zigzag) - length
-    tokens, labels, positions = batch.tokens, batch.labels, batch.positions
+    tokens, labels, positions, padding = batch.tokens, batch.labels, batch.positions, batch.padding
     if more:
         if not batch.mask.causal:
             raise ValueError(f"rows of {length} positions cannot be split equally across {degree} devices, nor padded")
@@ -80,12 +81,14 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
         # Repeats the last position: a table of learned positions may end here.
         tokens, positions = (torch.cat([t, t[:, -1:].expand(rows, more)], dim=1) for t in (tokens, positions))
         labels = torch.cat([labels, labels.new_full((rows, more), IGNORED)], dim=1)
-    # One index for tokens, labels and positions: with zigzag a shard is not contiguous.
+        padding = labels.new_zeros((rows, length), dtype=torch.bool) if padding is None else padding
+        padding = torch.cat([padding, padding.new_ones((rows, more))], dim=1)
+    # One index for all of them: with zigzag a shard is not contiguous.
     places = to_device(local_positions(length + more, degree, rank, zigzag=zigzag), tokens.device)
     tokens, labels, positions = (t.index_select(1, places) for t in (tokens, labels, positions))
-    return replace(
-        batch, tokens=tokens, labels=labels, positions=positions, mask=replace(batch.mask, documents=documents)
-    )
+    padding = padding.index_select(1, places) if padding is not None else None
+    mask = replace(batch.mask, documents=documents)
+    return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, padding=padding)
 
 
 def landed(t: Tensor) -> Tensor:

@@ -83,11 +83,17 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
         tokens, positions = (torch.cat([t, t[last:].expand(missing, -1)]) for t in (batch.tokens, batch.positions))
         labels = torch.cat([batch.labels, torch.full_like(batch.labels[last:], -100).expand(missing, -1)])
         mask = replace(batch.mask, documents=documents and (*documents, *documents[last:] * missing))
-        return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight)
+        real = batch.padding if batch.padding is not None else torch.zeros_like(batch.labels, dtype=torch.bool)
+        padding = torch.cat([real, real.new_ones((missing, real.shape[1]))])
+        return replace(
+            batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight, padding=padding
+        )
 
     padded = [grown(batch, batch.weight) for batch in batches]
     # A micro-batch of weight 0 takes time, but adds nothing to the loss or the gradients.
-    empty = replace(padded[-1], labels=torch.full_like(padded[-1].labels, -100), weight=0)
+    labels = padded[-1].labels
+    nothing = torch.ones_like(labels, dtype=torch.bool)
+    empty = replace(padded[-1], labels=torch.full_like(labels, -100), weight=0, padding=nothing)
     return padded + [empty] * (count - len(padded))
 
 

@@ -7,17 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from preheat import recipe as recipes
-from preheat.compress import quantize, save_load
-from preheat.compress.calibration import require_rows, walk
+from preheat.compress import calibration_text, quantize, save_load
+from preheat.compress.calibration import describe, require_rows, walk
 from preheat.compress.compress import compress, read_variant, read_variants
 from preheat.compress.llm_compressor import unpacked
 from preheat.compress.registry import methods
+from preheat.data.packing import Rows, Tokens
 from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.inference.load import LoadedModel, load_model
@@ -281,6 +283,16 @@ def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
         require_rows([torch.bincount(torch.tensor([n]), minlength=32)[None] for n in range(9)])
     with pytest.raises(DataError, match="the rows repeat themselves: 17 different runs of 8 tokens in 1,971"):
         require_rows([(torch.arange(n, n + 226) % 17)[None] for n in range(9)])
+
+
+def test_rows_are_calibrated_on_without_their_padding() -> None:
+    documents = [list(range(10, 10 + size)) for size in (5, 9, 7, 3)]
+    ends = np.cumsum([len(ids) for ids in documents])
+    rows = Rows(Tokens(np.concatenate(documents), ends), 9, "whole", pad=0)
+    read = calibration_text._tokens(rows, range(len(rows)))
+    assert [row.shape[1] for row in read] == [9, 8, 7]
+    assert sorted(torch.cat(read, dim=1)[0].tolist()) == sorted(token for ids in documents for token in ids)
+    assert describe(read) == "3 rows of 7 to 9 tokens"
 
 
 def test_first_and_last_layer_are_kept_where_others_lie_between() -> None:

@@ -73,6 +73,18 @@ def test_a_batch_holds_its_rows(rows):
         assert batch.mask.documents[place] == row.documents
     assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
     assert batch.weight == int((batch.labels != -100).sum())
+    assert batch.padding is None
+
+
+def test_padding_is_that_of_the_rows_and_all_of_a_device_without_rows():
+    rows = Rows(Tokens(np.arange(20).astype(np.uint16), np.array([5, 9, 15, 20])), 8, "whole", pad=99)
+    shape = Shape(3, 8, 1)
+    steps = [next(batches(rows, seed=0, committed=0, shape=lambda _: shape, share=(n, 2))) for n in range(2)]
+    assert [len(step) for step in steps] == [2, 2]
+    assert [b.weight > 0 for step in steps for b in step].count(False) == 1
+    for batch in (b for step in steps for b in step):
+        assert batch.padding is not None
+        assert torch.equal(batch.padding, batch.tokens == 99 if batch.weight else torch.ones(1, 8, dtype=torch.bool))
 
 
 def test_workers_leave_the_generators_alone_and_end_with_the_iterator(rows):

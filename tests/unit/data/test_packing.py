@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from preheat.data.packing import IGNORED, Rows, Tokens, best_fit, permutation
+from preheat.data.packing import IGNORED, Rows, Tokens, best_fit, cut, permutation
 
 
 def documents(seed: int, masked: bool) -> Tokens:
@@ -60,6 +60,8 @@ def test_whole_rows_hold_each_example_once_and_uncut(length, masked):
     for index in range(len(rows)):
         row = rows.row(index)
         assert sum(row.documents) == length
+        blank = row.padding if row.padding is not None else np.zeros(length, bool)
+        assert blank.tolist() == (row.tokens == 1000).tolist()
         for ids, labels, positions in zip(*(by_document(row, v) for v in row[:3]), strict=True):
             assert positions == list(range(len(ids)))
             if ids[0] == 1000:
@@ -89,6 +91,14 @@ def test_what_is_compared_stands_side_by_side_and_is_cut_alike():
     assert rows.trained_total == sum(int((rows.row(i).labels >= 0).sum()) for i in range(len(rows)))
     nothing = Tokens(tokens.ids, tokens.offsets, np.r_[np.zeros(3), np.ones(25)].astype(np.uint8), group=2)
     assert Rows(nothing, 10, "whole").no_room == 1, "one of the two has nothing to train on: the pair goes"
+
+
+def test_padding_stays_marked_in_rows_cut_to_other_lengths():
+    rows = Rows(documents(3, False), 50, "whole", pad=1000)
+    pieces = cut([rows.row(n) for n in range(len(rows))], 32, pad=1000)
+    blank = [np.zeros(32, bool) if piece.padding is None else piece.padding for piece in pieces]
+    assert np.array_equal(np.stack(blank), np.stack([piece.tokens == 1000 for piece in pieces]))
+    assert 0 < np.sum(blank) == len(pieces) * 32 - rows.tokens_total
 
 
 def test_a_class_is_the_label_of_the_last_place():

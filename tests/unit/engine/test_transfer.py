@@ -77,7 +77,7 @@ def test_the_next_micro_batch_is_on_its_way_while_one_computes_and_nothing_chang
     expected, expected_grads = steps(made(None))
     assert losses == expected
     assert difference(grads, expected_grads) == 0
-    begun, waited = ["begun"] * 3, ["waited"] * 3  # tokens, labels, positions
+    begun, waited = ["begun"] * 4, ["waited"] * 4  # tokens, labels, positions, padding
     first = [*begun, "forward", *waited, *begun, "forward", *waited, *begun, "forward", *waited, "forward"]
     assert log == [*first, *begun, *waited, *first]  # the second step's first was begun beside the update
 
@@ -118,10 +118,10 @@ def test_what_changes_rows_on_the_host_comes_before_the_copy() -> None:
     b.begin(batch)
     moved = b.transformed(batch)
     assert torch.equal(moved.aligned[0], batch.tokens * 2)
-    assert log == ["packed", *["begun"] * 4, *["waited"] * 4, "written"]
+    assert log == ["packed", *["begun"] * 5, *["waited"] * 5, "written"]
     b.begin(batch)
     assert torch.equal(b.transformed(other).tokens, other.tokens)  # begun, and another one is asked for
-    assert log.count("begun") == log.count("waited") == 8
+    assert log.count("begun") == log.count("waited") == 10
 
 
 def test_numbers_of_the_host_are_int64() -> None:

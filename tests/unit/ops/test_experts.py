@@ -100,21 +100,29 @@ def grads(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any], dict[s
     )
 
 
-def plain_rows() -> Batch:
-    """Rows of one document each; the last label, which transformers has not, is left out."""
+def padded_rows(more: int = 0) -> Batch:
+    """Rows of one document each, of 32, 29, 26 and 23 tokens, and padding; the last label, which transformers has not,
+    is left out.
+    """
     batch = uneven()
     rows, length = batch.tokens.shape
-    labels = batch.labels.clone()
-    labels[:, -1] = -100
-    positions = torch.arange(length).expand(rows, length).contiguous()
-    return replace(batch, labels=labels, positions=positions, mask=MaskSpec(), weight=int((labels != -100).sum()))
+    ends = [length - 3 * row for row in range(rows)]
+    padding = torch.arange(length + more) >= torch.tensor(ends)[:, None]
+    tokens, labels = (torch.cat([t, t[:, :more]], dim=1) for t in (batch.tokens, batch.labels))
+    labels[torch.arange(length + more) >= torch.tensor(ends)[:, None] - 1] = -100
+    positions = torch.arange(length + more).expand(rows, -1).contiguous()
+    weight = int((labels != -100).sum())
+    return replace(
+        batch, tokens=tokens, labels=labels, positions=positions, mask=MaskSpec(), weight=weight, padding=padding
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    b, batch = made(family), plain_rows()
+    b, batch = made(family), padded_rows()
+    assert batch.padding is not None
     uneven_biases(b.trained[0])
     b.trained[0].save_pretrained(tmp_path)  # type: ignore[operator]
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -122,9 +130,9 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     ).train()
     labels = torch.cat([torch.full((4, 1), -100), batch.labels[:, :-1]], dim=1)  # theirs are shifted in the model
     has_loss = family not in BY_SIGMOID
-    out = theirs(
-        input_ids=batch.tokens, labels=labels, use_cache=False, **({"output_router_logits": True} if has_loss else {})
-    )
+    router = {"output_router_logits": True} if has_loss else {}
+    real = ~batch.padding
+    out = theirs(input_ids=batch.tokens, attention_mask=real.long(), labels=labels, use_cache=False, **router)
     out.loss.backward()
     loss, ours, scores = grads(b, [batch])
     assert loss == pytest.approx(float(out.loss.detach()), abs=2e-6)
@@ -132,9 +140,19 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Pat
     assert difference(ours, {n: p.grad for n, p in theirs.named_parameters()}) < 1e-5
     assert 1 < scores["expert_load"] <= 4  # 8 experts, 2 a token: 1 is even, 4 is all tokens to the same two
     counts = b.loss.metrics["expert_tokens"]
-    assert counts.sum(1).tolist() == [4 * 32 * 2] * b.model.expert_layers  # none is dropped
+    assert counts.sum(1).tolist() == [int(real.sum()) * 2] * b.model.expert_layers  # none is dropped, and no padding
     assert scores["expert_loads"] == pytest.approx((counts.max(1).values / counts.mean(1)).tolist(), abs=1e-3)
     assert scores["experts_idle"] == int((counts == 0).sum())
+
+
+@pytest.mark.parametrize("techniques", ["{}", "{activation_checkpointing: {mode: selective}}"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_more_padding_changes_nothing(family: str, techniques: str) -> None:
+    short, long = (grads(made(family, techniques), split(padded_rows(more), [2, 2])) for more in (0, 17))
+    assert long[0] == pytest.approx(short[0], abs=2e-6)
+    assert difference(long[1], short[1]) < 1e-5
+    assert long[2].pop("expert_loads") == short[2].pop("expert_loads")
+    assert long[2] == pytest.approx(short[2], rel=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,7 +184,7 @@ def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
     b.optimizer.zero_grad()
     metrics = gradients(b, split(uneven(), [2, 2]), 0.01).metrics
     counts, weight = metrics["expert_tokens"].sum(0), uneven().weight
-    assert int(counts.sum()) == 3 * 4 * 32 * 2
+    assert int(counts.sum()) == 3 * int((~uneven().padding).sum()) * 2  # type: ignore[operator]
     sums = None
     torch.manual_seed(0)
     with (
@@ -386,7 +404,7 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
 
     settings = "{target_modules: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
     plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
-    batch = plain_rows()
+    batch = padded_rows()
     assert grads(b, [batch])[0] == pytest.approx(grads(plain, [batch])[0], abs=1e-6)
     model: Any = b.trained[0]
     names = {n for n, _ in b.parameters()}
