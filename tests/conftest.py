@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -128,7 +129,6 @@ def uneven(
 
     Of plain text all rows but the first end in padding, which is a document of its own.
     """
-    import numpy as np
     import torch
 
     from preheat.data.loader import weight_of
@@ -147,7 +147,8 @@ def uneven(
             cut = length // 2 - row
             labels[row, : 2 + row] = labels[row, cut - 1 : cut + 3] = labels[row, 2 * cut - 1 :] = -100
             continue
-        documents.append(tuple(np.diff(sorted({0, cut, length - row if plain else length, length})).tolist()))
+        edges = sorted({0, cut, length - row if plain else length, length})
+        documents.append(tuple(end - start for start, end in itertools.pairwise(edges)))
         if plain:
             padding[row, length - row :] = True
         if examples.kind == "classes":

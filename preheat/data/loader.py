@@ -279,7 +279,7 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     if rows[0].eye is not None:
         batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
     if any(row.padding is not None for row in rows):
-        none = np.zeros(tokens.shape[1], bool)
+        none: np.ndarray = np.zeros(tokens.shape[1], bool)
         batch.padding = torch.from_numpy(np.stack([none if row.padding is None else row.padding for row in rows]))
     return batch
 
