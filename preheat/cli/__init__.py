@@ -39,6 +39,7 @@ from preheat.cli.views.log_warnings import warnings_shown
 from preheat.cli.views.output import say
 from preheat.errors import PreheatError
 from preheat.hardware.interrupts import Interrupted, raising
+from preheat.hardware.openmp import wait_passively
 from preheat.run_dir import to_json
 from preheat.sanitize import quoted, shorten
 from preheat.training.launch.local import LAUNCHED
@@ -159,6 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     wrong; 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    wait_passively()
     # These log warnings that the user cannot act on: torchao (imported by transformers if installed), torch's ONNX
     # exporter, and torch.compile for layers with activation checkpointing.
     for noisy in (

@@ -2,7 +2,8 @@
 
 A time is the median of repeated runs on random data, after a warm-up run. If other processes use the same cores
 meanwhile, threads at a barrier wait whole time slices for one that is not scheduled: runs that waited do not count
-(`Stopwatch`), but caches and memory are shared all the same, which `Rates.contended` records.
+(`Stopwatch`), but caches and memory are shared all the same, which `Rates.contended` records. So that this takes no
+minutes, the sizes that are not reached in `Grid.limit` are left out: plans interpolate between those that are.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class Grid:
     """Dtypes to measure; fp16 on CUDA only."""
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
-    limit: float = 90.0
-    """Seconds after which the wait for calls that other processes do not preempt is short."""
+    limit: float = 45.0
+    """Seconds in which to measure all sizes, split among the parts. A part that takes longer, beside other work, no
+    longer waits for calls without preemption, and leaves out the sizes that others can stand for."""
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -181,7 +183,12 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     parts = _Parts(1 if cuda else threads)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
-    seconds = Stopwatch(cuda, start + grid.limit)
+    seconds = Stopwatch(cuda)
+
+    def begin(what: str, done: float, after: float) -> None:
+        tell(what, done)
+        seconds.end = start + grid.limit * after
+
     random = Random(device.kind)
     matrix: list[MatrixRate] = []
     moved: list[MovedRate] = []
@@ -191,7 +198,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     # Progress: 5 % for the memory measurements, the rest in equal parts by dtype.
     share = 0.95 / len(dtypes)
     with threads_of(threads):
-        tell("memory", 0.0)
+        begin("memory", 0.0, 0.05)
         # fp32, so a quarter as many elements as bytes; a copy reads and writes each byte, hence the factor 2 below.
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
@@ -209,13 +216,13 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         )
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
-            tell(f"matmuls in {name}", done)
+            begin(f"matmuls in {name}", done, done + share / 2)
             peak[name] = parts.measure(partial(_peak, seconds, random, dtype, grid))
             layers = parts.measure(partial(_matrix, seconds, random, name, dtype, grid))
             # A layer can be faster than the square matmuls, and MFU, which divides by the peak, must not exceed 1.
             peak[name] = max(peak[name], *(rate.flops for rate in layers))
             matrix += layers
-            tell(f"operators in {name}", done + share / 2)
+            begin(f"operators in {name}", done + share / 2, done + share)
             moved += parts.measure(partial(_moved, seconds, random, name, dtype, grid))
             attention += parts.measure(partial(_attention, seconds, random, name, dtype, grid))
             adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
@@ -328,7 +335,7 @@ def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) ->
     # The small matmul underestimates the rate of large ones, hence the patience; later sizes are judged by a real
     # one.
     for size in sorted(grid.products):
-        if 2 * size**3 / best < longest:
+        if 2 * size**3 / best < longest and not seconds.is_late():
             best, longest = max(best, _square(seconds, random, dtype, size)), 0.5
     return best
 
@@ -360,7 +367,8 @@ def _layer(
     for n in sorted(rows):
         flops, bytes = 2 * n * k * m, (n * k + n * m + k * m) * dtype.itemsize
         # The smallest number of rows is always measured: every layer needs a rate in every layout.
-        if last and (bytes > most or all(flops / rate >= _TOO_LONG for rate in last.values())):
+        too_long = bytes > most or all(flops / rate >= _TOO_LONG for rate in last.values())
+        if last and (too_long or seconds.is_late()):
             continue
         # Input (n, k), gradient of the output (n, m) and weight (m, k), in as many copies as leave the cache.
         sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_turns(bytes))]
@@ -378,9 +386,13 @@ def _layer(
 
 
 def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
-    measured = []
+    measured: list[MovedRate] = []
     table = random((grid.vocabulary, grid.width), dtype)
-    for elements in grid.elements:
+    # The largest tensors first, whose rate is the bandwidth of the memory, then the smallest: if time runs out, the
+    # sizes between are interpolated.
+    for elements in (*grid.elements[-1:], *grid.elements[:-1]):
+        if measured and seconds.is_late():
+            break
         # Most operators move at least an operand and a result, so twice the elements bounds the number of sets.
         sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
         for operator, (_, moved) in sets[0].items():
@@ -478,8 +490,10 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    measured = []
+    measured: list[AttentionRate] = []
     for rows, heads, length, head_dim in grid.attention:
+        if measured and seconds.is_late():
+            break
         q, k, v = (random((rows, heads, length, head_dim), dtype).requires_grad_() for _ in range(3))
         gradient = random((rows, heads, length, head_dim), dtype)
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -530,7 +544,7 @@ def rates(
     stored = load(device.name, torch.__version__, threads)
     # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
-        _log.warning("measuring this machine, once; 15 to 60 seconds, longer beside other work")
+        _log.warning("measuring this machine, once; 15 to 60 seconds")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
         return rates_again(device, threads, progress, grid)

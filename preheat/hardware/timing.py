@@ -59,6 +59,9 @@ class Stopwatch:
     def __init__(self, cuda: bool, end: float = math.inf):
         self.cuda, self.end = cuda, end
 
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.end
+
     def _once(self, call: Callable[[], object], times: int = 1) -> float:
         if self.cuda:
             return self._by_events(call, times)
@@ -116,7 +119,7 @@ class Stopwatch:
         """Returns the seconds of one call on a CPU whose cores other processes use, too."""
         import torch
 
-        late = time.perf_counter() > self.end
+        late = self.is_late()
         samples, uninterrupted = _sample(call, 0.0 if late else _PATIENCE)
         threads = torch.get_num_threads()
         if uninterrupted:

@@ -22,7 +22,7 @@ import torch
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import probe as probing
-from preheat.hardware import segments
+from preheat.hardware import openmp, segments
 from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
@@ -38,6 +38,7 @@ from preheat.hardware.rates import (
     _read_runs,
     load,
     note_run,
+    parse,
     stored_at,
 )
 from preheat.hardware.timing import Random, Stopwatch, threads_of
@@ -556,6 +557,26 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
+@pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_openmp_waits_passively_unless_told_otherwise(own: dict[str, str], policy: str) -> None:
+    script = "from preheat.cli import main\ntry: main(['--version'])\nexcept SystemExit: import torch"
+    kept = {name: value for name, value in os.environ.items() if name not in openmp.VARIABLES}
+    environment = kept | own | {"OMP_DISPLAY_ENV": "TRUE"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    # libgomp prints what it read when torch loaded it.
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+
+
+def test_a_calibration_without_time_left_has_a_rate_of_every_kind() -> None:
+    grid = dataclasses.replace(SMALL, limit=0.0, elements=(2**12, 2**14, 2**16), rows=(8, 64, 256), products=(64, 256))
+    rushed = calibrate(Device("cpu", "here", 2**30), 1, grid=grid)
+    stored = json.loads(json.dumps(rushed.values()))
+    assert parse(stored).matrix == rushed.matrix  # it requires a rate of each kind for each dtype
+    assert {rate.n for rate in rushed.matrix} == {8}
+    assert max(rate.bytes for rate in rushed.moved if rate.operator == "copy") == 2 * 4 * 2**16  # not the smallest
+    assert len({rate.bytes for rate in rushed.moved if (rate.operator, rate.dtype) == ("copy", "fp32")}) == 1
+
+
 def test_the_part_of_a_calibration_with_the_most_other_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def disturbed(*others: float | None, seconds: float = 2.0) -> MachineUse:
         left = list(others)
@@ -748,9 +769,11 @@ def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes
         made.append(shape[0])
         return torch.empty(0, dtype=dtype)
 
-    def seconds(call: object, budget: float) -> float:
-        return 2 * made[-1] ** 3 / rate
+    class Clock(Stopwatch):
+        def __call__(self, call: object, budget: float = 0.01) -> float:
+            return 2 * made[-1] ** 3 / rate
 
+    seconds = Clock(cuda=False)
     assert _peak(seconds, random, torch.bfloat16, FULL) == pytest.approx(rate)  # type: ignore[arg-type]
     assert sorted(set(made)) == sizes
 
@@ -1017,9 +1040,10 @@ def test_a_gpu_s_grid_is_measured_wholly(monkeypatch: pytest.MonkeyPatch) -> Non
         def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
-    def seconds(call: Any, **_: Any) -> float:
-        measured.append(call())
-        return 1e-6
+    class Clock(Stopwatch):
+        def __call__(self, call: Any, budget: float = 0.01) -> float:
+            measured.append(call())
+            return 1e-6
 
     def link(clock: Any, source: torch.Tensor) -> tuple[float, float]:
         moved.append(source.nbytes)
@@ -1027,7 +1051,7 @@ def test_a_gpu_s_grid_is_measured_wholly(monkeypatch: pytest.MonkeyPatch) -> Non
 
     ones = torch.ones
     monkeypatch.setattr(calibrating, "Random", lambda kind: Meta("cpu"))
-    monkeypatch.setattr(calibrating, "Stopwatch", lambda cuda, end: seconds)
+    monkeypatch.setattr(calibrating, "Stopwatch", Clock)
     monkeypatch.setattr(calibrating, "_host_link", link)
     monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
     monkeypatch.setattr(calibrating, "has_tf32", lambda device: False)
