@@ -84,7 +84,7 @@ class Grid:
     """Dtypes to measure; fp16 on CUDA only."""
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
-    limit: float = 45.0
+    limit: float = 40.0
     """Seconds in which to measure all sizes, split among the parts. A part that takes longer, beside other work, no
     longer waits for calls without preemption, and leaves out the sizes that others can stand for."""
 

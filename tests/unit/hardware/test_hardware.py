@@ -21,8 +21,8 @@ import torch
 
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
-from preheat.hardware import probe as probing
 from preheat.hardware import openmp, segments
+from preheat.hardware import probe as probing
 from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators
 from preheat.hardware.link_rates import links_at, load_links
