@@ -8,16 +8,17 @@ environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel, detail}]}
 data.json         source, layout and counts of the data
 metrics.jsonl     one line per step (see `METRIC_KEYS`; also the objective's scores, such as accuracy; counters of
-                  techniques, such as recompilations; and, for mixtures of experts, expert_load, experts_idle,
-                  expert_loads and balance_loss: engine/moe_aux_loss.py), and one line per evaluation ({step,
-                  validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as far as measured; tokens:
-                  those the loss is averaged over)
+                  techniques, such as recompilations; with fp16 loss scaling, `SCALING_KEYS`; and, for mixtures of
+                  experts, expert_load, experts_idle, expert_loads and balance_loss: engine/moe_aux_loss.py), and one
+                  line per evaluation ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as
+                  far as measured; tokens: those the loss is averaged over)
 before.json       the evaluation before the first step, row by row: {texts, tasks}
 evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
                   {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated,
-                  out_of_memory, fallback, stopping, notice, measured, sample, baseline, finished, failed; for
-                  out_of_memory and fallback see training/recovery/fallback_log.py
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, overflow (a
+                  skipped step), overflows (many in a row), out_of_memory, fallback, stopping, notice, measured,
+                  sample, baseline, finished, failed; for out_of_memory and fallback see
+                  training/recovery/fallback_log.py
 samples.json      [{prompt, before, text}] (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
@@ -55,6 +56,7 @@ __all__ = [
     "MEMORY_KEYS",
     "METRIC_KEYS",
     "PLAN_KEYS",
+    "SCALING_KEYS",
     "BadJson",
     "Reader",
     "Silent",
@@ -77,7 +79,7 @@ MARK = "preheat.json"
 """The file that marks a folder as written by preheat."""
 
 METRIC_KEYS = {
-    "step": "optimizer steps committed, from 1",
+    "step": "steps committed, from 1; with fp16 loss scaling, skipped ones included",
     "tokens": "positions of all rows so far, padding included",
     "loss": (
         "mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges those"
@@ -89,6 +91,10 @@ METRIC_KEYS = {
     "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
     "elapsed": "seconds of training so far, over all sessions of the run",
     "length": "tokens in a row of this step",
+}
+SCALING_KEYS = {
+    "skipped_steps": "steps so far that changed no weight because fp16 gradients overflowed",
+    "loss_scale": "after this step",
 }
 PLAN_KEYS = {
     "fits": "whether the predicted peak is at most what the device has",

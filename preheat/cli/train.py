@@ -172,8 +172,9 @@ def _summary(result: JsonObject) -> Group:
     loss = "".join(
         f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
     )
+    skipped = f" ({count:,} skipped: fp16 overflow)" if (count := result.get("skipped_steps")) else ""
     return Group(
-        Text(f"{end} step {result['steps']:,}{loss}", style="bold"),
+        Text(f"{end} step {result['steps']:,}{skipped}{loss}", style="bold"),
         table,
         *shared,
         Text(f"run: {result['run']}\nreport: {result['report']}"),

@@ -341,7 +341,7 @@ class Hooks:
         before_backward: called before each micro-batch with `is_last`; the last backward pass must leave gradients
             complete.
         finish_gradients: called on complete gradients before clipping, in the order of `Finish`.
-        after_update: called after each optimizer step.
+        after_update: called after each optimizer step, also after a skipped one (`Build.optimizer.found_inf` is 1).
         around_optimizer: wrappers of the function that creates the optimizer, e.g. to shard the parameters.
         dataset_passes: passes over the training rows before the first step.
         transfer: the transform that copies batches to the device; None if they are there already.
@@ -366,15 +366,15 @@ class LossSettings:
     Attributes:
         scaling: functions applied to the loss of each micro-batch before its backward pass, e.g. loss scaling.
         head_dtype: dtype of the output head and the loss; None: that of the rest.
-        skippable_overflow: a device flag after an update: 1 if a non-finite gradient should skip the step instead of
-            ending the run (fp16 loss scaling).
+        scale: returns the loss scale on the device, with fp16 loss scaling: a step whose gradients overflow is skipped
+            while the scale is at least 1, instead of ending the run.
         scores: (the objective's metrics as sums, their weight) -> metrics that the run records.
         metrics: of the last gradients: sums over this device's rows.
     """
 
     scaling: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     head_dtype: torch.dtype | None = None
-    skippable_overflow: Callable[[], Tensor] | None = None
+    scale: Callable[[], Tensor] | None = None
     scores: Callable[[Mapping[str, Tensor], float], JsonObject] = lambda metrics, weight: {}
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -402,7 +402,8 @@ class BuildState:
 
     Attributes:
         saved: what a checkpoint must contain besides weights and optimizer, by name.
-        step: optimizer steps committed so far.
+        step: steps committed so far, skipped ones included.
+        skipped: those of them that changed no weight because scaled gradients overflowed.
         accumulation: micro-batches in a global batch.
         events: what techniques did during a step, {kind, ...} each: the loop writes them to the run, and prints their
             `message` if present.
@@ -411,9 +412,15 @@ class BuildState:
 
     saved: dict[str, Stateful] = field(default_factory=dict)
     step: int = 0
+    skipped: int = 0
     accumulation: int = 1
     events: list[JsonObject] = field(default_factory=list)
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights so far: the number that an optimizer counts its steps by."""
+        return self.step - self.skipped
 
 
 @dataclass

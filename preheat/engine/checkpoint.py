@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
 # Resuming refuses any other number; it does not convert.
-FORMAT = 3
+FORMAT = 4
 """Version of state.json: increased when the contents of a checkpoint change."""
 
 __all__ = [
@@ -78,12 +78,20 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     elapsed: float = 0.0
+    # Steps that changed no weight because fp16 gradients overflowed: of all steps, and of the last ones in a row.
+    skipped: int = 0
+    skipped_in_a_row: int = 0
     recipe: str = ""
     """The effective recipe as YAML."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of data, model and weights: a resumed run must have the same."""
     run: str = ""
     """Identity of the run (preheat.run_dir): checkpoints of other runs are not read."""
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights: the learning rate's schedule counts these."""
+        return self.step - self.skipped
 
 
 def _tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]:
@@ -645,8 +653,8 @@ def load(build: Build, path: Path) -> Progress:
     restore_host_generators(state.generators[rank])
     for name, saved in state.build.items():
         build.state.saved[name].load_state_dict(saved)
-    # Stochastic rounding draws its bits by this number (`Numbered` in ops/optim/optimizers.py).
-    build.state.step = state.step
+    # Stochastic rounding draws its bits by these numbers (`Numbered` in ops/optim/optimizers.py).
+    build.state.step, build.state.skipped = state.step, state.skipped
     return Progress(**{key: getattr(state, key) for key in Progress.__dataclass_fields__})
 
 

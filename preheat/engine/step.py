@@ -134,7 +134,7 @@ def update(build: Build, lr: float) -> Tensor:
         after(build)
     # Freed rather than zeroed: gradients take no memory outside of a step.
     build.optimizer.zero_grad(set_to_none=True)
-    # A skipped update counts too: its rows are consumed.
+    # A skipped update counts too: its rows are consumed. The loop, which reads the flag, counts it as skipped.
     build.state.step += 1
     return torch.stack([norm, finite])
 

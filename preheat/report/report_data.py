@@ -69,6 +69,7 @@ def collect(path: str | Path) -> JsonObject:
         "setup": _setup(recipe, plan, environment),
         "summary": {
             "steps": end.get("steps", last.get("step")),
+            "skipped_steps": last.get("skipped_steps"),
             "steps_planned": plan.get("steps"),
             "tokens": end.get("tokens", last.get("tokens")),
             "seconds": end.get("seconds", last.get("elapsed")),
@@ -303,7 +304,9 @@ def _length(summary: JsonObject) -> str:
     text = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
     if number(summary["tokens"]) is not None:
         text += f" ({count(summary['tokens'])} tokens)"
-    return text + (f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else ".")
+    text += f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else "."
+    skipped = number(summary["skipped_steps"])
+    return text + (f" {skipped:,.0f} of the steps were skipped, as gradients overflowed in fp16." if skipped else "")
 
 
 def _losses(summary: JsonObject, baseline: JsonObject | None) -> str:

@@ -358,7 +358,7 @@ def _timeline(events: list[JsonObject]) -> str:
         after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
         kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
         details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
-        bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "unsaved") else ""
+        bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "overflows", "unsaved") else ""
         event = f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}'
         rows.append(page.row(number_cell(after), cell(event, "free")))
     started = ""
@@ -419,11 +419,11 @@ def _event(event: JsonObject) -> str:
 
 
 def _groups(events: list[JsonObject]) -> list[list[JsonObject]]:
-    """Groups four or more consecutive checkpoint events; every other event is a group of its own."""
+    """Groups four or more consecutive checkpoints or skipped steps; every other event is a group of its own."""
     groups: list[list[JsonObject]] = []
     for event in events:
-        # Long runs save hundreds of checkpoints, which would bury all other events.
-        if groups and event["kind"] == "checkpoint" == groups[-1][0]["kind"]:
+        # Long runs save hundreds of checkpoints, and fp16 skips some steps: they would bury all other events.
+        if groups and event["kind"] in ("checkpoint", "overflow") and event["kind"] == groups[-1][0]["kind"]:
             groups[-1].append(event)
         else:
             groups.append([event])

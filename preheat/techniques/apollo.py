@@ -77,7 +77,7 @@ class Apollo(Technique):
             "scale": (1.0 if self.rank else 128**0.5) if self.scale == "auto" else self.scale,
             "seed": build.recipe.seed,
             # Projections are drawn from seed and step, so that none is stored and a resumed run draws the same.
-            "number": lambda: build.state.step,
+            "number": lambda: build.state.updates,
         }
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:

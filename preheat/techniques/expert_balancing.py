@@ -140,9 +140,12 @@ class ExpertBalancing(Technique):
 
         def move(build: Build) -> None:
             # A copy: the metrics count this device's rows, and `mesh.add` sums in place.
-            tokens = build.loss.metrics[TOKENS].clone()
+            tokens = build.mesh.add(build.loss.metrics[TOKENS].clone(), *DATA, Axis.CONTEXT)
+            # A skipped step changes no weight, and moves no bias: without tokens, all loads are even. None: DeepSpeed.
+            if (skipped := build.optimizer.found_inf) is not None:
+                tokens *= skipped == 0
             # All devices see the same sums and move their copies of the bias alike.
-            move_bias(biases, build.mesh.add(tokens, *DATA, Axis.CONTEXT), self.rate)
+            move_bias(biases, tokens, self.rate)
 
         build.hooks.after_update.append(move)
         scope = (

@@ -78,7 +78,7 @@ class LowBitAdamW(Searchable):
 
         def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
             # Seed and step decide stochastic rounding of bf16 weights, so that a resumed run repeats it.
-            more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.step, "chunk": chunk}
+            more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.updates, "chunk": chunk}
             try:
                 return low_bit_adamw(
                     groups, bits=self.bits, block=self.block_size, least=self.min_size, **more, **settings

@@ -5,11 +5,11 @@ What: `bf16` and `fp16` keep weights, gradients and optimizer in fp32 and cast t
 its mean is exact: updates smaller than bf16's step (0.4 %) are not lost. `bf16_master` and `fp16_master` compute with
 half weights and gradients, and keep fp32 master weights in the optimizer. A frozen base may be kept in half precision
 under `bf16` and `fp16` too (`frozen`). The fp16 modes use dynamic loss scaling, because gradients below 6e-8 would
-underflow; a step that overflows is skipped and the scale halved. `bf16_pure` has weights, gradients and moments in bf16
-and rounds to nearest, as some fine-tuning tools do: the least memory, and updates below 0.4 % of a weight are lost.
-Adapters on a frozen base stay in fp32. `fp32` states full precision explicitly, and `keep_fp32` names modules that
-compute in fp32 in any mode. `tf32` computes the remaining fp32 matmuls on a GPU in TF32: fp32's range, 10 bits of
-mantissa, half of bf16's rate.
+underflow; a step that overflows is skipped, the scale halved, and the learning rate's schedule waits. `bf16_pure` has
+weights, gradients and moments in bf16 and rounds to nearest, as some fine-tuning tools do: the least memory, and
+updates below 0.4 % of a weight are lost. Adapters on a frozen base stay in fp32. `fp32` states full precision
+explicitly, and `keep_fp32` names modules that compute in fp32 in any mode. `tf32` computes the remaining fp32 matmuls
+on a GPU in TF32: fp32's range, 10 bits of mantissa, half of bf16's rate.
 Helps: half-precision matmuls run several times faster than fp32; half weights save all casts, and `bf16_weights` also 4
 bytes per parameter. fp16 has 3 bits of mantissa more than bf16 and also runs on devices without bf16 (V100, T4).
 Hurts: results differ by the format's rounding; fp16 overflows at 65,504, and on a CPU its matmuls are slower than
@@ -42,7 +42,7 @@ from preheat.core import (
 )
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.tf32 import allow_tf32, has_tf32
-from preheat.recipe import Bound, Positive
+from preheat.recipe import Bound
 
 if TYPE_CHECKING:
     import torch
@@ -181,7 +181,7 @@ def train_with_mixed_precision(
 
     Raises:
         ValueError: unknown precision.
-        RunError: fp16 gradients overflow at any loss scale.
+        RunError: fp16 gradients overflow at any loss scale, or in every step, so that no weight has changed.
 
     Example:
         >>> import torch
@@ -199,7 +199,7 @@ def train_with_mixed_precision(
     device = next(model.parameters()).device
     # Disabled, the scaler passes everything through, so that one loop serves all precisions.
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    losses = []
+    losses, updates, scale = [], 0, scaler.get_scale()
     model.train()
     for _ in range(epochs):
         for inputs, targets in dataloader:
@@ -215,10 +215,17 @@ def train_with_mixed_precision(
             # Not float(loss), which would wait for the device in each step.
             losses.append(loss.detach())
             # Each overflow halves the scale: below 1 the gradients overflow without any scaling.
-            if scaler.get_scale() < 1:
+            before, scale = scale, scaler.get_scale()
+            updates += scale >= before
+            if scale < 1:
                 raise RunError(
                     "fp16: the gradients overflow at any loss scale; use precision bf16 or a lower learning rate"
                 )
+    if losses and not updates:
+        raise RunError(
+            f"fp16: the gradients overflowed in all {len(losses)} steps, and no weight has changed; the loss scale is "
+            f"{scale:g} now; use precision bf16, or more steps"
+        )
     return [float(loss) for loss in losses]
 
 
@@ -257,8 +264,8 @@ class MixedPrecision(Searchable):
     keep_fp32: str | tuple[str, ...] = ()
     """Regular expressions (one, or a list) of module names that compute in fp32 in any mode, e.g. [norm, router,
     lm_head]."""
-    loss_scale: Positive = 65536.0
-    """fp16 modes: the initial loss scale."""
+    loss_scale: Annotated[float, Bound(1)] = 65536.0
+    """fp16 modes: the initial loss scale, at least 1. Each step whose gradients overflow halves it and is skipped."""
     growth_interval: Annotated[int, Bound(1)] = 2000
     """fp16 modes: number of consecutive steps without overflow after which the loss scale doubles."""
     tf32: bool = False
@@ -401,7 +408,7 @@ class MixedPrecision(Searchable):
         # After sums over devices and tied weights, before clipping: the norm must be of the true gradients.
         build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: scale.unscale_(p for _, p in b.parameters())))
         build.hooks.after_update.append(lambda b: scale.update(b.optimizer.found_inf))
-        build.loss.skippable_overflow = scale.endures
+        build.loss.scale = lambda: scale.scale
         # In the checkpoint: a resumed run continues with the scale that it had found.
         build.state.saved[self.name()] = scale
 
@@ -414,7 +421,7 @@ class MixedPrecision(Searchable):
             settings["chunk"] = 1 << 26  # chunk of the unfused form: a GPU wants few large kernels
         if self.mode == "bf16_weights":
             # The noise depends on seed and step alone, so that a resumed run draws the same.
-            return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.state.step, **settings)
+            return stochastic_adamw(groups, seed=build.recipe.seed, number=lambda: build.state.updates, **settings)
         from preheat.ops.optim.half_precision import MasterAdamW
 
         return MasterAdamW(groups, **settings)

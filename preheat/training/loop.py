@@ -72,8 +72,8 @@ def train(
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second},
         stopped}; on a GPU also the parts of its memory (`preheat.run_dir.MEMORY_KEYS`); scores: {name: value} of the
-        last evaluation, if the objective has metrics (e.g. accuracy). `already_finished` is True if the run had
-        finished before; nothing is written then.
+        last evaluation, if the objective has metrics (e.g. accuracy); skipped_steps: with fp16 loss scaling (all of
+        them skipped is an error). `already_finished` is True if the run had finished before; nothing is written then.
 
     Raises:
         PreheatError: with a one-line message; see preheat/errors.py for the kinds.
@@ -118,6 +118,27 @@ def _train(
         session.writer.close()
     session.ranks.leave()
     return summary
+
+
+# Below this no scale helps: the gradients overflow without any scaling.
+_LEAST_LOSS_SCALE = 1.0
+_FP16_REMEDY = "Use techniques.mixed_precision.mode: bf16, whose range is that of fp32"
+# A scale that doubled once too often costs one skipped step. After 8 in a row the gradients are hundreds of times
+# larger than those that the scale worked for: the run diverges.
+_MANY_SKIPPED = 8
+# A run begins with a search for its scale, which skips more steps the larger `loss_scale` is. It ends above this scale:
+# at 2 ** 8, gradients overflow fp16's 65,504 from 256 on, and those of a mean loss are smaller.
+_LEAST_CALIBRATED = 2.0**8
+
+
+def _is_alarming(in_a_row: int, scale: float, *, updated: bool) -> bool:
+    """Returns True if so many steps in a row were skipped that more than a search for the loss scale is wrong.
+
+    Args:
+        scale: the loss scale after them.
+        updated: whether the run has updated its weights before.
+    """
+    return in_a_row >= _MANY_SKIPPED and (updated or scale <= _LEAST_CALIBRATED)
 
 
 def _died_again(events: list[JsonObject], step: int) -> bool:
@@ -229,6 +250,9 @@ class _Loop:
             self._save(last=True)
         # An asynchronous checkpoint must be complete before the run may claim to have finished.
         self._log_checkpoints(self.session.saving.wait())
+        # After saving: with a later end the run can be resumed, and begins with the scale that it has come down to.
+        if self.stopped is None:
+            self._require_updates()
         # Evaluation, samples and summary; every step is saved by here.
         return self._finish()
 
@@ -303,7 +327,8 @@ class _Loop:
             release_unused(self.build.device.kind)
         self.shape = shape
         # 2. Compute the gradients of all micro-batches, then update the weights.
-        lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.step, self.session.total)
+        # By updates, not steps: steps that fp16 skips would use up the warm-up before the weights have changed.
+        lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.updates, self.session.total)
         self.watchdog.set_phase(step, Phase.GRADIENTS)
         # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
         loss = gradients(self.build, batch, lr)
@@ -311,16 +336,15 @@ class _Loop:
         self._read_ahead(stream)
         self.watchdog.set_phase(step, Phase.UPDATE)
         stats = update(self.build, lr)
-        skippable = (
-            self.build.loss.skippable_overflow() if self.build.loss.skippable_overflow else torch.zeros_like(stats[0])
-        )
+        # 0 without loss scaling, where no step may be skipped.
+        loss_scale = self.build.loss.scale() if self.build.loss.scale else torch.zeros_like(stats[0])
         # The only device synchronization of the step. If the gradients are not finite, the update changed no weights.
         self.watchdog.set_phase(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - start)
         # 3. Read the results. Stop requests and time limits travel in the same collective, so that all ranks leave the
         # loop at the same step: a rank that left alone would hang the others.
-        total, metrics, weight, (norm, finite, forgiven), (some_stopped, some_late) = read_step_stats(
-            self.build, loss, torch.stack([*stats, skippable]), (self.signals.received is not None, late)
+        total, metrics, weight, (norm, finite, scale), (some_stopped, some_late) = read_step_stats(
+            self.build, loss, torch.stack([*stats, loss_scale]), (self.signals.received is not None, late)
         )
         # A signal that arrives after the collective counts in the next step if there are other processes: they do not
         # know of it. Only a single process may act on what it alone knows, here and on its clock in `_finished`.
@@ -331,10 +355,8 @@ class _Loop:
         # `weight` is the number of trained tokens (or examples) of the global batch: 0 if all its labels are masked.
         mean = total / max(weight, 1)
         # fp16 loss scaling: an overflow of scaled gradients is expected at times, and the update changed no weights.
-        if not finite and forgiven and math.isfinite(mean):
-            self.writer.event("overflow", step=step)
-            self.watch.notice(f"step {step}: the scaled gradients overflowed: step skipped, loss scale lowered")
-        elif not (finite and math.isfinite(mean)):
+        skipped = not finite and scale >= _LEAST_LOSS_SCALE and math.isfinite(mean)
+        if not skipped and not (finite and math.isfinite(mean)):
             self._refuse(mean, norm, batch, lr)
         seconds = time.perf_counter() - start
         # 4. Commit. An error before this line repeats the step on the same rows, because `samples` decides which rows
@@ -345,6 +367,7 @@ class _Loop:
         tokens = shape.rows * shape.length  # on all devices
         p.tokens += tokens
         p.elapsed += seconds
+        self._count_skipped(skipped, scale)
         self.loss = mean
         self.meter.speeds.append(tokens / seconds)
         # 5. Log. The file has a line per committed step; reports and resumed sessions read it.
@@ -359,11 +382,58 @@ class _Loop:
             "memory": self.meter.memory(),
             "elapsed": p.elapsed,
             "length": shape.length,
+            **self._skipped(),
+            **({"loss_scale": scale} if self.build.loss.scale else {}),
             **self.build.loss.scores(metrics, weight),
             **self._drain_events(),
         }
         self.writer.metric(**line)
         self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
+
+    def _count_skipped(self, skipped: bool, scale: float) -> None:
+        """Counts the committed step if it was skipped, and reports it; `scale` is the loss scale after it."""
+        p = self.progress
+        if not skipped:
+            p.skipped_in_a_row = 0
+            return
+        p.skipped += 1
+        p.skipped_in_a_row += 1
+        self.build.state.skipped = p.skipped
+        self.writer.event("overflow", step=p.step, loss_scale=scale)
+        self.watch.notice(
+            f"step {p.step}: the scaled gradients overflowed: step skipped, loss scale lowered to {scale:,.0f}"
+        )
+        in_a_row, updated = p.skipped_in_a_row, p.updates > 0
+        # Once, at the first step at which it holds: the step before had one fewer, and twice the scale.
+        before, now = (
+            _is_alarming(count, at, updated=updated) for count, at in ((in_a_row - 1, 2 * scale), (in_a_row, scale))
+        )
+        if now and not before:
+            self.writer.event("overflows", step=p.step, steps=in_a_row, loss_scale=scale)
+            # Every rank counts the same, so one says it.
+            if self.session.ranks.lead:
+                lower = f", or a lower optimizer.lr (it is {self.session.peak_lr:.2e})" if updated else ""
+                self.watch.alarm(
+                    f"step {p.step}: {in_a_row} steps in a row were skipped because gradients overflowed in fp16; the "
+                    f"loss scale is down to {scale:,.0f}. {_FP16_REMEDY}{lower}"
+                )
+
+    def _skipped(self) -> dict[str, int]:
+        """Returns the number of skipped steps as a record, which only runs with loss scaling have."""
+        return {"skipped_steps": self.progress.skipped} if self.build.loss.scale else {}
+
+    def _require_updates(self) -> None:
+        """Raises RunError if the run is over and has not changed a weight."""
+        p, scale = self.progress, self.build.loss.scale
+        if p.step == 0 or p.updates > 0:
+            return
+        assert scale is not None, "only loss scaling skips steps"
+        steps = "the only step" if p.step == 1 else f"all {p.step:,} steps"
+        raise RunError(
+            f"no weight has changed: gradients overflowed in fp16 in {steps} of the run, which skips such steps; the "
+            f"loss scale is {float(scale()):,.0f} now. {_FP16_REMEDY}, or a smaller "
+            "techniques.mixed_precision.loss_scale"
+        )
 
     def _read(self, stream: Iterator[list[Batch]]) -> list[Batch]:
         """Returns the micro-batches of the next step, prefetched if possible."""
@@ -428,9 +498,15 @@ class _Loop:
             if Tag.STEP_IN_BACKWARD not in self.build.tags
             else "Some weights were updated before this was detected: resume from the last checkpoint"
         )
+        remedy = f"Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup_ratio, or fp32"
+        # With a finite loss: no loss scale is low enough for these gradients.
+        if self.build.loss.scale and math.isfinite(mean):
+            in_a_row = self.progress.skipped_in_a_row + 1
+            state += f". Gradients overflowed in fp16 in {in_a_row} steps in a row, at last without any loss scaling"
+            remedy = f"{_FP16_REMEDY}, or a lower optimizer.lr (it was {lr:.2e})"
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "
-            f"{state}. Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup_ratio, or fp32"
+            f"{state}. {remedy}"
         )
 
     def _save(self, *, last: bool = False) -> None:
@@ -468,7 +544,13 @@ class _Loop:
         # `finished` is the last event of a complete run: launchers read it to decide against another restart.
         if complete and self._unless_stopped(self._afterwards):
             self.writer.event(
-                "finished", steps=p.step, loss=self.loss, validation_loss=validation, tokens=p.tokens, seconds=p.elapsed
+                "finished",
+                steps=p.step,
+                loss=self.loss,
+                validation_loss=validation,
+                tokens=p.tokens,
+                seconds=p.elapsed,
+                **self._skipped(),
             )
         # A signal interrupted the evaluation, the baselines or the samples, after all steps.
         elif complete or stopped is None:
@@ -477,6 +559,7 @@ class _Loop:
         summary = {
             "run": str(self.writer.path),
             "steps": p.step,
+            **self._skipped(),
             "loss": self.loss,
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),

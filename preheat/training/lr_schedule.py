@@ -10,7 +10,9 @@ __all__ = ["lr_factor"]
 
 
 def lr_factor(schedule: Schedule, step: int, total: int | None) -> float:
-    """Returns the fraction of the peak learning rate in step `step` (from 0) of `total` (None: no known end).
+    """Returns the fraction of the peak learning rate after `step` updates of `total` steps (None: no known end).
+
+    A step that is skipped because fp16 gradients overflow does not count: it is no update.
 
     Warmup is linear, and the first step's rate is above 0. cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983);
     wsd: Hu et al. 2024 (arXiv:2404.06395), linear decay.

@@ -188,6 +188,7 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
     return {
         "run": str(run.path),
         "steps": progress.step,
+        **{key: end[key] for key in ("skipped_steps",) if key in end},
         "loss": end.get("loss"),
         "validation_loss": end.get("validation_loss"),
         "tokens_per_second": measured.get("tokens_per_second"),

@@ -126,10 +126,6 @@ class LossScale:
         # A skipped step has set `steps` to 0.
         self.finite_steps.copy_(torch.where(due, 0, steps))
 
-    def endures(self, floor: float = 1.0) -> Tensor:
-        """Returns 1 while the scale is at least `floor`. No scale helps gradients that overflow below 1."""
-        return (self.scale >= floor).to(torch.float32)
-
     def state_dict(self) -> StateDict:
         # Reads the device, which is fine in a checkpoint.
         return {"scale": float(self.scale), "finite_steps": int(self.finite_steps)}

@@ -189,7 +189,7 @@ class Numbered(Guarded):
     them.
 
     Args:
-        number: returns the current step; counted here if None.
+        number: returns the updates so far; counted here if None.
     """
 
     def __init__(self, groups: ParamsT, *, seed: int = 0, number: Callable[[], int] | None = None, **defaults: Any):
