@@ -188,7 +188,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate schedule, as fractions of the peak and of the run."""
+    """The learning rate schedule, as fractions of the peak and of the run. Steps that fp16 skips do not advance it."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine; wsd: warmup, stable, linear decay; constant after warmup."""
@@ -205,7 +205,7 @@ class Stop:
     """When to stop; the first limit reached counts."""
 
     max_steps: Long | None = None
-    """Optimizer steps."""
+    """Optimizer steps, including those that fp16 skips."""
     tokens: Long | None = None
     """Tokens read."""
     epochs: Positive | None = None

@@ -103,6 +103,11 @@ def test_train_with_mixed_precision_refuses_what_it_does_not_know_and_what_alway
         train_with_mixed_precision(
             model, data, torch.optim.SGD(model.parameters(), lr=0.1), lambda o, t: criterion(o, t) * 1e30, "fp16", 9
         )
+    # The scale would become low enough, but the three steps of one epoch end before.
+    with pytest.raises(RunError, match=r"in all 3 steps, and no weight has changed; the loss scale is 8192 now"):
+        train_with_mixed_precision(
+            model, data, torch.optim.SGD(model.parameters(), lr=0.1), lambda o, t: criterion(o, t) * 1e4, "fp16", 1
+        )
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), (
         "no overflowed step was taken"
     )

@@ -60,6 +60,21 @@ def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Co
     assert evaluated["loss"] == pytest.approx(measured[0][-1], rel=1e-5)
 
 
+def test_two_processes_skip_the_same_steps_in_fp16_as_one(preheat: Command) -> None:
+    settings = ("--set", "schedule={warmup_ratio: 0.25}", "--set", "stop.max_steps=24", "--set", "checkpoint.every=0")
+    scaled = "mixed_precision: {mode: fp16_master, loss_scale: 1.0e+9}"
+    preheat.here("train", "r.yaml", *settings, "--set", f"techniques={{{scaled}}}", "--out", "one")
+    fsdp = ("--set", f"techniques={{{scaled}, fsdp: {{}}}}", "--nproc", "2")
+    preheat("train", "r.yaml", *settings, *fsdp, "--out", "two")
+    one, two = (
+        [(m["lr"], m["skipped_steps"]) for m in Reader(preheat.folder / name).metrics()] for name in ("one", "two")
+    )
+    assert one == two
+    assert 3 < one[-1][1] < 20
+    _, error = preheat("train", "r.yaml", *settings, *fsdp, "--set", "stop.max_steps=4", "--out", "none", code=1)
+    assert "gradients overflowed in fp16 in all 4 steps" in error
+
+
 def test_what_dies_is_started_again(preheat: Command) -> None:
     settings = ("--set", "stop.max_steps=60", "--set", "techniques={fsdp: {}}", "--set", "checkpoint.asynchronous=true")
     agent = preheat.start("train", "r.yaml", *settings, "--nproc", "2", "--restarts", "1", "--out", "killed")

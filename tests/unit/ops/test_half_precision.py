@@ -186,15 +186,6 @@ def test_a_tied_embedding_stays_in_fp32_with_its_head() -> None:
         assert update(b, 0.01)[1] == 1
 
 
-def test_a_scale_below_its_floor_endures_no_more() -> None:
-    scale = LossScale("cpu", start=4.0)
-    endured = []
-    for _ in range(4):
-        scale.update(torch.tensor(1.0))
-        endured.append(float(scale.endures()))
-    assert endured == [1, 1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("techniques", "words"),
     [

@@ -47,6 +47,16 @@ def test_the_load_becomes_even_and_without_it_does_not(family: str) -> None:
     assert balanced[-1] - 1 < 0.5 * (plain[1] - 1), (plain, balanced)
 
 
+def test_a_skipped_step_moves_no_bias() -> None:
+    b = skewed("qwen3_moe", "{expert_balancing: {rate: 0.01}, mixed_precision: {mode: fp16, loss_scale: 1.0e+9}}")
+    finite = []
+    while not any(finite):
+        gradients(b, [uneven()], 0.001)
+        finite.append(bool(update(b, 0.001)[1]))
+        assert all(bool(bias.any()) == finite[-1] for bias in biases(b.trained[0]).values())
+    assert len(finite) > 1, "the first step overflowed"
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_it_moves_by_the_global_batch_and_a_checkpoint_goes_on_alike(family: str, tmp_path: Path) -> None:
     a = skewed(family)
