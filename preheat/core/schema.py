@@ -205,7 +205,7 @@ class Stop:
     """When to stop; the first limit reached counts."""
 
     max_steps: Long | None = None
-    """Optimizer steps, including those that fp16 skips."""
+    """Optimizer steps."""
     tokens: Long | None = None
     """Tokens read."""
     epochs: Positive | None = None
