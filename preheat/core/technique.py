@@ -34,6 +34,7 @@ __all__ = [
     "DatasetPass",
     "Device",
     "Hooks",
+    "LossScaling",
     "ModelFacts",
     "Numerics",
     "Recipe",
@@ -359,6 +360,21 @@ class Hooks:
     transfer: BatchTransfer | None = None
 
 
+@dataclass(frozen=True)
+class LossScaling:
+    """Loss scaling of a build, for the loop that counts the skipped steps and explains them.
+
+    Attributes:
+        scale: returns the present loss scale, on the device.
+        initial: the key of the scale that a run begins with, and its value.
+        remedy: a sentence that says what to do against overflow.
+    """
+
+    scale: Callable[[], Tensor]
+    initial: str
+    remedy: str
+
+
 @dataclass
 class LossSettings:
     """Settings of the loss besides the slots that compute it.
@@ -366,15 +382,15 @@ class LossSettings:
     Attributes:
         scaling: functions applied to the loss of each micro-batch before its backward pass, e.g. loss scaling.
         head_dtype: dtype of the output head and the loss; None: that of the rest.
-        scale: returns the loss scale on the device, with fp16 loss scaling: a step whose gradients overflow is skipped
-            while the scale is at least 1, instead of ending the run.
+        dynamic_scale: set with fp16 loss scaling: a step whose gradients overflow is then skipped instead of ending the
+            run, while the scale is at least 1.
         scores: (the objective's metrics as sums, their weight) -> metrics that the run records.
         metrics: of the last gradients: sums over this device's rows.
     """
 
     scaling: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     head_dtype: torch.dtype | None = None
-    scale: Callable[[], Tensor] | None = None
+    dynamic_scale: LossScaling | None = None
     scores: Callable[[Mapping[str, Tensor], float], JsonObject] = lambda metrics, weight: {}
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -32,6 +32,7 @@ from preheat.core import (
     Context,
     Device,
     Finish,
+    LossScaling,
     Numerics,
     Searchable,
     Slot,
@@ -408,7 +409,12 @@ class MixedPrecision(Searchable):
         # After sums over devices and tied weights, before clipping: the norm must be of the true gradients.
         build.hooks.finish_gradients.append((Finish.UNSCALE, lambda b: scale.unscale_(p for _, p in b.parameters())))
         build.hooks.after_update.append(lambda b: scale.update(b.optimizer.found_inf))
-        build.loss.scale = lambda: scale.scale
+        key = f"techniques.{self.name()}"
+        build.loss.dynamic_scale = LossScaling(
+            lambda: scale.scale,
+            initial=f"{key}.loss_scale (it is {self.loss_scale:g})",
+            remedy=f"Use {key}.mode: {self.mode.replace('fp16', 'bf16')}, whose range is that of fp32",
+        )
         # In the checkpoint: a resumed run continues with the scale that it had found.
         build.state.saved[self.name()] = scale
 

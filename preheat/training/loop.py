@@ -122,7 +122,6 @@ def _train(
 
 # Below this no scale helps: the gradients overflow without any scaling.
 _LEAST_LOSS_SCALE = 1.0
-_FP16_REMEDY = "Use techniques.mixed_precision.mode: bf16, whose range is that of fp32"
 # A scale that doubled once too often costs one skipped step. After 8 in a row the gradients are hundreds of times
 # larger than those that the scale worked for: the run diverges.
 _MANY_SKIPPED = 8
@@ -337,7 +336,8 @@ class _Loop:
         self.watchdog.set_phase(step, Phase.UPDATE)
         stats = update(self.build, lr)
         # 0 without loss scaling, where no step may be skipped.
-        loss_scale = self.build.loss.scale() if self.build.loss.scale else torch.zeros_like(stats[0])
+        scaling = self.build.loss.dynamic_scale
+        loss_scale = scaling.scale() if scaling else torch.zeros_like(stats[0])
         # The only device synchronization of the step. If the gradients are not finite, the update changed no weights.
         self.watchdog.set_phase(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - start)
@@ -383,7 +383,7 @@ class _Loop:
             "elapsed": p.elapsed,
             "length": shape.length,
             **self._skipped(),
-            **({"loss_scale": scale} if self.build.loss.scale else {}),
+            **({"loss_scale": scale} if scaling else {}),
             **self.build.loss.scores(metrics, weight),
             **self._drain_events(),
         }
@@ -396,6 +396,8 @@ class _Loop:
         if not skipped:
             p.skipped_in_a_row = 0
             return
+        scaling = self.build.loss.dynamic_scale
+        assert scaling is not None, "only loss scaling skips steps"
         p.skipped += 1
         p.skipped_in_a_row += 1
         self.build.state.skipped = p.skipped
@@ -415,24 +417,23 @@ class _Loop:
                 lower = f", or a lower optimizer.lr (it is {self.session.peak_lr:.2e})" if updated else ""
                 self.watch.alarm(
                     f"step {p.step}: {in_a_row} steps in a row were skipped because gradients overflowed in fp16; the "
-                    f"loss scale is down to {scale:,.0f}. {_FP16_REMEDY}{lower}"
+                    f"loss scale is down to {scale:,.0f}. {scaling.remedy}{lower}"
                 )
 
     def _skipped(self) -> dict[str, int]:
         """Returns the number of skipped steps as a record, which only runs with loss scaling have."""
-        return {"skipped_steps": self.progress.skipped} if self.build.loss.scale else {}
+        return {"skipped_steps": self.progress.skipped} if self.build.loss.dynamic_scale else {}
 
     def _require_updates(self) -> None:
         """Raises RunError if the run is over and has not changed a weight."""
-        p, scale = self.progress, self.build.loss.scale
+        p, scaling = self.progress, self.build.loss.dynamic_scale
         if p.step == 0 or p.updates > 0:
             return
-        assert scale is not None, "only loss scaling skips steps"
+        assert scaling is not None, "only loss scaling skips steps"
         steps = "the only step" if p.step == 1 else f"all {p.step:,} steps"
         raise RunError(
             f"no weight has changed: gradients overflowed in fp16 in {steps} of the run, which skips such steps; the "
-            f"loss scale is {float(scale()):,.0f} now. {_FP16_REMEDY}, or a smaller "
-            "techniques.mixed_precision.loss_scale"
+            f"loss scale is {float(scaling.scale()):,.0f} now. {scaling.remedy}, or a smaller {scaling.initial}"
         )
 
     def _read(self, stream: Iterator[list[Batch]]) -> list[Batch]:
@@ -500,10 +501,10 @@ class _Loop:
         )
         remedy = f"Try a lower optimizer.lr (it was {lr:.2e}), a longer schedule.warmup_ratio, or fp32"
         # With a finite loss: no loss scale is low enough for these gradients.
-        if self.build.loss.scale and math.isfinite(mean):
+        if (scaling := self.build.loss.dynamic_scale) and math.isfinite(mean):
             in_a_row = self.progress.skipped_in_a_row + 1
             state += f". Gradients overflowed in fp16 in {in_a_row} steps in a row, at last without any loss scaling"
-            remedy = f"{_FP16_REMEDY}, or a lower optimizer.lr (it was {lr:.2e})"
+            remedy = f"{scaling.remedy}, or a lower optimizer.lr (it was {lr:.2e})"
         raise RunError(
             f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "
             f"{state}. {remedy}"
