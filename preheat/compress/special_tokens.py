@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,10 +107,7 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
     ending.eos_token = tokenizer.convert_ids_to_tokens(turn)
     # Templates write {{ eos_token }}, which the new token would change as well.
     variables = {**template.variables, "eos_token": ending.eos_token}
-    if (
-        _behaviour(ending, Template(template.text, template.name, variables, template.special, template.with_tools))
-        != before
-    ):
+    if _behaviour(ending, replace(template, variables=variables)) != before:
         note = (
             f"each answer ends with {ending.eos_token!r}; the tokenizer's eos_token stays {tokenizer.eos_token!r}, "
             "since texts and its template use it: stop at the tokens in generation_config.json"

@@ -62,7 +62,8 @@ CHECKS = {
         "a chat template without a special token at the end of the assistant's turn, so that the model "
         "never learns to stop",
         "use data.template: alpaca, which ends turns with the tokenizer's end of text, or (without an "
-        "adapter) give it the template's tokens by model.add_tokens",
+        "adapter) give it the template's tokens by model.add_tokens; if the next role's mark ends turns (GLM), "
+        "add the model's generation_config.json, which names it",
     ),
     "open_turn": Check(
         "a chat template that always adds a generation prompt, so that each row ends in an open turn",
@@ -73,6 +74,12 @@ CHECKS = {
     "generation_prompt": Check(
         "the tokens before an answer differ between training and generation",
         "make the template's generation prompt the beginning of a rendered answer",
+        1.0,
+    ),
+    # As above: the check only warns.
+    "earlier_turns": Check(
+        "trained turns of which a longer conversation leaves out a part that the model generates, such as reasoning",
+        "set data.train_on: last, or mark the assistant's text in a template that keeps it",
         1.0,
     ),
     "untrained": Check("rows without a single token to train on", "remove them, or change data.train_on", drops=True),

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,9 @@ LONG = 100_000
 
 
 def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Findings) -> None:
-    """Checks that the tokens before an answer are the same in training and in generation."""
-    differs = False
+    """Checks that answers, and the tokens before them, are the same in training and in generation."""
+    # One finding of any source is enough for each, since these only warn.
+    missing = {"generation_prompt", "earlier_turns"}
     for source in sources:
         layout, template = source.layout, source.layout.chat_template
         # Rows that end in an open turn make the comparison of prompts below meaningless.
@@ -73,7 +74,7 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
         noting = _Noting.of(template) if template is not None else None
         layout = replace(layout, template=noting) if noting is not None else layout
         for where, row in itertools.islice(source.rows(), LOOKED_AT):
-            if differs:  # one finding of any source is enough, since it only warns
+            if not missing:
                 break
             if noting is not None:
                 noting.given.clear()
@@ -81,11 +82,13 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
             # Unreadable rows are findings of another check.
             if not document.sequences or len(document.text) > LONG:
                 continue
-            rendered = noting is not None and noting.given  # rows without a question do not use the template
-            message = _gap(noting, encoder, document) if noting and rendered else _cut_otherwise(encoder, document)
-            if message:
-                findings.add("generation_prompt", noting.name if noting and rendered else where, message, of=1)
-                differs = True
+            if noting is not None and noting.given:
+                messages = {"generation_prompt": _gap(noting, encoder, document), "earlier_turns": _left_out(noting)}
+            else:  # a row without a question does not use the template
+                messages = {"generation_prompt": _cut_otherwise(encoder, document)}
+            for check in sorted(missing & {name for name, message in messages.items() if message}):
+                findings.add(check, noting.name if noting and noting.given else where, messages[check], of=1)
+                missing.remove(check)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class _Noting(Template):
 
     @classmethod
     def of(cls, template: Template) -> _Noting:
-        return cls(template.text, template.name, template.variables, template.special, template.with_tools)
+        return cls(**{item.name: getattr(template, item.name) for item in fields(Template)})
 
     def spans(
         self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant"
@@ -160,6 +163,30 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
         if difference := _unlike(encoder, encoder.alone(prompt), ids):
             return f"message {n + 1}: {difference}"
+    return ""
+
+
+def _left_out(template: _Noting) -> str:
+    """Returns how an earlier turn is trained differently from its generation, or ''."""
+    messages, tools, train_on = template.given[-1]
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
+    # As in `_gap`; the last message has no later ones that could change it.
+    for n in dict.fromkeys((*turns[:1], *turns[-1:])):
+        if train_on != "assistant" or n == len(messages) - 1:
+            continue
+        alone = [message if at == n else {**message, "weight": 0} for at, message in enumerate(messages)]
+        try:
+            trained, generated = (
+                "".join(span.text for span in Template.spans(template, talk, tools) if span.trained)
+                for talk in (alone, alone[: n + 1])
+            )
+        except DataError:
+            continue  # the template requires more; faults then show in the row
+        if not generated.startswith(trained):
+            return (
+                f"message {n + 1}: training has {quoted(trained[:60])}, generation {quoted(generated[:60])}; "
+                "data.train_on: last trains only turns that nothing is left out of"
+            )
     return ""
 
 

@@ -181,4 +181,7 @@ def turn_ends(template: Template, tokenizer: PreTrainedTokenizerFast) -> tuple[f
     # Only trained text: the model has not learned to write anything after it.
     reply = "".join(piece.text for piece in spoken if piece.trained)
     mark = reply[reply.rfind(answer) + len(answer) :].strip()
+    # Without a mark, the model would go on with the question.
+    if not mark and template.next_role is not None:
+        return frozenset({tokenizer.convert_tokens_to_ids(template.next_role)}), ()
     return frozenset(), (mark,) if mark else ()

@@ -151,6 +151,92 @@ ALPACA = """{% for m in messages %}{% if m.role == 'system' %}{{ m.content + '\n
 {{ '### Instruction:\n' + m.content + '\n\n' }}{% else %}{{ '### Response:\n' + m.content + eos_token + '\n\n' }}{% endif %}{% endfor %}
 {% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"""
 
+HARMONY = """{{- '<|start|>system<|message|>Channels: analysis, final.<|end|>' }}
+{%- for m in messages %}
+  {%- if m.role == 'assistant' and m.tool_calls %}
+    {%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls', 'defined') | list %}
+    {%- if m.thinking and not later %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif %}
+    {%- set f = m.tool_calls[0].function %}
+    {{- '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' + f.arguments | tojson + '<|call|>' }}
+  {%- elif m.role == 'assistant' and loop.last and not add_generation_prompt %}
+    {%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif %}
+    {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
+  {%- elif m.role == 'assistant' %}
+    {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+  {%- elif m.role == 'tool' %}
+    {{- '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}
+  {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+"""As of gpt-oss: the last answer ends in <|return|> and earlier ones in <|end|>, without their reasoning."""
+
+_ASKED = """{%- set ns = namespace(asked=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.asked = loop.index0 %}{%- endif %}{%- endfor %}
+"""
+
+GLM45 = (
+    "[gMASK]<sop>"
+    + _ASKED
+    + """{%- for m in messages %}
+  {%- if m.role == 'assistant' %}
+    {{- '<|assistant|>\n<think>' + (m.reasoning_content or '' if loop.index0 > ns.asked else '') + '</think>' }}
+    {%- if m.content %}{{- '\n' + m.content | trim }}{%- endif %}
+    {%- for c in m.tool_calls or [] %}
+      {{- '\n<tool_call>' + c.function.name + '\n' }}
+      {%- for k, v in c.function.arguments.items() %}{{- '<arg_key>' + k + '</arg_key>\n<arg_value>' + v + '</arg_value>\n' }}{%- endfor %}
+      {{- '</tool_call>' }}
+    {%- endfor %}
+  {%- elif m.role == 'tool' %}{{- '<|observation|>\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+  {%- else %}{{- '<|' + m.role + '|>\n' + m.content }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+)
+"""No token ends an answer: the model stops at the mark of the next role."""
+
+QWEN35 = (
+    _ASKED
+    + """{%- for m in messages %}
+  {%- if m.role == 'assistant' and loop.index0 > ns.asked %}
+    {{- '<|im_start|>assistant\n<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' + m.content + '<|im_end|>\n' }}
+  {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+)
+"""The generation prompt opens a <think> block, which history leaves out."""
+
+NEMOTRON3 = (
+    _ASKED
+    + """{%- for m in messages %}
+  {%- if m.role == 'assistant' %}
+    {%- set kept = m.reasoning_content and loop.index0 > ns.asked %}
+    {{- '<|im_start|>assistant\n' + ('<think>\n' + m.reasoning_content + '\n</think>\n' if kept else '<think></think>') }}
+    {{- m.content + '<|im_end|>\n' }}
+  {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+)
+"""The generation prompt opens a <think> block, which history empties."""
+
+DEEPSEEK31 = """{{- bos_token }}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
+  {%- elif m.role == 'tool' %}{{- '<|tool_output_begin|>' + m.content + '<|tool_output_end|>' }}
+  {%- else %}
+    {%- if messages[loop.index0 - 1].role == 'user' %}{{- '<|Assistant|></think>' }}{%- endif %}
+    {{- m.content.split('</think>')[-1] }}
+    {%- if m.tool_calls %}
+      {{- '<|tool_calls_begin|>' + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments | tojson + '<|tool_calls_end|>' }}
+    {%- endif %}
+    {{- '<|end_of_sentence|>' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role == 'user' %}{{- '<|Assistant|></think>' }}{%- endif %}"""
+"""The end of an empty <think> block belongs to the generation prompt, which is left out after a tool's result."""
+
 SPECIAL = [
     *(
         "<|begin_of_text|>",

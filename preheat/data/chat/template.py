@@ -7,6 +7,16 @@ prefixes of the full text. Some templates render history differently from the la
 move the system message into the last question). For these a seal is inserted into the turn's own text and the
 conversation is rendered again; if nothing but the seal changes, its position is the boundary. Anything else is
 rejected.
+
+The end of a turn is found in its own rendering, in which it is the last one, since generation ends it like that.
+
+- If history ends it with another token (gpt-oss: `<|end|>`, while the model generates `<|return|>`), it is trained up
+  to this token, as in ms-swift: a model that learned to generate it would not stop.
+- If no token ends a turn, but the model stops at the mark of the next role (GLM 4.5's generation_config.json names
+  `<|user|>` and `<|observation|>`), the mark ends the turn and is trained. It is added behind the last turn, as in TRL
+  and ms-swift; rendering the conversation with another message shows which one follows.
+- If history leaves out the generation prompt of a turn (Qwen3.5 and Nemotron 3 cut reasoning), or replaces a part of
+  its text (GLM 4.5), the turn can only be trained as the last one.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
@@ -38,8 +48,11 @@ TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_RULES = 2
+"""Version of the rules that find the assistant's text in templates without marks; part of cache keys."""
 _SEAL = "zqSEALqz"
 """Text inserted into a turn to find its boundary: letters only, which no template trims, escapes or splits."""
+_SHORTEST: Sequence[Message] = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _SEAL})
 
 
 def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, knob: str = "data.template") -> Template:
@@ -112,7 +125,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]
 
 
 def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
-    """Loads the template for rows of a layout by `load_template`; for instructions, the default is alpaca.
+    """Loads the template to train on rows of a layout by `load_template`; for instructions, the default is alpaca.
+
+    If it ends turns with no token of its own, it gets the `stops` of the tokenizer's model.
 
     Args:
         tokenizer: None for a tokenizer still to be trained, which will have no special tokens but end of text and
@@ -121,7 +136,11 @@ def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None,
     if setting is None and layout == "alpaca" and (tokenizer is None or not tokenizer.chat_template):
         setting = "alpaca"
     if tokenizer is not None:
-        return load_template(setting, tokenizer)
+        # `data.tokenizer` imports sources, which import this module.
+        from preheat.data.tokenizer import stop_tokens
+
+        template = load_template(setting, tokenizer)
+        return template if template.end_of_turn is not None else replace(template, stops=stop_tokens(tokenizer))
     if setting is None:
         raise DataError(
             f"data.template: there is no tokenizer with a template; name one ({SUGGESTIONS}) or a .jinja file"
@@ -141,6 +160,7 @@ class Template:
         special: the tokenizer's special tokens, the longest first; one of them ends a turn.
         with_tools: the Jinja for conversations with tools, if the tokenizer has another one for these.
         image: the token that it writes for an image, for messages with `PLACE` in their text; "": there are none.
+        stops: the tokens at which the model's generation stops, if the template itself ends turns with no token.
     """
 
     text: str
@@ -149,6 +169,13 @@ class Template:
     special: tuple[str, ...] = ()
     with_tools: str | None = None
     image: str = ""
+    stops: tuple[str, ...] = ()
+
+    def key(self) -> tuple[object, ...]:
+        """Returns everything that decides the spans of a conversation, as part of a cache key."""
+        own = (self.text, self.with_tools, dict(self.variables))
+        marked = all(_MARKED.search(text) for text in (self.text, self.with_tools) if text)
+        return own if marked else (*own, _RULES, self.stops)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """Renders a prompt for the assistant's next turn, which ends with the generation prompt.
@@ -169,7 +196,10 @@ class Template:
     def spans(
         self, messages: Sequence[Message], tools: Tools = None, train_on: TrainOn = "assistant"
     ) -> tuple[TextSpan, ...]:
-        """Renders the conversation as spans that are read or trained on; joined they are the rendered text.
+        """Renders the conversation as spans that are read or trained on.
+
+        Joined they are the rendered text, and behind it the token that stops the last turn if the template ends turns
+        by the next role's mark.
 
         Args:
             messages: the conversation. An assistant's message with `weight: 0` is not trained on.
@@ -181,19 +211,27 @@ class Template:
         """
         # The spans of the assistant: by the template's marks if it has any, else proven by rendering.
         text, marks = self._render_marked(messages, tools)
+        if marks is None:
+            text += self._stop_behind(messages, tools)
         if train_on == "all":
             return (TextSpan(text),)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [n for n in (turns[-1:] if train_on == "last" else turns) if messages[n].get("weight") != 0]
         if marks is None:
-            spans = [self._proven(text, messages, tools, n) for n in turns]
+            # Only trained turns need a proof.
+            spans = {n: self._proven(text, messages, tools, n) for n in wanted}
         else:
-            spans = self._by_turn([mark for mark in marks if mark[0] < mark[1]], messages, tools, turns)
+            spans = dict(
+                zip(turns, self._by_turn([m for m in marks if m[0] < m[1]], messages, tools, turns), strict=True)
+            )
         # Cutting the text into spans needs them in order and disjoint.
-        if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
-            raise DataError(f"{self.name}: the assistant's turns overlap in what it renders; use another template")
-        wanted = turns[-1:] if train_on == "last" else turns
-        trained = [s for n, s in zip(turns, spans, strict=True) if n in wanted and messages[n].get("weight") != 0]
-        return tuple(_cut_up(text, trained))
+        for (one, before), (other, after) in itertools.pairwise(spans.items()):
+            if before[1] > after[0]:
+                raise DataError(
+                    f"{self.name}: messages {one + 1} and {other + 1}, of the assistant, overlap in what it renders; "
+                    "use another data.template"
+                )
+        return tuple(_cut_up(text, [spans[n] for n in wanted]))
 
     @functools.cached_property
     def answers(self) -> bool:
@@ -207,15 +245,34 @@ class Template:
             return None
         # The special token directly after the answer, apart from white space.
         match = re.match(rf"\s*({self._any})", self._probe[self._probe.rindex(_SEAL) + len(_SEAL) :])
+        if match:
+            return match[1]
+        return self.next_role if self.next_role in self.stops else None
+
+    @functools.cached_property
+    def next_role(self) -> str | None:
+        """The special token that begins the question after an answer, if no other one ends the answer; else None."""
+        if self._probe is None or not self._probe.rstrip().endswith(_SEAL):
+            return None
+        try:
+            text = self._render([*_SHORTEST, _SHORTEST[0]], None)
+        except DataError:
+            return None
+        match = re.match(rf"\s*({self._any})", text.rpartition(_SEAL)[2])
         return match[1] if match else None
 
     @functools.cached_property
     def _probe(self) -> str | None:
         """The shortest conversation, rendered; None if the template requires more."""
         try:
-            return self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _SEAL}], None)
+            return self._render(_SHORTEST, None)
         except DataError:
             return None
+
+    @functools.cached_property
+    def _ends_by_role(self) -> bool:
+        """True if the mark of the next role ends an assistant's turn."""
+        return self.end_of_turn is not None and self.end_of_turn == self.next_role
 
     @functools.cached_property
     def _any(self) -> str:
@@ -343,29 +400,38 @@ class Template:
         """Returns the start and end of the turn of message `n` in the rendered text."""
         # The prompt of generation for this turn: if the text begins with it, the turn begins at its end.
         before = self._render(messages[:n], tools, asks=True)
-        upto = text if n == len(messages) - 1 else self._render(messages[: n + 1], tools)
+        # Its own rendering: it is the last turn, as in generation.
+        talk = messages[: n + 1]
+        upto = text if n == len(messages) - 1 else self._render(talk, tools) + self._stop_behind(talk, tools)
+        own_start = len(before) if upto.startswith(before) else None
         start = len(before) if text.startswith(before) else self._begin(text, messages, tools, n)
         if start is None:
-            # Two causes with different advice: a generation prompt that training never sees, or a history that changes.
+            # Two causes with different advice: a generation prompt that even its own rendering lacks, or a history
+            # that changes.
             history = self._render(messages[:n], tools)
-            if before.startswith(history) and text.startswith(history):
+            if own_start is None and before.startswith(history) and text.startswith(history):
                 raise DataError(
                     f"{self.name}: its generation prompt {quoted(before[len(history) :][-60:])} is not the beginning "
                     f"of message {n + 1} as it renders it, {quoted(text[len(history) :][:60])}: training and "
-                    "generation would differ; begin the answers as the prompt does (with an open <think>, say), mark "
-                    "the assistant's text with {% generation %}, or use another data.template"
+                    "generation would differ; begin the answers as the prompt does (with an open <think> or "
+                    "reasoning_content, say), mark the assistant's text with {% generation %}, or use another "
+                    "data.template"
                 )
-            raise self._unproven(n, "begins")
-        end = self._cut(text, start, len(upto)) if text.startswith(upto) else self._end(text, messages, tools, n)
+            raise self._unproven(messages, n, "begins")
+        if text.startswith(upto):
+            end: int | None = self._cut(text, start, len(upto))
+        else:
+            end = self._end(text, upto, start, own_start, messages, tools, n)
         if end is None:
-            raise self._unproven(n, "ends")
+            raise self._unproven(messages, n, "ends")
         return start, max(start, end)
 
-    def _unproven(self, n: int, what: str) -> DataError:
+    def _unproven(self, messages: Sequence[Message], n: int, what: str) -> DataError:
+        later = any(message["role"] == "assistant" for message in messages[n + 1 :])
         return DataError(
             f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be determined: it renders history "
-            "differently from the last turn; mark the assistant's text in it with {% generation %}, use another "
-            f"data.template ({SUGGESTIONS}), or data.train_on: all"
+            f"differently from the last turn; {'set data.train_on: last, ' if later else ''}mark the assistant's text "
+            f"in it with {{% generation %}}, use another data.template ({SUGGESTIONS}), or data.train_on: all"
         )
 
     def _cut(self, text: str, start: int, stop: int) -> int:
@@ -382,17 +448,59 @@ class Template:
         assert first
         return start + run.start() + first.end()
 
-    def _end(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+    def _end(
+        self,
+        text: str,
+        upto: str,
+        start: int,
+        own_start: int | None,
+        messages: Sequence[Message],
+        tools: Tools,
+        n: int,
+    ) -> int | None:
+        """Returns the end of a turn that history renders differently from `upto`, its own rendering, or None.
+
+        Args:
+            start, own_start: where the turn begins in `text` and in `upto`; None: `upto` lacks its generation prompt.
+        """
         for changed in _sealed_behind(messages[n]):
             place = self._seal_position(text, messages, tools, n, changed)
-            if place is None:
+            own = self._seal_position(upto, messages[: n + 1], tools, n, changed)
+            if place is None or own is None or place < start:
                 continue
-            # A seal in a call's name is not at the end of the turn, and no token shows the end.
-            if self.end_of_turn is None:
-                return None if messages[n].get("tool_calls") else place
-            marker = text.find(self.end_of_turn, place)
-            return marker + len(self.end_of_turn) if marker >= 0 else None
+            # History may leave out the beginning of what the model generates, but not replace it.
+            generated = own_start is not None and upto[own_start:own].endswith(text[start:place])
+            if self._ends_by_role and not generated:
+                return None
+            ending = upto[own : self._cut(upto, own, len(upto))].strip()
+            if not ending:
+                return place
+            if match := re.compile(r"\s*" + re.escape(ending)).match(text, place):
+                return match.end()
+            # History ends the turn in another token than generation, which must not be learned. A seal in a call's
+            # name is not at the end of the turn.
+            if not generated or messages[n].get("tool_calls"):
+                return None
+            blank = re.match(r"\s*", upto[own:])
+            assert blank
+            return place + len(blank[0]) if text.startswith(blank[0], place) else place
         return None
+
+    def _stop_behind(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Returns the token that stops the last turn if the template ends turns by the next role's mark; else ""."""
+        last = messages[-1]
+        if not self._ends_by_role or last["role"] != "assistant" or last.get("weight") == 0:
+            return ""
+        following = {"role": "tool" if last.get("tool_calls") else "user", "content": "?"}
+        for sealed in _sealed_behind(last):
+            # The text behind the seal, if this turn is the last one, and if another message follows.
+            own, followed = (
+                self._render([*messages[:-1], sealed, *more], tools).partition(_SEAL)[2] for more in ([], [following])
+            )
+            mark = re.match(self._any, followed[len(own) :]) if followed.startswith(own) else None
+            if mark and mark[0] in self.stops:
+                return mark[0]
+        raise self._unproven(messages, len(messages) - 1, "ends")
 
     def _begin(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         message = messages[n]
@@ -425,7 +533,11 @@ class Template:
         """Returns the position of the seal of a changed message, or None if more than the seal changes."""
         sealed = self._render([*messages[:n], changed, *messages[n + 1 :]], tools)
         place = sealed.find(_SEAL)
-        return place if place >= 0 and sealed[:place] + sealed[place + len(_SEAL) :] == text else None
+        # Templates may repeat the name of a call with the tool's result; the first one is in the turn.
+        rest = sealed.replace(_SEAL, "", -1 if changed.get("tool_calls") else 1)
+        # `_stop_behind` may have added a token.
+        same = text.startswith(rest) and text[len(rest) :] in ("", *self.stops)
+        return place if place >= 0 and same else None
 
 
 def _sealed_behind(message: Message) -> Iterator[Message]:

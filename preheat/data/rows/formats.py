@@ -83,9 +83,7 @@ class Layout:
 
     def key(self) -> tuple[object, ...]:
         """Returns everything that decides the document of a row, as a cache key."""
-        template = (
-            (self.template.text, self.template.with_tools, dict(self.template.variables)) if self.template else None
-        )
+        template = self.template.key() if self.template else None
         # Relative image paths depend on the folder.
         images = (self.eye.key(), str(self.folder)) if self.eye else None
         kind = "unpaired" if self.kind == "kto" else self.kind  # its former name: older runs and caches have it

@@ -410,6 +410,22 @@ def test_where_training_and_generation_meet(
     assert [told in note for note in notes if "generation_prompt" in note] == ([True] if told else [])
 
 
+def test_reasoning_that_history_leaves_out_is_told(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "a.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if loop.last and m.thinking %}"
+        "{{ '<think>' + m.thinking + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\\n' }}{% endfor %}" + ASK
+    )
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Heat.", "thinking": "hm"}]
+    (tmp_path / "a.jsonl").write_bytes(
+        lines([{"messages": [{"role": "user", "content": f"And {n}?"}, said[1], *said]} for n in range(20)])
+    )
+    settings = {"template": str(tmp_path / "a.jinja"), "preflight": {"truncated": "warn"}}
+    for train_on, told in (("assistant", 1), ("last", 0)):
+        notes = run(tmp_path, folder, tmp_path / "a.jsonl", train_on=train_on, **settings).warnings
+        found = "message 2: training has 'Heat.<|im_end|>', generation '<think>hm</think>Heat.<|im_end|>'"
+        assert [found in note for note in notes if "earlier_turns" in note] == [True] * told
+
+
 def test_rows_of_text_beside_a_template_are_not_asked(tmp_path: Path, folder: Path) -> None:
     """They are laid out without it, so there is nothing to compare; two sources that differ still only warn."""
     (tmp_path / "text.jsonl").write_bytes(lines([{"text": f"A kettle is warm, {n}."} for n in range(20)]))

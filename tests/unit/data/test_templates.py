@@ -11,12 +11,29 @@ from typing import Any
 import pytest
 
 from preheat.data.chat.builtin_templates import FORMATS
-from preheat.data.chat.template import Template, load_template
+from preheat.data.chat.template import Template, load_template, template_for
 from preheat.data.document import Document
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
-from preheat.errors import DataError
+from preheat.errors import DataError, RecipeError
+from preheat.inference.text_generation import turn_ends
 
-from ..chats import ALPACA, CHATML, KINDS, SPECIAL, TALKS, TOOLS, Message, call, json_of, said
+from ..chats import (
+    ALPACA,
+    CHATML,
+    DEEPSEEK31,
+    GLM45,
+    HARMONY,
+    KINDS,
+    NEMOTRON3,
+    QWEN35,
+    SPECIAL,
+    TALKS,
+    TOOLS,
+    Message,
+    call,
+    json_of,
+    said,
+)
 
 
 @pytest.fixture(scope="session")
@@ -181,6 +198,125 @@ def test_reasoning_in_history_is_found_by_a_seal(own: Any) -> None:
     ]
     pieces = template("qwen3", own).spans(talk, TOOLS)
     assert trained(own, pieces) == expected("qwen3", talk, "")
+
+
+def thought(content: str, reasoning: str, **more: Any) -> Message:
+    """An answer with reasoning, by the keys of every template."""
+    return said("assistant", content, reasoning_content=reasoning, thinking=reasoning, **more)
+
+
+PLAIN = [said("user", "Two and two?"), said("assistant", "Four."), said("user", "Sure?"), said("assistant", "Yes.")]
+REASONED = [PLAIN[0], thought("Four.", "sum"), PLAIN[2], thought("Yes.", "hm")]
+CALLED = [
+    *(said("user", "Weather?"), said("assistant", "", tool_calls=[call("weather", city="Ulm")])),
+    *(
+        said("tool", "12", name="weather"),
+        said("assistant", "Twelve."),
+        said("user", "Sure?"),
+        said("assistant", "Yes."),
+    ),
+]
+FINAL = "<|channel|>final<|message|>"
+ULM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>"
+CUT = r"message 2, of the assistant, {} cannot be determined: .* set data\.train_on: last, "
+
+# Template, conversation, trained spans of `assistant` or the error, trained spans of `last`.
+ENDS: dict[str, tuple[str, list[Message], list[str] | str, list[str] | str]] = {
+    # History ends in a token that generation does not stop at, so it is not learned.
+    "harmony": (HARMONY, PLAIN, [f"{FINAL}Four.", f"{FINAL}Yes.<|return|>"], [f"{FINAL}Yes.<|return|>"]),
+    "harmony, reasoning": (
+        *(HARMONY, REASONED),
+        [f"{FINAL}Four.", f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{FINAL}Yes.<|return|>"],
+        [f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{FINAL}Yes.<|return|>"],
+    ),
+    "harmony, tools": (
+        *(HARMONY, CALLED),
+        [
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>',
+            *(f"{FINAL}Twelve.", f"{FINAL}Yes.<|return|>"),
+        ],
+        [f"{FINAL}Yes.<|return|>"],
+    ),
+    "glm": (
+        *(GLM45, PLAIN, ["\n<think></think>\nFour.<|user|>", "\n<think></think>\nYes.<|user|>"]),
+        ["\n<think></think>\nYes.<|user|>"],
+    ),
+    # The model generates its reasoning, not the empty block that history has.
+    "glm, reasoning": (GLM45, REASONED, CUT.format("ends"), ["\n<think>hm</think>\nYes.<|user|>"]),
+    "glm, tools": (
+        *(GLM45, CALLED),
+        [
+            f"\n<think></think>\n{ULM}<|observation|>",
+            *("\n<think></think>\nTwelve.<|user|>", "\n<think></think>\nYes.<|user|>"),
+        ],
+        ["\n<think></think>\nYes.<|user|>"],
+    ),
+    "qwen3.5": (QWEN35, PLAIN, CUT.format("begins"), ["\n</think>\n\nYes.<|im_end|>"]),
+    "qwen3.5, reasoning": (QWEN35, REASONED, CUT.format("begins"), ["hm\n</think>\n\nYes.<|im_end|>"]),
+    # Without reasoning even the last answer lacks the generation prompt.
+    "nemotron": (NEMOTRON3, PLAIN, "beginning of message 2 as", "beginning of message 4 as .*reasoning_content"),
+    "nemotron, reasoning": (NEMOTRON3, REASONED, CUT.format("begins"), ["hm\n</think>\nYes.<|im_end|>"]),
+    "deepseek": (
+        DEEPSEEK31,
+        PLAIN,
+        ["Four.<|end_of_sentence|>", "Yes.<|end_of_sentence|>"],
+        ["Yes.<|end_of_sentence|>"],
+    ),
+    "deepseek, tools": (
+        *(DEEPSEEK31, CALLED),
+        [
+            '<|tool_calls_begin|>weather{"city": "Ulm"}<|tool_calls_end|><|end_of_sentence|>',
+            *("Twelve.<|end_of_sentence|>", "Yes.<|end_of_sentence|>"),
+        ],
+        ["Yes.<|end_of_sentence|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_turns_that_end_differently_by_position(case: str) -> None:
+    import re
+
+    text, talk, *expected_of = ENDS[case]
+    marks = sorted({*re.findall(r"<\|\w+\|>", text), *("<|user|>", "<|observation|>")}, key=len, reverse=True)
+    # `stops`: as GLM's generation_config.json; other templates end turns themselves.
+    used = Template(text, "own", {"bos_token": "<s>"}, tuple(marks), stops=("<|user|>", "<|observation|>"))
+    for train_on, spans in zip(("assistant", "last"), expected_of, strict=True):
+        if isinstance(spans, str):
+            with pytest.raises(DataError, match=spans) as caught:
+                used.spans(talk, None, train_on)  # type: ignore[arg-type]
+            assert "\n" not in str(caught.value)
+        else:
+            pieces = used.spans(talk, None, train_on)  # type: ignore[arg-type]
+            assert [piece.text for piece in pieces if piece.trained] == spans
+            # The text is the template's; the mark that stops the last turn is the only addition.
+            added = "<|user|>" if text == GLM45 else ""
+            assert "".join(piece.text for piece in pieces) == used.text_of(talk) + added
+
+
+def test_the_next_roles_mark_ends_turns_only_if_the_model_stops_there(own: Any, tmp_path: Path) -> None:
+    own.chat_template = GLM45
+    own.save_pretrained(tmp_path)
+    talk = [said("user", "Two and two?"), said("assistant", "Four.")]
+
+    def opened(**files: str) -> Template:
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(content)
+        return template_for(None, load_tokenizer(str(tmp_path)), "messages")
+
+    plain = opened()
+    assert (plain.end_of_turn, plain.spans(talk)[-1].text) == (None, "\n<think></think>\nFour.")
+    user = own.convert_tokens_to_ids("<|user|>")
+    # generation_config.json has precedence, as in transformers.
+    used = opened(config=json_of({"eos_token_id": [own.eos_token_id, user]}))
+    assert (used.end_of_turn, used.spans(talk)[-1].text) == ("<|user|>", "\n<think></think>\nFour.<|user|>")
+    assert used.spans(talk, train_on="all")[0].text.endswith("Four.<|user|>")
+    assert used.key() != plain.key()
+    assert opened(generation_config=json_of({"eos_token_id": own.eos_token_id})).end_of_turn is None
+    # Generation from a run, whose tokenizer has no such file, stops there too.
+    assert turn_ends(plain, own) == (frozenset({user}), ())
+    with pytest.raises(RecipeError, match=r"generation_config\.json: eos_token_id is '<\|user\|>', not a token ID"):
+        opened(generation_config=json_of({"eos_token_id": "<|user|>"}))
 
 
 def test_weight_0_is_not_trained(own: Any) -> None:
