@@ -1,4 +1,4 @@
-"""Readers for foreign model folders: JSON objects, safetensors files and the beginning-of-text token.
+"""Readers for foreign model folders: JSON objects, safetensors files, the beginning-of-text token and stop tokens.
 
 torch is imported with the first tensor.
 """
@@ -30,10 +30,12 @@ __all__ = [
     "finite",
     "listed",
     "missing_weights",
+    "model_stops",
     "open_tensors",
     "quantization_of",
     "quiet",
     "read_object",
+    "repository_file",
     "vocabulary_size",
     "weight_files",
 ]
@@ -114,6 +116,45 @@ def beginning(tokenizer: Any) -> list[int]:
         encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=own)
         firsts.append([token for token, read in zip(encoding.ids, encoding.attention_mask, strict=True) if read][:1])
     return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
+
+
+def repository_file(name: str, file: str) -> Path | None:
+    """Returns a file of a folder or of a hub repository, which is downloaded; None without such a file.
+
+    Args:
+        name: folder or hub name.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    from transformers.utils import cached_file
+
+    # None rather than an error, so that callers can name the missing file.
+    cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return Path(cached) if cached else None
+
+
+def model_stops(tokenizer: Any) -> tuple[str, ...]:
+    """Returns the tokens at which generation stops by the settings of the model that a tokenizer was loaded with.
+
+    These are in generation_config.json, or in config.json without it. A tokenizer that was trained here has none.
+
+    Raises:
+        RecipeError: the file is damaged.
+    """
+    name = tokenizer.name_or_path
+    for file in ("generation_config.json", "config.json"):
+        if name and (found := repository_file(name, file)):
+            value = read_object(found, "data.tokenizer").get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(n) is int and n >= 0 for n in ids):
+                raise RecipeError(
+                    f"data.tokenizer: {found}: eos_token_id is {quoted(value)}, not a token ID; fix it or remove it"
+                )
+            # A tokenizer with fewer tokens than the model lacks some of them.
+            tokens = tokenizer.convert_ids_to_tokens([n for n in ids if n < vocabulary_size(tokenizer)])
+            return tuple(token for token in tokens if token is not None)
+    return ()
 
 
 def vocabulary_size(tokenizer: Any) -> int:

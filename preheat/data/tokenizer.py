@@ -18,7 +18,7 @@ from preheat.data.rows.file_readers import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.hardware.connectivity import cached_folder, hub_offline
-from preheat.model_folder import FAULTS, beginning, fault, read_object, vocabulary_size
+from preheat.model_folder import FAULTS, beginning, fault, read_object, repository_file, vocabulary_size
 from preheat.run_dir import to_json
 from preheat.sanitize import quoted
 
@@ -41,7 +41,6 @@ __all__ = [
     "read_as_it_is",
     "rebuilt_by_transformers",
     "save_tokenizer",
-    "stop_tokens",
     "train_tokenizer",
     "unlike",
     "unlike_folders",
@@ -136,40 +135,6 @@ def _unreadable() -> tuple[type[Exception], ...]:
     return (*FAULTS, StrictDataclassError)
 
 
-def _file_of(name: str, file: str = "tokenizer.json") -> Path | None:
-    """Returns a file of a folder or of a downloaded hub repository, or None without one."""
-    folder = Path(name)
-    if folder.is_dir():
-        return folder / file if (folder / file).is_file() else None
-    from transformers.utils import cached_file
-
-    # A repository without tokenizer.json gives None, so that `load_tokenizer` can name the missing file.
-    cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    return Path(cached) if cached else None
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Returns the tokens at which generation stops by the settings of the model that a tokenizer was loaded with.
-
-    These are in generation_config.json, or in config.json without it. A tokenizer that was trained here has none.
-
-    Raises:
-        RecipeError: the file is damaged.
-    """
-    name = tokenizer.name_or_path
-    for file in ("generation_config.json", "config.json"):
-        if name and (found := _file_of(name, file)):
-            value = read_object(found, "data.tokenizer").get("eos_token_id")
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(n) is int and n >= 0 for n in ids):
-                raise RecipeError(
-                    f"data.tokenizer: {found}: eos_token_id is {quoted(value)}, not a token ID; fix it or remove it"
-                )
-            names = tokenizer.convert_ids_to_tokens(ids)
-            return tuple(name for name in names if name is not None)
-    return ()
-
-
 def read_as_it_is(name: str) -> str:
     """Returns how the class chosen by transformers splits text differently from tokenizer.json, or '' if it does not.
 
@@ -178,7 +143,7 @@ def read_as_it_is(name: str) -> str:
     Args:
         name: folder or hub name, as for `load_tokenizer`.
     """
-    file = _file_of(name)
+    file = repository_file(name, "tokenizer.json")
     return _unlike_by_class(name, file, _stamps(file.parent)) if file is not None else ""
 
 

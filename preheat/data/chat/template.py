@@ -34,7 +34,7 @@ from preheat.data.chat.render_limits import limited, require_small, require_temp
 from preheat.data.document import END, PAD, TextSpan
 from preheat.data.rows.file_readers import display_path, expanded, missing
 from preheat.errors import DataError, nearest
-from preheat.model_folder import beginning
+from preheat.model_folder import beginning, model_stops
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
@@ -136,11 +136,8 @@ def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None,
     if setting is None and layout == "alpaca" and (tokenizer is None or not tokenizer.chat_template):
         setting = "alpaca"
     if tokenizer is not None:
-        # `data.tokenizer` imports sources, which import this module.
-        from preheat.data.tokenizer import stop_tokens
-
         template = load_template(setting, tokenizer)
-        return template if template.end_of_turn is not None else replace(template, stops=stop_tokens(tokenizer))
+        return template if template.end_of_turn is not None else replace(template, stops=model_stops(tokenizer))
     if setting is None:
         raise DataError(
             f"data.template: there is no tokenizer with a template; name one ({SUGGESTIONS}) or a .jinja file"
