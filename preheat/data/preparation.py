@@ -82,6 +82,12 @@ class PreparedData:
     blocked: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The model's stop tokens that end turns of the template; they are saved with the tokenizer."""
+        templates = (stream.source.layout.template for stream in self.streams)
+        return next((template.stops for template in templates if template is not None and template.stops), ())
+
     def record(self) -> JsonObject:
         """Returns the content of the run's data.json."""
         template = self.layout.template
@@ -311,7 +317,9 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     # After the split: a tokenizer is trained on the training side only, so that validation stays unseen.
     tokenizer = opened.tokenizer or _trained(root, content, sources, split, data.vocab_size, say)
     encoder = Encoder(tokenizer)
-    template = next((s.layout.template for s in sources if s.layout.template), None)
+    # The template of rows that it renders, which has the `stops`, before that of plain text beside them.
+    templates = (*(s.layout.chat_template for s in sources), *(s.layout.template for s in sources))
+    template = next(filter(None, templates), None)
     ends, findings = _ends(tokenizer, template), Findings()
     check_template(sources, template, findings)
     check_prompts(sources, encoder, findings)

@@ -209,8 +209,11 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
     return f"AutoTokenizer builds a {type(rebuilt).__name__} of it, in which {difference}" if difference else None
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Sequence[str] = ()) -> str | None:
     """Saves a tokenizer and verifies it by loading it back.
+
+    Args:
+        stops: see `write_tokenizer`.
 
     Returns:
         How transformers' `AutoTokenizer` splits text differently, or None if it does not. It does if config.json names
@@ -219,7 +222,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str | No
     Raises:
         RunError: the tokenizer cannot be written, or loads back as a different one.
     """
-    write_tokenizer(tokenizer, folder)
+    write_tokenizer(tokenizer, folder, stops)
     try:
         if rebuilt_by_transformers(folder):  # name a class that loads tokenizer.json unchanged
             file = folder / "tokenizer_config.json"
@@ -361,8 +364,11 @@ def _rust() -> Iterator[None]:
         raise OSError(fault(error, 200)) from None
 
 
-def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Sequence[str] = ()) -> None:
     """Saves a tokenizer without verifying it.
+
+    Args:
+        stops: stop tokens of its model that its template needs (`Template.stops`).
 
     Raises:
         RunError: the tokenizer cannot be written.
@@ -370,6 +376,9 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     try:
         with _rust():
             tokenizer.save_pretrained(folder)
+        if stops:
+            ids = tokenizer.convert_tokens_to_ids(list(stops))
+            (folder / "generation_config.json").write_text(to_json({"eos_token_id": ids}, indent=2), encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
 

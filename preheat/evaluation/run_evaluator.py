@@ -63,7 +63,7 @@ class RunEvaluator:
         self.sizes = bytes_of_tokens(data.tokenizer)
         length, self.forgetting = recipe.batch.seq_len, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
-            write_tokenizer(data.tokenizer, Path(folder))
+            write_tokenizer(data.tokenizer, Path(folder), data.stops)
             reading: JsonObject = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(

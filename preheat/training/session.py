@@ -42,7 +42,7 @@ from preheat.training.resume import Looked, compare, fingerprints, resumed, summ
 from preheat.training.sample_generation import Samples
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
     from preheat.core.json_types import JsonObject
     from preheat.data import PreparedData
@@ -292,7 +292,7 @@ def open_session(
         session.assemble(resume=resume)
         # 6. Record what is needed to inspect and resume the run.
         if ranks.lead and not resume:
-            writer.folder("tokenizer", lambda folder: _save_tokenizer(data.tokenizer, folder, watch))
+            writer.folder("tokenizer", lambda folder: _save_tokenizer(data, folder, watch))
         if ranks.lead:
             writer.json("data.json", data.record() | {"chat": samples.template is not None})
         writer.json("plan.json", expected)
@@ -310,10 +310,10 @@ def open_session(
     return session
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, watch: Watch) -> None:
+def _save_tokenizer(data: PreparedData, folder: Path, watch: Watch) -> None:
     from preheat.data.tokenizer import save_tokenizer
 
-    if line := save_tokenizer(tokenizer, folder):
+    if line := save_tokenizer(data.tokenizer, folder, data.stops):
         watch.notice(f"tokenizer: {line}")
 
 

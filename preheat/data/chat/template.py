@@ -137,7 +137,11 @@ def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None,
         setting = "alpaca"
     if tokenizer is not None:
         template = load_template(setting, tokenizer)
-        return template if template.end_of_turn is not None else replace(template, stops=model_stops(tokenizer))
+        # Rows of these layouts are not rendered, so that even a broken template does no harm.
+        unused = layout in ("text", "classes") or (layout == "prompt" and setting is None)
+        if unused or template.end_of_turn is not None:
+            return template
+        return replace(template, stops=model_stops(tokenizer))
     if setting is None:
         raise DataError(
             f"data.template: there is no tokenizer with a template; name one ({SUGGESTIONS}) or a .jinja file"

@@ -13,7 +13,7 @@ import pytest
 from preheat.data.chat.builtin_templates import FORMATS
 from preheat.data.chat.template import Template, load_template, template_for
 from preheat.data.document import Document
-from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer, write_tokenizer
 from preheat.errors import DataError, RecipeError
 from preheat.inference.text_generation import turn_ends
 
@@ -312,8 +312,11 @@ def test_the_next_roles_mark_ends_turns_only_if_the_model_stops_there(own: Any, 
     assert (used.end_of_turn, used.spans(talk)[-1].text) == ("<|user|>", "\n<think></think>\nFour.<|user|>")
     assert used.spans(talk, train_on="all")[0].text.endswith("Four.<|user|>")
     assert used.key() != plain.key()
+    # A run's folder keeps the tokens with the tokenizer, so that other commands read its data alike.
+    write_tokenizer(own, tmp_path / "run", used.stops)
+    assert template_for(None, load_tokenizer(str(tmp_path / "run")), "messages").spans(talk) == used.spans(talk)
     assert opened(generation_config=json_of({"eos_token_id": own.eos_token_id})).end_of_turn is None
-    # Generation from a run, whose tokenizer has no such file, stops there too.
+    # Generation, which does not read the file, stops there too.
     assert turn_ends(plain, own) == (frozenset({user}), ())
     with pytest.raises(RecipeError, match=r"generation_config\.json: eos_token_id is '<\|user\|>', not a token ID"):
         opened(generation_config=json_of({"eos_token_id": "<|user|>"}))
