@@ -507,7 +507,7 @@ def _parts(value: Any) -> bool:
 
 _RESULT = _both(
     _has(metrics=_map(_none_or(_may_have(value=_real, low=_real, high=_real)))),
-    _may_have(rows=_real, tokens=_real, truncated=_real, parts=_parts),
+    _may_have(rows=_real, tokens=_real, truncated=_real, no_room=_real, parts=_parts),
 )
 _RESULTS = _may_have(texts=_map(_RESULT), tasks=_map(_RESULT))
 # A lambda, since `_table` is defined below.

@@ -56,6 +56,7 @@ def _print(screen: Any, shown: JsonObject) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from preheat.data.row_account import RowAccount
     from preheat.sanitize import clean
 
     # Without colours, trained text is set in quotation marks.
@@ -89,12 +90,11 @@ def _print(screen: Any, shown: JsonObject) -> None:
         table.add_row("template", Text(clean(shown["template"])))
     if shown["classes"]:
         table.add_row("classes", Text(clean(f"{len(shown['classes'])}: {', '.join(shown['classes'])}")))
-    left = ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())
-    split = f"{counts['train']['documents']:,} to train on, {counts['validation']['documents']:,} to validate on"
-    table.add_row("rows", f"{counts['read']:,} read, {split}" + (f"; left out: {left}" if left else "; none left out"))
+    table.add_row("rows", RowAccount.of_counts(counts).text())
     for source in counts["sources"]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-        table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}")))
+        account = f"; {RowAccount.of(source).text()}" if len(counts["sources"]) > 1 else ""
+        table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}{account}")))
     table.add_row("duplicates", f"{packing['duplicates']:,} of the training examples are duplicates")
     cut = f"; {lengths['longer_than_a_row']:,} longer than a row" + (
         f", {packing['cut']:,} with a truncated answer" if packing["cut"] else ""

@@ -309,6 +309,8 @@ def _notes(summary: JsonObject) -> list[str]:
     for name, result in summary["texts"].items():
         left = f"; {result['unread_rows']:,} more rows were not read (--rows)" if result["unread_rows"] else ""
         cut = f"; {result['truncated']:,} examples were truncated (--length)" if result["truncated"] else ""
+        if result["no_room"]:
+            cut += f"; {result['no_room']:,} examples were left out: no room for an answer (--length)"
         notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
     for name, result in summary["tasks"].items():
         cut = f"; {result['truncated']:,} had their context truncated" if result["truncated"] else ""

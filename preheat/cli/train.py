@@ -215,8 +215,7 @@ def _dry_run(
         require_weights(subject.recipe)
         data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms(), device=device, world=world)
         if not json:
-            rows = f"{len(data.train):,} rows" if hasattr(data.train, "__len__") else "a stream of rows"
-            console().print(f"data: {data.source}, {rows} of {subject.recipe.batch.seq_len:,} tokens")
+            console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
     result, page = plan_as_written(request, devices, None)
     again = [part for item in overrides for part in ("--set", item)]

@@ -107,7 +107,7 @@ class RowSubset:
     """A subset of rows by index, with the part of the interface of `Rows` that an evaluation reads."""
 
     def __init__(self, rows: EvaluationRows, numbers: Sequence[int]):
-        self.rows, self.numbers, self.truncated = rows, numbers, rows.truncated
+        self.rows, self.numbers, self.truncated, self.no_room = rows, numbers, rows.truncated, rows.no_room
 
     def __len__(self) -> int:
         return len(self.numbers)

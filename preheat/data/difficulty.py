@@ -122,11 +122,17 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
     # If there are as many rows as documents, the scores are those of documents.
     if len(scores) == documents:
         return _of_documents(rows, np.repeat(scores, rows.tokens.group))
+    # Those that a run counts: documents without room for an answer are in no row, so any score does for them.
+    used = rows.examples_used()
+    if len(scores) == used.sum():
+        every = np.zeros(documents)
+        every[used] = scores
+        return _of_documents(rows, np.repeat(every, rows.tokens.group))
     if len(scores) == len(rows):
         return scores
     raise DataError(
         f"techniques.difficulty_curriculum.scores: {path}: holds {len(scores):,} numbers, but there are "
-        f"{documents:,} training documents (those held out for validation "
+        f"{documents:,} training documents ({used.sum():,} of them in rows; those held out for validation "
         f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one "
         "for each of either"
     )

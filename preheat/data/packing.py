@@ -56,6 +56,9 @@ class EvaluationRows(Protocol):
     @property
     def truncated(self) -> int: ...
 
+    @property
+    def no_room(self) -> int: ...
+
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> RowData: ...
@@ -220,6 +223,19 @@ class Rows:
         return (
             -(-max(len(self.tokens.ids) - 1, 0) // self.length) if self.partial else len(self.tokens.ids) // self.length
         )
+
+    def examples_used(self) -> np.ndarray:
+        """Returns [examples] bool, True for those with a label in a row; the others are left out."""
+        starts, ends, group = self.tokens.starts(), self.tokens.offsets, self.tokens.group
+        if self.packing == "whole":
+            used: np.ndarray = np.zeros(len(ends) // group, bool)
+            used[self._order[::group] // group] = True
+            return used
+        # The token after the last position is its label.
+        last = min(len(self) * self.length + 1, len(self.tokens.ids))
+        used = starts < last
+        used[used] = self.tokens.targets(starts[used], np.minimum(ends[used], last)) > 0
+        return used
 
     @property
     def tokens_total(self) -> int:

@@ -102,7 +102,9 @@ CHECKS = {
     ),
     "embedding": Check("tokens beyond the model's embedding", "use the model's own tokenizer"),
     "truncated": Check(
-        "examples longer than batch.seq_len, whose answers are cut", "raise batch.seq_len or shorten the rows", 0.10
+        "examples longer than batch.seq_len, whose answers are cut or have no room",
+        "raise batch.seq_len or shorten the rows",
+        0.10,
     ),
     "validation": Check(
         "validation rows that are in the training data too", "remove them from one of the two", drops=True

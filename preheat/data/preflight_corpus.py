@@ -18,7 +18,7 @@ from preheat.data.document import Document, TextSpan
 from preheat.data.packing import Rows
 from preheat.data.preflight import Findings
 from preheat.data.sources import Source
-from preheat.data.split import chunks
+from preheat.data.split import Side, chunks
 from preheat.data.tokenize_corpus import Stream
 from preheat.data.tokenizer import Encoder
 from preheat.errors import DataError
@@ -231,11 +231,15 @@ def check_tokens(
     streams: Sequence[Stream],
     sources: Sequence[Source],
     folder: Path,
+    train: Rows,
     cut: np.ndarray,
     embedding: int | None,
-    length: int,
 ) -> None:
-    """Checks the counts and tokens of the whole corpus."""
+    """Checks the counts and tokens of the whole corpus.
+
+    Args:
+        cut: indices of the training examples that lose trained tokens.
+    """
     documents, source = values["documents"], sources[0].description
     kind = sources[0].layout.kind
     # No row has a label: one finding about the whole replaces those of the rows.
@@ -266,11 +270,17 @@ def check_tokens(
         if finding:
             finding |= {"count": values["near_count"], "of": documents["validation"]}
     if len(cut):
-        marks = np.load(folder / "train-marks.npy")
-        for where in _wheres(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
-            findings.add(
-                "truncated", where, f"is longer than a row of {length} tokens, so that its answer is cut", count=0
+        marks, used = np.load(folder / "train-marks.npy"), train.examples_used()
+        left_out = {int(mark) for mark in marks[cut[~used[cut]]]}
+        also = ""
+        if 0 < (count := int((~used[cut]).sum())) < len(cut):
+            also = f"; {count:,} of these examples have no room for an answer and are left out"
+        for where, mark in _places(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
+            what = (
+                "its prompt leaves no room for an answer: it is left out" if mark in left_out else "its answer is cut"
             )
+            message = f"is longer than a row of {train.length} tokens, so that {what}{also}"
+            findings.add("truncated", where, message, count=0)
         finding = findings.by_check.get("truncated")
         if finding:
             finding |= {"count": len(cut), "of": documents["train"]}
@@ -304,11 +314,17 @@ def locate_documents(
 
 def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:
     """Yields the file and row of the documents with these 64-bit content hashes, by reading the sources again."""
+    yield from (where for where, _ in _places(streams, marks, held=held))
+
+
+def _places(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[tuple[str, int]]:
+    """As `_wheres`, with the content hash of each document."""
     for stream in streams:
-        for side, mark, document in stream.read(Counter(), Findings()):
-            if (side == "validation") == held and int(mark[:16], 16) in marks:
-                marks.discard(int(mark[:16], 16))
-                yield document.where
+        for side, content, document in stream.read(Counter(), Findings()):
+            mark = int(content[:16], 16)
+            if (side == "validation") == held and mark in marks:
+                marks.discard(mark)
+                yield document.where, mark
             if not marks:
                 return
 
@@ -325,7 +341,7 @@ def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -
     raise AssertionError("the largest token stands in no document")
 
 
-def refuse_longer(rows: Mapping[str, Rows], folder: Path, streams: Sequence[Stream]) -> None:
+def refuse_longer(rows: Mapping[Side, Rows], folder: Path, streams: Sequence[Stream]) -> None:
     """Raises DataError if documents are longer than a row, with the first one and their number.
 
     Args:
@@ -352,7 +368,7 @@ def longer_than_a_row(rows: Rows) -> np.ndarray:
 def cut_answers(rows: Rows) -> np.ndarray:
     """Returns the indices of examples that lose trained tokens, since they are longer than a row (`whole`)."""
     tokens = rows.tokens
-    if rows.packing == "stream" or not len(tokens.offsets) or tokens.labels is not None:
+    if rows.packing == "stream" or not len(tokens.offsets):
         return np.zeros(0, np.int64)
     # [sequences]: the labels of the whole sequence, and of its part in a row.
     starts = tokens.starts()

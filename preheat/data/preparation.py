@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +14,7 @@ import numpy as np
 from preheat.core import Vision
 from preheat.data.cache import entry
 from preheat.data.chat.template import Template, load_template
+from preheat.data.document import Document
 from preheat.data.packing import Rows, Tokens
 from preheat.data.preflight import Findings, Verdict, judge, merged, refuse_unknown
 from preheat.data.preflight_corpus import (
@@ -24,11 +25,12 @@ from preheat.data.preflight_corpus import (
     longer_than_a_row,
     refuse_longer,
 )
+from preheat.data.row_account import LeftOut, RowAccount
 from preheat.data.rows.formats import Layout
 from preheat.data.sources import Source, digest, open_source
-from preheat.data.split import Split, chunks, content_hash
+from preheat.data.split import Side, Split, chunks, content_hash
 from preheat.data.streaming import StreamRows, encode_all
-from preheat.data.tokenize_corpus import SIDES, Progress, Stream, streams_of, tokenize
+from preheat.data.tokenize_corpus import SIDES, Progress, Stream, copies_file, streams_of, tokenize
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError
@@ -45,8 +47,15 @@ __all__ = ["PreparedData", "prepare"]
 FORMAT = 4
 """Version of the cache entries: raised when the tokens of equal documents, or their storage, change."""
 
+COUNTS = 1
+"""Version of the counts beside the tokens. Not part of the fingerprint: runs of an earlier version can be resumed."""
+
 STREAM_LOOK = 1000
 """Documents at the beginning of a streamed source that are checked before training."""
+
+
+_COPIES = tuple(map(copies_file, SIDES))
+_IN_A_ROW, _IN_NO_ROW, _NOT_DRAWN = range(3)
 
 
 @dataclass
@@ -57,11 +66,12 @@ class PreparedData:
         tokenizer: tokenizer of transformers, with the chat template that was used.
         train, validation: packed rows. With data.validation 0 there are no validation rows.
         source: description of the sources.
-        counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}, "sources": counts of each,
-            "repeated": a source's weight repeats its documents}. Each side has documents, tokens, rows, trained
-            (labels), efficiency (fraction of positions that are not padding), truncated and no_room (examples), longer
-            (than a row), cut (examples that lose trained tokens) and duplicates. Of a streamed source only what is
-            known before training.
+        counts: {"read", "dropped": {reason: documents}, "train": {...}, "validation": {...}, "sources": counts of each
+            and the keys of `RowAccount.record`, "repeated": a source's weight repeats its documents}. Each side has
+            documents (in rows; repeated ones count once), the tokens in its rows, rows, trained (labels), efficiency
+            (fraction of positions that are not padding), truncated and no_room (examples), longer (than a row), cut
+            (examples in rows that lose trained tokens) and duplicates. Of a streamed source only "validation", and
+            "beginning": the `RowAccount` of its first rows.
         fingerprint: content hash of everything that decides the rows; checkpoints carry it.
         layout: layout of the rows, of the first source if there are several.
         classes: names of the classes, in order; empty without classes.
@@ -87,6 +97,20 @@ class PreparedData:
         """The model's stop tokens that end turns of the template; they are saved with the tokenizer."""
         templates = (stream.source.layout.template for stream in self.streams)
         return next((template.stops for template in templates if template is not None and template.stops), ())
+
+    @property
+    def account(self) -> RowAccount:
+        """What became of the rows; of a streamed source of its first ones."""
+        if isinstance(self.train, StreamRows):
+            return RowAccount.of(self.counts["beginning"])
+        return RowAccount.of_counts(self.counts)
+
+    def text(self) -> str:
+        """Returns what became of the rows, and the sequences that training reads, in one line."""
+        length, account = f"{self.train.length:,} tokens", self.account.text()
+        if isinstance(self.train, StreamRows):
+            return f"first rows: {account}; a stream of sequences of {length}"
+        return f"rows: {account}; {len(self.train):,} sequences of {length}"
 
     def record(self) -> JsonObject:
         """Returns the content of the run's data.json."""
@@ -159,20 +183,29 @@ def prepare(
     packed = _tokenize_and_pack(opened, encoding, root, say, length=length, partial=partial)
     verdict, cut = _check_rows(data, opened, encoding, packed, embedding=embedding, refuse=refuse, knob=knob)
     values, layout = packed.values, opened.sources[0].layout
-    counts = {
-        "read": values["read"],
-        "dropped": values["dropped"],
-        "sources": values["sources"],
+    used = {side: rows.examples_used() for side, rows in packed.rows.items()}
+    accounts = _accounts(packed, used)
+    total = sum(accounts, RowAccount(0, 0, 0)).record()
+    counts: JsonObject = {
+        "read": total["read"],
+        "dropped": total["dropped"],
+        "sources": [
+            {key: source[key] for key in ("source", "layout", "weight", "side", "documents", "tokens")}
+            | account.record()
+            for source, account in zip(values["sources"], accounts, strict=True)
+        ],
         "repeated": any(source.weight > 1 for source in opened.sources),
-    } | {
-        side: _counts(rows) | {"cut": len(cut[side]), "duplicates": values["duplicates"][side]}
-        for side, rows in packed.rows.items()
     }
+    for side, rows in packed.rows.items():
+        lost = int(used[side][cut[side]].sum())
+        documents = total["trained_on" if side == "train" else "held_out"]
+        counts[side] = _counts(rows, documents) | {"cut": lost, "duplicates": values["duplicates"][side]}
     description = "; ".join(source.description for source in opened.sources) + (
         f"; validation: {opened.validation.description}" if opened.validation else ""
     )
     # `seed` is not part of it: the loader, not the rows, decides the order of samples.
-    fingerprint = digest(FORMAT, sorted(packed.files.items()), length, opened.packing, encoding.encoder.pad)
+    files = sorted((name, checksum) for name, checksum in packed.files.items() if name not in _COPIES)
+    fingerprint = digest(FORMAT, files, length, opened.packing, encoding.encoder.pad)
     return PreparedData(
         encoding.tokenizer,
         packed.rows["train"],
@@ -240,7 +273,12 @@ class _Packed:
     files: dict[str, str]
     streams: list[Stream]
     findings: Findings
-    rows: dict[str, Rows]
+    rows: dict[Side, Rows]
+
+    def copies(self, side: Side) -> np.ndarray | None:
+        """Returns how often each row is in the tokens, [rows]; None without weights: once each."""
+        file = self.folder / copies_file(side)
+        return np.load(file) if file.exists() else None
 
 
 def _open_sources(
@@ -339,7 +377,7 @@ def _tokenize_and_pack(
     """
     encoder, ends = encoding.encoder, encoding.ends
     streams = streams_of(opened.sources, opened.validation, encoding.split)
-    entry_name = f"tokens-{digest(encoding.content, encoder.key, ends)}"
+    entry_name = f"tokens-{digest(COUNTS, encoding.content, encoder.key, ends)}"
 
     def build(folder: Path) -> JsonObject:
         # The work folder bears the name of the entry, so that the next start finds and resumes unfinished work.
@@ -347,7 +385,7 @@ def _tokenize_and_pack(
 
     folder, content_entry = entry(root, entry_name, build)
     values = content_entry["values"]
-    rows: dict[str, Rows] = {
+    rows: dict[Side, Rows] = {
         side: Rows(Tokens.open(folder, side, values["group"]), length, opened.packing, encoder.pad, partial=partial)
         if values["documents"][side]
         else _none(length)
@@ -366,8 +404,8 @@ def _check_rows(
     embedding: int | None,
     refuse: bool,
     knob: str,
-) -> tuple[Verdict, dict[str, np.ndarray]]:
-    """Judges the tokens by `data.preflight`; returns the verdict and the examples of each side that lose an answer.
+) -> tuple[Verdict, dict[Side, np.ndarray]]:
+    """Judges the tokens by `data.preflight`; returns the verdict and each side's examples that lose trained tokens.
 
     Raises:
         DataError: a check found an error (unless `refuse` is False), or a side that is needed has no row.
@@ -386,9 +424,9 @@ def _check_rows(
         packed.streams,
         opened.sources,
         packed.folder,
+        train,
         cut["train"],
         embedding,
-        train.length,
     )
     # One verdict over all checks, so that one start reports every fault of the data.
     verdict = judge(findings.by_check, data.preflight, values["read"])
@@ -510,11 +548,43 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
         )
 
 
-def _counts(rows: Rows) -> JsonObject:
+def _accounts(packed: _Packed, used: Mapping[Side, np.ndarray]) -> list[RowAccount]:
+    """Returns what became of the rows of each source.
+
+    Args:
+        used: {side: [examples] bool}, True for those with a label in a row.
+    """
+    accounts, done = [], dict.fromkeys(SIDES, 0)
+    fates = {side: _fates(packed, side, used[side]) for side in SIDES}
+    for source in packed.values["sources"]:
+        left_out, remaining = Counter[str](source["dropped"]), {}
+        for side in SIDES:
+            # The rows of a side are stored source after source.
+            fate = fates[side][done[side] : done[side] + source["sides"][side]]
+            done[side] += len(fate)
+            remaining[side] = int((fate == _IN_A_ROW).sum())
+            left_out[LeftOut.NOT_DRAWN] += int((fate == _NOT_DRAWN).sum())
+            whole = packed.rows[side].packing == "whole"
+            left_out[LeftOut.NO_ROOM if whole else LeftOut.INCOMPLETE_SEQUENCE] += int((fate == _IN_NO_ROW).sum())
+        # `+` removes the reasons without a row.
+        accounts.append(RowAccount(source["read"], remaining["train"], remaining["validation"], dict(+left_out)))
+    return accounts
+
+
+def _fates(packed: _Packed, side: Side, used: np.ndarray) -> np.ndarray:
+    """Returns what became of each row of a side that was tokenized, [rows]; copies of a row count once."""
+    if (copies := packed.copies(side)) is None:
+        return np.where(used, _IN_A_ROW, _IN_NO_ROW)
+    ends = np.cumsum(copies, dtype=np.int64)
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(used)])
+    in_a_row = total[ends] > total[ends - copies]
+    return np.where(in_a_row, _IN_A_ROW, np.where(copies == 0, _NOT_DRAWN, _IN_NO_ROW))
+
+
+def _counts(rows: Rows, documents: int) -> JsonObject:
     return {
-        # Offsets count sequences: the two answers of a pair are one document.
-        "documents": len(rows.tokens.offsets) // rows.tokens.group,
-        "tokens": len(rows.tokens.ids),
+        "documents": documents,
+        "tokens": rows.tokens_total,
         "rows": len(rows),
         "trained": rows.trained_total,
         "efficiency": rows.tokens_total / (len(rows) * rows.length) if len(rows) else 0.0,
@@ -531,12 +601,18 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     (source, *_), validation_source, packing = opened.sources, opened.validation, opened.packing
     encoder, split, findings = encoding.encoder, encoding.split, encoding.findings
     # `apply` counts the dropped rows in it and the loop the others: the sum is the number of rows read.
-    seen_rows = Counter[str]()
+    dropped = Counter[str]()
     # Rows behind these are checked one by one as they are read (`StreamRows`).
-    for _ in split.apply(itertools.islice(source.read(), STREAM_LOOK), seen_rows, findings):
-        seen_rows["read"] += 1
-    verdict = judge(findings.by_check, data.preflight, sum(seen_rows.values()))
+    beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
+    verdict = judge(findings.by_check, data.preflight, len(beginning) + sum(dropped.values()))
     verdict.refuse()
+    account = _account_of_beginning(beginning, dropped, encoder, length, packing)
+    notes = list(opened.notes)
+    if no_room := account.left_out.get(LeftOut.NO_ROOM):
+        notes.append(
+            f"{source.description}: {no_room:,} of the first {account.read:,} rows are left out, as are all rows whose "
+            "prompt leaves no room for an answer; raise batch.seq_len to train on them"
+        )
     # Opened again by the process that reads it, so only settings are stored.
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
@@ -555,10 +631,34 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
         train,
         validation,
         f"{source.description}, streamed",
-        {"validation": _counts(validation)},
+        {"validation": _counts(validation, int(validation.examples_used().sum())), "beginning": account.record()},
         fingerprint,
         source.layout,
         source.layout.classes,
-        warnings=[*opened.notes, *verdict.warnings],
+        warnings=[*notes, *verdict.warnings],
         streams=streams_of([source], validation_source, split),
     )
+
+
+def _account_of_beginning(
+    documents: list[tuple[Side, str, Document]],
+    dropped: Counter[str],
+    encoder: Encoder,
+    length: int,
+    packing: Literal["stream", "whole"],
+) -> RowAccount:
+    """Returns what becomes of the first rows of a streamed source.
+
+    Args:
+        documents: the documents that the split left.
+        dropped: {reason: rows} of the others.
+    """
+    remaining = Counter(side for side, _, _ in documents)
+    left_out = Counter(dropped)
+    if packing == "whole":
+        for side in SIDES:
+            rows = Rows(encode_all([[d for d in documents if d[0] == side]], encoder), length, packing, encoder.pad)
+            left_out[LeftOut.NO_ROOM] += rows.no_room
+            remaining[side] -= rows.no_room
+    read = len(documents) + sum(dropped.values())
+    return RowAccount(read, remaining["train"], remaining["validation"], dict(+left_out))

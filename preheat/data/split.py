@@ -11,6 +11,7 @@ from typing import Literal
 
 from preheat.data.document import Document
 from preheat.data.preflight import Findings
+from preheat.data.row_account import LeftOut
 
 __all__ = ["Side", "Split", "chunks", "content_hash", "near_hash"]
 
@@ -64,13 +65,13 @@ class Split:
             if not document.trained_text.strip() and document.label is None:
                 if document.complete:
                     findings.add("untrained", document.where, "nothing in it is trained on")
-                dropped["untrained" if document.complete else "empty"] += 1
+                dropped[LeftOut.UNTRAINED if document.complete else LeftOut.EMPTY] += 1
                 continue
             mark = content_hash(document)
             # Before the split: validation documents must not be trained on, whatever their hash.
             if mark in self.validation_hashes:
                 findings.add("validation", document.where, "is in the validation data too")
-                dropped["also in validation"] += 1
+                dropped[LeftOut.IN_VALIDATION] += 1
                 continue
             # The first 64 bits of a hash are a uniform number, so a document's side is independent of all others.
             yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document

@@ -26,6 +26,7 @@ import numpy as np
 
 from preheat.data.document import Document
 from preheat.data.preflight import Findings, merged
+from preheat.data.row_account import LeftOut
 from preheat.data.sources import Source
 from preheat.data.split import Side, Split, chunks, near_hash
 from preheat.data.tokenizer import Encoded, Encoder
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.data.preflight import Finding
 
-__all__ = ["SIDES", "Progress", "Stream", "streams_of", "tokenize"]
+__all__ = ["SIDES", "Progress", "Stream", "copies_file", "streams_of", "tokenize"]
 
 SIDES: tuple[Side, Side] = ("train", "validation")
 JOURNAL_EVERY = 5.0
@@ -157,7 +158,7 @@ class _Writer:
         names = [
             f"{side}.{kind}"
             for side in SIDES
-            for kind in ("ids", "trained", "sizes", "labels", "marks", "seen", "near", "images")
+            for kind in ("ids", "trained", "sizes", "labels", "marks", "seen", "near", "images", "copies")
         ]
         with contextlib.suppress(OSError, ValueError, TypeError):  # no journal, or one of another version
             self.tally = _Tally(**json.loads((work / "journal.json").read_text(encoding="utf-8")))
@@ -188,8 +189,9 @@ class _Writer:
                     "weight": source.weight,
                     "side": "validation" if streams[number].held else "train",
                 }
+                sides = dict.fromkeys(SIDES, 0)
                 self.tally.sources.append(
-                    {**about, "read": 0, "dropped": {}, "untrained": 0, "documents": 0, "tokens": 0}
+                    {**about, "read": 0, "dropped": {}, "untrained": 0, "sides": sides, "documents": 0, "tokens": 0}
                 )
             self._stream(streams[number], say)
 
@@ -270,8 +272,11 @@ class _Writer:
             # Before the weight repeats documents: duplicates and overlaps count each document once.
             self._append(side, "seen", np.array(content, np.uint64))
             self._append(side, "near", np.array([near_hash(documents[n][2]) for n in wanted], np.uint64))
-            if side == "train" and stream.source.weight != 1:
-                wanted = [n for n in wanted for _ in range(_times(stream.source.weight, documents[n][1]))]
+            about["sides"][side] += len(wanted)
+            weight = stream.source.weight if side == "train" else 1.0
+            copies = [_times(weight, documents[n][1]) for n in wanted]
+            self._append(side, "copies", np.array(copies, np.uint32))
+            wanted = [n for n, count in zip(wanted, copies, strict=True) for _ in range(count)]
             if not wanted:
                 continue
             # The sequences of these documents, in order.
@@ -318,6 +323,11 @@ def _times(weight: float, mark: str) -> int:
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
 
 
+def copies_file(side: Side) -> str:
+    """Returns the name of the file with the number of copies of each row, [rows] uint32; only with weights."""
+    return f"{side}-copies.npy"
+
+
 def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> JsonObject:
     """Moves the files into `folder` in the form of `Tokens.open`, and returns the values of the cache entry."""
 
@@ -336,6 +346,8 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
             (work / f"{side}.trained").rename(folder / f"{side}.trained")
         if eye is not None:
             ImageTable.write(folder, side, eye, (work / f"{side}.images").read_text(encoding="utf-8").splitlines())
+        if any(source["weight"] != 1 for source in tally.sources):
+            np.save(folder / copies_file(side), read(side, "copies", np.uint32))
         documents[side] = len(marks)
         hashes = read(side, "seen", np.uint64)
         duplicates[side] = len(hashes) - len(np.unique(hashes))
@@ -346,7 +358,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
         findings["unknown_tokens"]["of"] = tally.tokens
     dropped: Counter[str] = Counter()
     for source in tally.sources:
-        source["dropped"] = Counter(source["dropped"]) + Counter(untrained=source.pop("untrained"))
+        source["dropped"] = Counter(source["dropped"]) + Counter({LeftOut.UNTRAINED: source.pop("untrained")})
         dropped.update(source["dropped"])
     return {
         "read": sum(source["read"] for source in tally.sources),

@@ -138,7 +138,14 @@ def measure_text(
     # Labels and bytes per batch identify the text under its tokenizer.
     identity, left = digest(weights, bytes_, count), len(rows) - count
     return Result(
-        metrics, count, identity, tokens=int(sum(weights)), truncated=rows.truncated, unread_rows=left, alone=scores
+        metrics,
+        count,
+        identity,
+        tokens=int(sum(weights)),
+        truncated=rows.truncated,
+        no_room=rows.no_room,
+        unread_rows=left,
+        alone=scores,
     )
 
 

@@ -38,6 +38,7 @@ class Result:
         identity: digest of the rows; results with equal digests can be compared row by row.
         tokens: number of tokens of the loss; None for a task.
         truncated: number of contexts whose beginning was cut; for a text, examples whose end was cut.
+        no_room: examples of a text that were left out: their prompt leaves no room for an answer.
         unread_rows: rows of a text that were not read.
         alone: metrics of which only the value is known, without an interval (e.g. aggregates of lm-eval).
         parts: the first metric by subset, or the metric that `preheat.evaluation.long_context` chooses.
@@ -48,6 +49,7 @@ class Result:
     identity: str
     tokens: int | None = None
     truncated: int = 0
+    no_room: int = 0
     unread_rows: int = 0
     alone: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[Part] = ()
@@ -57,9 +59,9 @@ def described(result: Result, *, seed: int = 0) -> JsonObject:
     """Returns a result as plain values.
 
     Returns:
-        {rows, tokens, truncated, unread_rows, metrics: {name: {value, low, high}}}; low and high are None without an
-        interval. If the result has parts, also parts: [{length, depth (or other keys of `Part.subset`), value, low,
-        high}].
+        {rows, tokens, truncated, no_room, unread_rows, metrics: {name: {value, low, high}}}; low and high are None
+        without an interval. If the result has parts, also parts: [{length, depth (or other keys of `Part.subset`),
+        value, low, high}].
     """
     metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
     metrics |= {name: _values(value, None) for name, value in result.alone.items()}
@@ -67,6 +69,7 @@ def described(result: Result, *, seed: int = 0) -> JsonObject:
         "rows": result.rows,
         "tokens": result.tokens,
         "truncated": result.truncated,
+        "no_room": result.no_room,
         "unread_rows": result.unread_rows,
         "metrics": metrics,
     }
@@ -128,6 +131,10 @@ def comparable(before: Result, after: Result | None) -> bool:
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 
+_LATER = ("no_room", "unread_rows")
+"""Counts that older runs lack."""
+
+
 def serialize(result: Result) -> JsonObject:
     """Serializes a result with its rows as plain values; `deserialize` reads it back."""
 
@@ -136,7 +143,7 @@ def serialize(result: Result) -> JsonObject:
 
     metrics = {name: plain(metric) for name, metric in result.metrics.items()}
     parts = [{"place": dict(part.subset), "metric": plain(part.metric)} for part in result.parts]
-    same = {key: getattr(result, key) for key in ("rows", "identity", "tokens", "truncated", "unread_rows")}
+    same = {key: getattr(result, key) for key in ("rows", "identity", "tokens", "truncated", *_LATER)}
     return {**same, "alone": dict(result.alone), "metrics": metrics, "parts": parts}
 
 
@@ -152,5 +159,5 @@ def deserialize(values: JsonObject) -> Result:
     # `to_json` writes null for NaN.
     alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
     same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
-    # Older runs have no count of unread rows.
-    return Result(metrics, parts=parts, alone=alone, unread_rows=values.get("unread_rows", 0), **same)
+    later = {key: values.get(key, 0) for key in _LATER}
+    return Result(metrics, parts=parts, alone=alone, **later, **same)

@@ -34,7 +34,7 @@ def _page(shown: JsonObject) -> str:
     tiles = (
         ("Rows read", grouped(counts["read"]), _dropped(counts) or "none left out"),
         (
-            "Examples to train on",
+            "Rows to train on",
             grouped(packing["documents"]),
             f"{counts['validation']['documents']:,} to validate on",
         ),

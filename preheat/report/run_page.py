@@ -256,6 +256,8 @@ def _evaluation(figures: JsonObject) -> str:
             old, apart = (mapping(mapping(mapping(of.get(part)).get(name)).get("metrics")) for of in (before, off))
             truncated = number(result.get("truncated"))
             cut = f" ({truncated:,.0f} without room for all of their context)" if truncated else ""
+            if no_room := number(result.get("no_room")):
+                cut += f" ({no_room:,.0f} examples left out: no room for an answer)"
             title = f"{name}: {grouped(result.get('rows'))} rows{cut}"
             rows.append(page.group_row(title, 4 if compared else 2))
             for metric, measured in mapping(result.get("metrics")).items():

@@ -410,6 +410,8 @@ def _prepare(
     watch.stage("reading data")
     source_config = configs.source(recipe)
     data, probes, samples = read_data(recipe, source_config, watch, device=device, world=ranks.world)
+    if data.account.left_out:
+        watch.notice(data.text())
     # Again for epochs, whose steps depend on the number of rows.
     total = steps_of(recipe, row_count(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):

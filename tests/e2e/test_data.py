@@ -92,6 +92,23 @@ def test_broken_rows_are_refused_before_anything_is_written_and_a_warning_trains
     )
 
 
+def test_rows_without_room_are_told_alike_everywhere(preheat: Command) -> None:
+    write(preheat, instruction="What is it? " * 60)
+    warn = ("--set", "data.preflight={truncated: warn}")
+    made = preheat.here.json("data", "chat.yaml", *warn, "--html", "data.html")
+    assert made["counts"]["dropped"] == {"no room for an answer": 1}
+    split = [made["counts"][side]["documents"] for side in ("train", "validation")]
+    assert sum(split) == 59
+    out, _ = preheat.here("data", "chat.yaml", *warn)
+    account = f"60 read, {split[0]} to train on, {split[1]} to validate on; left out: 1 no room for an answer"
+    assert account in " ".join(out.split())
+    assert "1 no room for an answer" in (preheat.folder / "data.html").read_text()
+    out, error = preheat("train", "chat.yaml", *warn)
+    assert account in " ".join((out + error).split())
+    (record,) = preheat.folder.glob("runs/*/data.json")
+    assert json.loads(record.read_text())["counts"]["dropped"] == {"no room for an answer": 1}
+
+
 def test_rows_that_no_technique_trains_on_are_refused(preheat: Command) -> None:
     write(preheat)
     (preheat.folder / "rows.jsonl").write_text(

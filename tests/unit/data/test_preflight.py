@@ -13,7 +13,9 @@ import pytest
 
 from preheat.data import PreparedData, prepare
 from preheat.data.document import END
+from preheat.data.packing import Rows
 from preheat.data.preflight import CHECKS
+from preheat.data.row_account import LeftOut, RowAccount
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
 from preheat.recipe import Data, field_docs
@@ -319,6 +321,85 @@ def test_what_a_classes_row_becomes(tmp_path: Path, folder: Path) -> None:
     assert numbers.classes == ("0", "10", "20")
 
 
+def long_prompt(kind: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a prompt of more than 128 tokens."""
+    words = "What is 7 and 7? " * 40
+    if kind == "talk":
+        return {"messages": [said("user", words), *row["messages"][1:]]}
+    return {**row, "instruction" if kind == "asked" else "prompt": words}
+
+
+@pytest.mark.parametrize("kind", ["talk", "pair", "liked", "asked"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_without_room_for_an_answer_are_accounted_for(
+    tmp_path: Path, folder: Path, kind: str, streaming: bool
+) -> None:
+    rows = [KINDS[kind](n) for n in range(20)]
+    for n in (1, 4, 9):
+        rows[n] = long_prompt(kind, rows[n])
+    made = run(tmp_path, folder, rows, preflight={"truncated": "warn"}, streaming=streaming, template="chatml")
+    assert made.account == RowAccount(20, 17, 0, {"no room for an answer": 3})
+    if streaming:
+        assert "a.jsonl: 3 of the first 20 rows are left out" in made.warnings[-1]
+        return
+    assert isinstance(made.train, Rows)
+    assert sum(len(made.train.contents(n)[0]) for n in range(len(made.train))) == 17 * made.train.tokens.group
+    counts = json.loads(json.dumps(made.record()))["counts"]
+    assert [counts["train"][key] for key in ("documents", "no_room", "cut")] == [17, 3, 0]
+    assert RowAccount.of(counts["sources"][0]) == made.account
+    assert made.text().startswith("rows: 20 read, 17 to train on, 0 to validate on; left out: 3 no room for an answer;")
+    assert "a.jsonl:2: is longer than a row of 128 tokens, so that its prompt leaves no room" in made.warnings[-1]
+    assert "(check truncated; 3 of 20, also 5, 10)" in made.warnings[-1]
+
+
+def test_cut_answers_and_rows_without_room_are_told_apart(tmp_path: Path, folder: Path) -> None:
+    rows = [pair(n) for n in range(20)]
+    rows[2]["chosen"] *= 40
+    rows[4] = long_prompt("pair", rows[4])
+    made = run(tmp_path, folder, rows, preflight={"truncated": "warn"})
+    assert made.account == RowAccount(20, 19, 0, {LeftOut.NO_ROOM: 1})
+    assert (made.counts["train"]["cut"], made.counts["train"]["no_room"]) == (1, 1)
+    assert "so that its answer is cut; 1 of these examples have no room" in made.warnings[0]
+
+
+def test_every_row_is_accounted_for_once_whatever_its_weight_and_side(tmp_path: Path, folder: Path) -> None:
+    for name, first in (("half", 0), ("more", 100)):
+        rows = [pair(first + n) for n in range(40)]
+        rows[5] = long_prompt("pair", rows[5])
+        rows[7]["chosen"] = rows[7]["rejected"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = tuple(
+        {"source": str(tmp_path / f"{name}.jsonl"), "weight": w} for name, w in (("half", 0.5), ("more", 2.5))
+    )
+    preflight = {"truncated": "warn", "equal_answers": "warn"}
+    data = Data(source=sources, tokenizer=str(folder), validation=0.25, preflight=preflight)
+    made = prepare(data, length=128, seed=0, cache=tmp_path / "cache")
+    half, more = (RowAccount.of(source) for source in made.counts["sources"])
+    assert half + more == made.account
+    assert half.left_out["equal_answers"] == more.left_out["equal_answers"] == more.left_out[LeftOut.NO_ROOM] == 1
+    text = made.tokenizer.decode(np.asarray(made.train.tokens.ids).astype(int))  # type: ignore[union-attr]
+    numbers = {n for n in range(140) if f"Here is {n}." in text}
+    # The rows without room are among the tokens, at most, but in no sequence.
+    assert half.trained_on == len({n for n in numbers if n < 100} - {5})
+    assert more.trained_on == len({n for n in numbers if n >= 100} - {105})
+    assert half.left_out[LeftOut.NOT_DRAWN] > 0 == more.left_out.get(LeftOut.NOT_DRAWN, 0)
+    assert made.account.held_out == sum(made.validation.examples_used())
+
+
+def test_running_text_beyond_the_last_full_sequence_is_left_out(tmp_path: Path, folder: Path) -> None:
+    made = run(tmp_path, folder, [{"text": f"This clause has number {n}."} for n in range(30)], packing="stream")
+    assert isinstance(made.train, Rows)
+    ends, beyond = made.train.tokens.offsets, len(made.train) * 128
+    left = int((ends - np.diff(ends, prepend=0) >= beyond).sum())
+    assert left > 0
+    assert made.account == RowAccount(30, 30 - left, 0, {LeftOut.INCOMPLETE_SEQUENCE: left})
+
+
+def test_an_account_adds_up() -> None:
+    with pytest.raises(AssertionError, match="4 rows were read, 3 are accounted for"):
+        RowAccount(4, trained_on=2, held_out=0, left_out={LeftOut.EMPTY: 1})
+
+
 def test_weights_repeat_documents_and_are_counted(tmp_path: Path, folder: Path) -> None:
     for name, first in (("one", 0), ("two", 100)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(talk(first + n)) + "\n" for n in range(40)))
@@ -388,7 +469,8 @@ def test_real_sets_of_the_field(tmp_path: Path, data_folder: Path, folder: Path)
         )
         made = prepare(data, length=4096, seed=0, cache=tmp_path / "cache")
         assert made.layout.kind == layout
-        assert made.counts["dropped"] == {}
+        # The prompts of many pairs take more than 2,048 tokens of this small tokenizer.
+        assert made.counts["dropped"] == ({LeftOut.NO_ROOM: 30} if name == "dpo_en_demo" else {})
         assert ("check encoding; 1 of 100" in str(made.warnings)) == (
             name == "dpo_en_demo"
         )  # its row 16 was read as Latin-1
