@@ -211,7 +211,7 @@ def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     if not half or "data_parallel" not in recipe.techniques:
         return 0.0
     trainer = trainer_of(row)
-    second = float(made["overhead"].get("gathered weights", 0.0))
+    second = float(made["memory"].get("gathered weights", 0.0))
     if "zero1" not in recipe.techniques and trainer.torch_ddp and not adapts:
         second = 0.0
     halves = row["precision"].startswith("fp16") and trainer.fp16_gradients_in_fp16

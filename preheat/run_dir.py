@@ -44,6 +44,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,16 +61,20 @@ __all__ = [
     "BadJson",
     "Reader",
     "Silent",
+    "Verdict",
     "Writer",
+    "chance_to_fit",
     "check_folder",
     "claim",
     "expected_memory",
     "is_failure",
+    "is_tight",
     "parse_json",
     "read_value",
     "require_overwritable",
     "strict",
     "to_json",
+    "verdict_on",
     "write_user_file",
     "write_atomic",
     "write_generated",
@@ -98,13 +103,18 @@ SCALING_KEYS = {
 }
 PLAN_KEYS = {
     "fits": "whether the predicted peak is at most what the device has",
+    "verdict": "`Verdict` on the memory: fits, fits tightly, does not fit safely, does not fit",
+    "chance": "probability that the run fits, by `chance_to_fit`",
     "peak_gib": "predicted peak memory, GiB, less what the imports take",
     "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
     "available_gib": "what the device has",
-    "memory": "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead",
+    "memory": (
+        "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead; with several "
+        "devices also gathered weights and communication buffers, if any phase has them"
+    ),
     "overhead": (
-        "{what: GiB} of memory.overhead: rounding, gathered weights, communication buffers, what the "
-        "allocator keeps, context, workspaces, process, kernels, saving"
+        "{what: GiB} of memory.overhead: rounding, what the allocator keeps, context, workspaces, process, kernels, "
+        "saving"
     ),
     "overhead_sources": "{what: where its figure is from}",
     "allocated_gib": "of it tensors alone",
@@ -155,6 +165,64 @@ MEMORY_KEYS = {
     ),
 }
 """Keys of measured memory in the event `measured`; `expected_memory` gives the prediction of each."""
+
+
+class Verdict(StrEnum):
+    """Whether a run fits in memory, by its plan."""
+
+    FITS = "fits"
+    TIGHT = "fits tightly"
+    """The upper end of the interval of the peak exceeds the device's memory."""
+    UNSAFE = "does not fit safely"
+    """The peak is above `SAFE` of the memory: such a run may be tried, and a search avoids it."""
+    NO = "does not fit"
+
+
+SAFE = 0.97
+"""Share of a device's memory above which a predicted peak runs out of memory in practice."""
+
+
+def verdict_on(plan: Mapping[str, Any]) -> Verdict:
+    """Returns the verdict on a plan's memory.
+
+    Example:
+        >>> plan = {"fits": True, "peak_gib": 76.0, "peak_gib_interval": [66.9, 85.1], "available_gib": 79.1}
+        >>> verdict_on(plan), verdict_on({**plan, "peak_gib": 79.0})
+        (<Verdict.TIGHT: 'fits tightly'>, <Verdict.UNSAFE: 'does not fit safely'>)
+    """
+    if not plan["fits"]:
+        return Verdict.NO
+    if plan["peak_gib"] > SAFE * plan["available_gib"]:
+        return Verdict.UNSAFE
+    return Verdict.TIGHT if is_tight(plan) else Verdict.FITS
+
+
+def is_tight(plan: Mapping[str, Any]) -> bool:
+    """True if a plan fits, but not the upper end of its interval.
+
+    Example:
+        >>> is_tight({"fits": True, "peak_gib_interval": [68.0, 82.0], "available_gib": 79.0})
+        True
+    """
+    # Candidates on a page have no interval.
+    _, high = plan.get("peak_gib_interval") or (0.0, 0.0)
+    return bool(plan["fits"] and high > plan["available_gib"])
+
+
+_NINE_IN_TEN = 1.6449  # standard deviations from the mean of a normal distribution to its 95th percentile
+
+
+def chance_to_fit(interval: Sequence[float], available: float) -> float:
+    """Returns the probability that a peak is at most `available`: of a normal distribution whose 5th and 95th
+    percentiles are the ends of `interval`, since nine in ten measured peaks lie in it.
+
+    Example:
+        >>> round(chance_to_fit([70.0, 90.0], 80.0), 2), round(chance_to_fit([70.0, 90.0], 90.0), 2)
+        (0.5, 0.95)
+    """
+    low, high = interval
+    deviation = (high - low) / (2 * _NINE_IN_TEN)
+    return (1 + math.erf((available - (low + high) / 2) / (deviation * math.sqrt(2)))) / 2
 
 
 def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:

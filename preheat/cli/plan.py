@@ -531,7 +531,7 @@ def _searched(
     from preheat.planning.search.candidates import Space
     from preheat.planning.search.max_context import longest
     from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-    from preheat.planning.search.result import SearchResult
+    from preheat.planning.search.result import SearchResult, fits_safely
     from preheat.planning.search.search import search, seconds_for
     from preheat.planning.worker_pool import worker_pool
 
@@ -562,7 +562,7 @@ def _searched(
 
         for name, other in fixes.methods.items():
             instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
-            if instead.best.plan["fits"]:
+            if fits_safely(instead.best.plan):
                 base = " on a base in 4 bits" if name == "qlora" else ""
                 yield alternative(["--method", name], instead, f"trains an adapter{base}")
         space = Space(request, allow)  # type: ignore[arg-type]
@@ -579,7 +579,7 @@ def _searched(
     with worker_pool(observe_for_others):
         result = search_for(request)
         explained = explain(result, devices=devices, price=price)
-        if not explained["fits"] and not result.interrupted:
+        if not fits_safely(explained) and not result.interrupted:
             try:
                 explained["alternatives"].extend(fitting(result))
             except Interrupted as signal:

@@ -12,11 +12,15 @@ from preheat.planning.dispatch_recorder import Kernel
 if TYPE_CHECKING:
     from preheat.core import Change
 
-__all__ = ["BESIDE", "CATEGORIES", "Observation"]
+__all__ = ["BESIDE", "CATEGORIES", "FROM_OTHERS", "Observation"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
-BESIDE = ("rounding", "gathered weights", "communication buffers")
-"""Other allocations: the allocator's rounding, weight shards gathered from other devices, and communication buffers."""
+FROM_OTHERS = ("gathered weights", "communication buffers")
+"""Categories of several devices: weights gathered from the shards of other devices, while layers use them or until
+backward has used them, and buffers that pack weights and gradients for sending and receiving. The collective library's
+own buffers are in neither."""
+BESIDE = ("rounding", *FROM_OTHERS)
+"""Other allocations: the allocator's rounding, and `FROM_OTHERS`."""
 
 
 @dataclass

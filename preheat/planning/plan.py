@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,13 @@ from preheat.models import moe
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
-from preheat.planning.observation import BESIDE, CATEGORIES, Observation
+from preheat.planning.observation import CATEGORIES, FROM_OTHERS, Observation
 from preheat.planning.recurrent_kernels import packages_of
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
+from preheat.run_dir import chance_to_fit, verdict_on
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -127,10 +128,9 @@ def _at_present(present: Present, tokens: int, seconds: float) -> JsonObject:
     }
 
 
-def _gib_by_category(sizes: Mapping[str, int], added: int) -> dict[str, float]:
-    """Returns GiB by category; `added` bytes count as overhead."""
-    overhead = sum(sizes[what] for what in BESIDE) + added
-    return {category: sizes[category] / GIB for category in CATEGORIES} | {"overhead": overhead / GIB}
+def _gib_by_category(sizes: Mapping[str, int], added: int, categories: Sequence[str]) -> dict[str, float]:
+    """Returns GiB by category; the allocator's rounding and `added` bytes count as overhead."""
+    return {c: sizes[c] / GIB for c in categories} | {"overhead": (sizes["rounding"] + added) / GIB}
 
 
 def active_parameters(request: Request, observation: Observation) -> int:
@@ -146,8 +146,11 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     # Memory = tensors of the dry run at the peak + overhead of the process.
     more = process_overhead(recipe, observation, device)
     added = sum(more.values())
-    phases = {phase: _gib_by_category(sizes, added) for phase, sizes in observation.categories.items()}
-    lines = {what: observation.categories[observation.peak_phase][what] for what in BESIDE} | more
+    # The same categories in all phases; those of several devices only if there are any.
+    others = [c for c in FROM_OTHERS if any(sizes[c] for sizes in observation.categories.values())]
+    categories = (*CATEGORIES, *others)
+    phases = {phase: _gib_by_category(sizes, added, categories) for phase, sizes in observation.categories.items()}
+    lines = {"rounding": observation.categories[observation.peak_phase]["rounding"]} | more
     exported = exporting(recipe, observation, device)
     lines = {what: size for what, size in lines.items() if size}
     peak = (observation.peak[observation.peak_phase] + added) / GIB
@@ -173,11 +176,16 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     start = sum(t.startup_seconds(device) for t in recipe.techniques.values())
     # Without steps or hours the length of the run is unknown: None.
     total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
-    return {
+    verdict = {
         "fits": peak <= available,
         "peak_gib": peak,
-        "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
+        "peak_gib_interval": (interval := _interval(peak, _MEMORY[of_memory])),
         "available_gib": available,
+    }
+    return {
+        **verdict,
+        "verdict": verdict_on(verdict),
+        "chance": chance_to_fit(interval, available),
         "memory": phases[observation.peak_phase],
         "overhead": {what: size / GIB for what, size in lines.items()},
         "overhead_sources": {what: SOURCES[what] for what in lines},
@@ -186,7 +194,9 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "phases": {phase: (size + added) / GIB for phase, size in observation.peak.items()},
         "phase_memory": phases,
         "export": exported
-        and _gib_by_category(exported, sum(size for what, size in more.items() if what not in ("allocator", "saving"))),
+        and _gib_by_category(
+            exported, sum(size for what, size in more.items() if what not in ("allocator", "saving")), categories
+        ),
         "peak_phase": observation.peak_phase,
         "seconds_per_step": seconds,
         "tokens_per_second": observation.tokens / seconds,

@@ -15,6 +15,7 @@ from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.page import cell, number_cell, text_cell
 from preheat.report.run_charts import CATEGORY_COLOURS
+from preheat.run_dir import Verdict, chance_to_fit, verdict_on
 from preheat.sanitize import three_digits
 
 __all__ = ["write_plan"]
@@ -61,8 +62,10 @@ preheat plan --json.</footer>""",
 
 
 def _verdict(plan: JsonObject) -> str:
-    high = (plan.get("peak_gib_interval") or (0.0, 0.0))[1]
-    fits = "Does not fit" if not plan["fits"] else "Fits tightly" if high > plan["available_gib"] else "Fits"
+    verdict = verdict_on(plan)
+    fits = verdict.capitalize()
+    if verdict in (Verdict.TIGHT, Verdict.UNSAFE):
+        fits += f", with a chance of {percent(chance_to_fit(plan['peak_gib_interval'], plan['available_gib']))}"
     peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}{_in_nine(plan, 'peak_gib_interval', gib)}"
     speed = (
         f"{grouped(plan['tokens_per_second'])} tokens a second{_in_nine(plan, 'tokens_per_second_interval', grouped)}"
@@ -225,9 +228,10 @@ def _candidates(plan: JsonObject) -> str:
 
 
 def _candidate_verdict(candidate: JsonObject, available: float) -> str:
-    if candidate["best"]:
+    verdict = verdict_on({**candidate, "available_gib": available})
+    if candidate["best"] and verdict is not Verdict.UNSAFE:
         return "chosen" if candidate["fits"] else f"needs the least, {gib(candidate['peak_gib'] - available)} too much"
-    return "fits" if candidate["fits"] else f"does not fit: {gib(candidate['peak_gib'] - available)} too much"
+    return f"{verdict}: {gib(candidate['peak_gib'] - available)} too much" if verdict is Verdict.NO else verdict.value
 
 
 def _alternatives(plan: JsonObject) -> str:

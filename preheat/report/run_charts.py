@@ -8,14 +8,20 @@ from collections.abc import Callable, Sequence
 from preheat.core.json_types import JsonObject
 from preheat.report import expert_heatmap, svg
 from preheat.report.formatting import gib, grouped, headline, loss, mapping, number, percent, unit_of
-from preheat.report.page import LegendEntry, figure, series_colour
+from preheat.report.page import LegendEntry, figure
 from preheat.report.svg import Curve
 
 __all__ = ["CATEGORY_COLOURS", "categories", "evaluations", "losses", "memory", "over_time"]
 
 CATEGORY_COLOURS = {
-    name: series_colour(n)
-    for n, name in enumerate(("parameters", "gradients", "optimizer", "activations", "temporary", "overhead"))
+    "parameters": "series-1",
+    "gathered weights": "series-7",
+    "gradients": "series-2",
+    "communication buffers": "series-8",
+    "optimizer": "series-3",
+    "activations": "series-4",
+    "temporary": "series-5",
+    "overhead": "series-6",
 }
 """Categories of memory in the order of drawing -> colour."""
 

@@ -44,7 +44,7 @@ __all__ = [
     "ticks",
 ]
 
-COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 7)))
+COLOURS = ("ink", "muted", "grid", "page", "warn", *(f"series-{n}" for n in range(1, 9)))
 # Colours that occur nowhere else, so that `_style` can recognize each in matplotlib's output.
 SENTINEL = {name: f"#a1b2{n:02x}" for n, name in enumerate(COLOURS)}
 _POINTS = 640  # more than the pixels of a plot's width on a phone; more points would only enlarge the page

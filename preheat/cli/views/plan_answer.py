@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.mesh import DATA, Axis, sizes_of
+from preheat.run_dir import Verdict, chance_to_fit, is_tight, verdict_on
 from preheat.sanitize import clean, memory, percent, shorten, three_digits
 
 if TYPE_CHECKING:
@@ -110,18 +111,14 @@ class Answer:
         return [*head, *bars, *body]
 
     def _head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
-        from preheat.planning.search.result import is_tight
-
         plan, device = self.plan, self.plan["device"]
         count = plan.get("devices") or 1
         where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
-        if plan["fits"]:
-            verdict = "fits tightly" if is_tight(plan) else "fits"
-        else:
-            verdict = "nothing fits so far" if _is_interrupted(plan) else "does not fit"
+        verdict = verdict_on(plan)
+        said = "nothing fits so far" if verdict is Verdict.NO and _is_interrupted(plan) else verdict.value
         model = _model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
-        room = width - len(model) - len(verdict) - 9
+        room = width - len(model) - len(said) - 9
         place = shorten(where, max(room - 8, 8))
         about = f"{shorten(self.name, max(room - len(place), 8))} ({model}) on {place}"
         low, high = (memory(gib) for gib in plan["peak_gib_interval"])
@@ -132,8 +129,9 @@ class Answer:
             needed = f"{_of(needs, has)}{' a device' if count > 1 else ''}"
         else:
             needed = f"needs {_of(needs, has)}{' a device' if count > 1 else ''}"
+        style = {Verdict.NO: "bold red", Verdict.UNSAFE: "bold yellow"}.get(verdict, "bold green")
         lines = [
-            (f"{about}: {verdict}", "bold green" if plan["fits"] else "bold red"),
+            (f"{about}: {said}", style),
             (f"{'memory':<{_LABEL}}{needed} ({_of(low, high, ' to ')} in nine of ten runs)", "bold"),
         ]
         return [
@@ -199,14 +197,15 @@ def _bars(plan: Mapping[str, Any], width: int, small: float = _SMALL) -> list[tu
     large = {c: gib for c, gib in plan["memory"].items() if gib >= small * peak}
     rest = sum(plan["memory"].values()) - sum(large.values())
     rows = [*large.items(), *([("other", rest)] if rest >= _SMALL / 2 * peak else [])]
-    room = max(min(_BAR, width - 27), 6)
+    label = max(13, *(len(c) for c, _ in rows))
+    room = max(min(_BAR, width - label - 14), 6)
     # Scaled to the device's memory; if that is far more than the peak, its bar is cut off.
     far = has >= 2.5 * peak
     scale = (room - 4) / max(peak, 1e-9) if far else room / max(peak, has, 1e-9)
-    lines = [(f"  {c:<13}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
+    lines = [(f"  {c:<{label}}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
     if plan["fits"] and has - peak >= _SMALL / 4 * has:
         left = "░ …" if far else "░" * max(room - round(peak * scale), 0)
-        lines.append((f"  {'free':<13}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
+        lines.append((f"  {'free':<{label}}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
     return lines
 
 
@@ -452,14 +451,14 @@ def _export(plan: Mapping[str, Any]) -> str:
 
 def warnings_of(plan: Mapping[str, Any]) -> list[str]:
     """Returns the doubts about a plan, none of which changes its verdict."""
-    from preheat.planning.search.result import fragmentation_hint, is_tight
+    from preheat.planning.search.result import fragmentation_hint
 
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
-    has = plan["available_gib"]
     if is_tight(plan):
         smaller = any(a["peak_gib"] < plan["peak_gib"] for a in plan.get("alternatives") or ())
         advice = "an alternative is safer" if smaller else "shorter rows are safer"
-        warnings.append(f"little room: the interval passes {memory(has)}; {advice}")
+        chance = chance_to_fit(plan["peak_gib_interval"], plan["available_gib"])
+        warnings.append(f"little room: the chance to fit is {percent(chance)}; {advice}")
     if quicker := plan.get("fp32_rate"):
         warnings.append(
             f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} "

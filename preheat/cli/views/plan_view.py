@@ -50,6 +50,18 @@ def _overhead(result: JsonObject) -> list[Text]:
     ]
 
 
+_HEADS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "temporary": "temp",
+    "gathered weights": "gathered",
+    "communication buffers": "buffers",
+}
+"""Category of memory -> head of its column."""
+
+
 def _phases(plan: Mapping[str, Any]) -> Table:
     """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
@@ -62,8 +74,10 @@ def _phases(plan: Mapping[str, Any]) -> Table:
         # A dash for sizes that round to zero.
         return text if float(text.replace(",", "")) else "-"
 
-    heads = ("params", "grads", "optim", "activ", "temp", "overhead")
-    table = Table(f"  {unit} in", *heads, "all", box=None, pad_edge=False, header_style="")
+    heads = [_HEADS.get(category, category) for category in plan["memory"]]
+    # More columns than those of one device leave less space between them on 80 columns.
+    space = 1 if len(heads) > 6 else 2
+    table = Table(f"  {unit} in", *heads, "all", box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="")
     for column in table.columns[1:]:
         column.justify = "right"
     for phase, categories in plan["phase_memory"].items():

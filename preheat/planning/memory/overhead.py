@@ -27,14 +27,6 @@ SOURCES = {
         "the allocator rounds every tensor up, to 512 bytes on a GPU and 64 on a CPU: "
         "summed over the tensors alive at the peak"
     ),
-    "gathered weights": (
-        "other devices' shards of the weights, while a layer uses them or they are prefetched for the next one: "
-        "observed in the dry run"
-    ),
-    "communication buffers": (
-        "buffers that pack weights and gradients for sending and receiving: observed in the dry run; the collective "
-        "library's own buffers are not"
-    ),
     "allocator": (
         "cached free memory, and fragmentation: the dry run's allocations replayed through a model of torch's "
         "caching allocator, or of our heap on a CPU"

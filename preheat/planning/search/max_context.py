@@ -14,7 +14,7 @@ from preheat.hardware.interrupts import Interrupted
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import SearchResult, too_large
+from preheat.planning.search.result import SearchResult, fits_safely, too_large
 from preheat.planning.search.search import search
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def longest(
             return replace(best, interrupted=True)
         if result.interrupted:
             return replace(best or result, interrupted=True)
-        if not result.best.plan["fits"]:
+        if not fits_safely(result.best.plan):
             if best is not None:
                 best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
             return best or result
@@ -90,7 +90,7 @@ def longest_as_stated(request: Request) -> JsonObject:
             planned = plan(replace(request, recipe=longer))
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
             return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
-        if planned["fits"]:
+        if fits_safely(planned):
             longest |= {"length": length, "peak_gib": planned["peak_gib"]}
             # A longer length failed before: the halving has found the answer.
             if longest["limit"]:

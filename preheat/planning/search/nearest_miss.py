@@ -10,7 +10,7 @@ from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import describe
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import EvaluatedPlan, SearchResult
+from preheat.planning.search.result import EvaluatedPlan, SearchResult, fits_safely
 from preheat.planning.search.search import least_estimate, search
 
 __all__ = ["on_more_devices", "with_shorter_rows"]
@@ -57,7 +57,7 @@ def on_more_devices(
             result = search(wider, seconds=seconds, confirm=False, tell=tell)
         except RecipeError:  # the batch or the techniques go with no layout on so many devices
             continue
-        if result.best.plan["fits"]:
+        if fits_safely(result.best.plan):
             return devices, result
     return None
 
@@ -75,7 +75,7 @@ def with_shorter_rows(least: EvaluatedPlan, space: Space) -> EvaluatedPlan | Non
                 plan = describe(request, observe_cached(request, how="few"))
             except RecipeError:  # a technique needs longer rows
                 return None
-            if plan["fits"]:
+            if fits_safely(plan):
                 return replace(least, recipe=recipe, plan=plan)
         length //= 2
     return None

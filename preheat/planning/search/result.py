@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from preheat.core import Numerics
+from preheat.run_dir import Verdict
 from preheat.sanitize import memory
 
 if TYPE_CHECKING:  # the views import this module without torch
@@ -20,9 +21,9 @@ __all__ = [
     "EvaluatedPlan",
     "SearchResult",
     "falls_short",
+    "fits_safely",
     "fragmentation_hint",
     "is_better_in_something",
-    "is_tight",
     "is_tradeoff",
     "too_large",
 ]
@@ -72,7 +73,7 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        best: the best candidate that fits; if none fits, the one that needs the least memory.
+        best: the best candidate that fits safely; if none does, the one that needs the least memory.
         alternatives: others that fit and are better than the best in something: the best of each other set of
             techniques, and those that need less memory.
         evaluated: all dry-run candidates, in order.
@@ -93,14 +94,9 @@ class SearchResult:
     interrupted: bool = False
 
 
-def is_tight(plan: Mapping[str, Any]) -> bool:
-    """True if a plan fits, but not the upper end of its interval.
-
-    Example:
-        >>> is_tight({"fits": True, "peak_gib_interval": [68.0, 82.0], "available_gib": 79.0})
-        True
-    """
-    return bool(plan["fits"] and plan["peak_gib_interval"][1] > plan["available_gib"])
+def fits_safely(plan: Mapping[str, Any]) -> bool:
+    """True if a plan fits, and not in the last few percent of the memory, where runs fail in practice."""
+    return bool(plan["fits"]) and plan.get("verdict") != Verdict.UNSAFE
 
 
 def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
@@ -132,7 +128,7 @@ def _compared(s: EvaluatedPlan, other: EvaluatedPlan) -> tuple[float, float, flo
 
 
 def too_large(plan: JsonObject) -> str:
-    """Describes why a plan does not fit, with the two largest categories."""
+    """Describes why a plan does not fit (safely), with the two largest categories."""
     # The two largest categories show which kind of technique could help.
     most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)

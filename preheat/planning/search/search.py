@@ -29,13 +29,14 @@ from preheat.planning.search.result import (
     EstimatedPlan,
     EvaluatedPlan,
     SearchResult,
+    fits_safely,
     is_better_in_something,
-    is_tight,
     is_tradeoff,
     too_large,
 )
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
+from preheat.run_dir import is_tight
 
 __all__ = ["AIMS", "Aim", "least_estimate", "search", "seconds_for"]
 
@@ -212,7 +213,7 @@ class _Search:
                 raise RecipeError(self._no_candidate_message())
             self.began = time.process_time()
             self._evaluate_promising()
-            if any(s.plan["fits"] for s in self.seen):
+            if any(fits_safely(s.plan) for s in self.seen):
                 if self._is_limited_by_memory() and self._add_refined(combinations):
                     self._evaluate_promising()
                 self._evaluate_alternatives(self.candidates)
@@ -220,7 +221,7 @@ class _Search:
                 break
             # Nothing was found that fits: prove it with the candidate that needs the least.
             self._evaluate_smallest(candidates)
-            if any(s.plan["fits"] for s in self.seen):
+            if any(fits_safely(s.plan) for s in self.seen):
                 break
         # Every candidate was refused when it was built.
         if not self.seen:
@@ -231,8 +232,8 @@ class _Search:
             raise RecipeError(f"techniques: nothing that may be added can be planned here: {'; '.join([*reasons][:3])}")
 
     def _best(self) -> EvaluatedPlan:
-        """Returns the best candidate that fits; if none fits, the one that needs the least memory."""
-        fitting = [s for s in self.seen if s.plan["fits"]]
+        """Returns the best candidate that fits safely; if none does, the one that needs the least memory."""
+        fitting = [s for s in self.seen if fits_safely(s.plan)]
         return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
 
     def _preferred(self) -> EvaluatedPlan:
@@ -560,7 +561,7 @@ class _Search:
         while len(self.seen) > before:
             before = len(self.seen)
             self._evaluate_best_first()
-            if any(s.plan["fits"] for s in self.seen):
+            if any(fits_safely(s.plan) for s in self.seen):
                 self._evaluate_with_room()
                 self._evaluate_larger_micro_batches()
                 self._evaluate_layout_settings()
@@ -568,7 +569,7 @@ class _Search:
     def _evaluate_best_first(self) -> None:
         while left := self._viable(self.candidates):
             c = min(left, key=self._estimated_rank)
-            fitting = [s for s in self.seen if s.plan["fits"]]
+            fitting = [s for s in self.seen if fits_safely(s.plan)]
             # A slow machine takes longer and leaves out small gains, but does not give another answer.
             worth = _FINE if self._is_late() else _GAIN
             if fitting and self._cannot_improve(c, min(fitting, key=self._rank), worth):
@@ -666,7 +667,7 @@ class _Search:
         return list(best.values())[:_DEGREES]
 
     def _is_limited_by_memory(self) -> bool:
-        """True if a candidate that does not fit may be faster than the best by more than `_FINE`."""
+        """True if a candidate that does not fit safely may be faster than the best by more than `_FINE`."""
         best, viable = self._best(), {c.added for c in self._viable(self.candidates)} | self._tried
         unfit = (c for c in self.candidates if c.added not in viable or self._was_too_large(c))
         fastest = self._speed(best)
@@ -761,7 +762,7 @@ class _Search:
         memory, speed = plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second
         self._corrections.append(_Correction(c.kind, c.names, c.micro, memory, speed))
         self._similar.clear()
-        if not plan["fits"]:
+        if not fits_safely(plan):
             key = (c.kind, c.layout)
             # Memory grows with the micro-batch: larger ones of the same candidate need no dry run.
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
@@ -782,7 +783,7 @@ class _Search:
     def _confirm(self, best: EvaluatedPlan) -> tuple[EvaluatedPlan, bool]:
         """Dry-runs the best with all its layers if they are not too many, else with enough for the allocator.
 
-        Continues with the next best if it does not fit.
+        Continues with the next best if it does not fit safely.
 
         Returns:
             The best, and whether it was dry-run with all its layers.
@@ -793,29 +794,32 @@ class _Search:
         on_cpu = self.space.device.kind == "cpu"  # where all layers were dry-run already, for the heap
         all_ = on_cpu or layers <= max(_CONFIRM * self.seconds, 2 * ENOUGH[0] + ENOUGH[1])
         how = "whole" if all_ else "enough"
-        for s in sorted((s for s in self.seen if s.plan["fits"]), key=lambda s: (s is not best, self._rank(s))):
+        # If nothing fits safely, what fits is the answer all the same.
+        accept = fits_safely if fits_safely(best.plan) else lambda plan: plan["fits"]
+        for s in sorted((s for s in self.seen if accept(s.plan)), key=lambda s: (s is not best, self._rank(s))):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
             plan = describe(request, observe_cached(request, how=how))
             confirmed = replace(s, plan=plan)
             self.seen[self.seen.index(s)] = confirmed
-            if plan["fits"]:
+            if accept(plan):
                 return confirmed, all_
             self._reject(
                 describe_techniques(s.added, s.micro),
                 f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
             )
-        return best, False
+        # None fits with its layers: `seen` has the plans that say so.
+        return self._best(), False
 
     def _alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
-        """Returns the dry-run candidates that fit and are worth a choice, the best first.
+        """Returns the dry-run candidates that fit safely and are worth a choice, the best first.
 
         These are the best of each other set of techniques, and all that need less memory than every better one, if
         they are better than `best` in something and worse in something, and better than each faster one in something.
         """
         alternatives: list[EvaluatedPlan] = []
         names, least = {best.names}, best.plan["peak_gib"]
-        for s in sorted((s for s in self.seen if s.plan["fits"] and s is not best), key=self._rank):
+        for s in sorted((s for s in self.seen if fits_safely(s.plan) and s is not best), key=self._rank):
             if not is_tradeoff(s, best):
                 continue
             distinct = s.names not in names or s.plan["peak_gib"] < least * _LESS

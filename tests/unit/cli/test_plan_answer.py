@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, p
 from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines
 from preheat.cli.views.plan_view import plan_details, serving_picture
 from preheat.errors import RecipeError
+from preheat.run_dir import Verdict, chance_to_fit, verdict_on
 from preheat.training.plan_request import Subject, subject_of
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
@@ -245,7 +247,7 @@ def test_alternatives_give_up_lines_from_the_last_one() -> None:
     assert "9 % slower" in "\n".join(roomy)
     # Never the verdict, nor what it rests on.
     least = [line for line, _ in Answer(plan, "m" * 500, below=LINES).lines()]
-    assert least[0].endswith(": fits tightly"), "the interval passes the device's memory"
+    assert least[0].endswith(": does not fit safely"), "the peak is 98 % of the device's memory"
     assert {"memory", "speed", "time", "rests on"} <= {line[:10].strip() for line in least}
 
 
@@ -255,6 +257,37 @@ def test_a_narrow_terminal_gets_whole_lines(name: str, width: int) -> None:
     lines = [line for line, _ in Answer(PLANS[name]()[1], "m").lines(width)]
     assert max(map(len, lines)) <= width
     assert len(lines) <= LINES
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict", "chance"),
+    [
+        (0.80, Verdict.FITS, 1.0),
+        (0.893, Verdict.TIGHT, 0.95),  # the 95th percentile is just above the memory
+        (0.97, Verdict.TIGHT, None),
+        (0.9701, Verdict.UNSAFE, None),
+        (1.0, Verdict.UNSAFE, 0.5),
+        (1.0001, Verdict.NO, 0.5),
+        (1 / 0.88, Verdict.NO, 0.05),
+    ],
+)
+def test_the_verdict_and_the_chance_to_fit(share: float, verdict: Verdict, chance: float | None) -> None:
+    subject, plan = qlora()
+    plan = result(subject, QLORA, share * 24.0, 24.0)
+    assert verdict_on(plan) is verdict
+    stated = chance_to_fit(plan["peak_gib_interval"], plan["available_gib"])
+    # The reference: a normal distribution from the standard library.
+    low, high = plan["peak_gib_interval"]
+    assert stated == pytest.approx(
+        NormalDist((low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.95)).cdf(24.0), abs=1e-4
+    )
+    if chance is not None:
+        assert stated == pytest.approx(chance, abs=0.005)
+    lines = [line for line, _ in Answer(plan, "m").lines()]
+    assert lines[0].endswith(f": {verdict}")
+    assert any(f"the chance to fit is {100 * stated:.0f} %" in line for line in lines) == (
+        verdict in (Verdict.TIGHT, Verdict.UNSAFE)
+    )
 
 
 def test_a_limit_below_the_process_is_named() -> None:

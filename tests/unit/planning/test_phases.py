@@ -23,8 +23,8 @@ from preheat.planning.dry_run import observe
 from preheat.planning.explain import energy_of
 from preheat.planning.memory import overhead
 from preheat.planning.memory.overhead import SOURCES
-from preheat.planning.observation import BESIDE, CATEGORIES, Observation
-from preheat.planning.plan import GIB, plan
+from preheat.planning.observation import BESIDE, CATEGORIES, FROM_OTHERS, Observation
+from preheat.planning.plan import GIB, describe, plan
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.recipe import override
@@ -89,6 +89,23 @@ def test_gathered_weights_and_what_they_travel_in_are_lines_of_their_own() -> No
     assert at["gathered weights"] > at["parameters"], "of four devices each has a quarter"
     assert any(found["communication buffers"] for found in shared.categories.values())
     assert shared.categories["saving"]["gathered weights"] == 0
+
+
+def test_gathered_weights_are_a_category_of_a_plan_and_no_overhead() -> None:
+    rates = Roofline.of("H100")
+    request = Request(
+        tiny("{fsdp: {reshard_after_forward: false}}"), rates.as_device, vocabulary=96, rates=rates, world=4
+    )
+    observed = observe(request)
+    made = describe(request, observed)
+    for phase, found in made["phase_memory"].items():
+        for category in FROM_OTHERS:
+            assert found[category] * GIB == pytest.approx(observed.categories[phase][category])
+        assert sum(found.values()) == pytest.approx(made["phases"][phase])
+    assert made["phase_memory"]["evaluation"]["gathered weights"] > 0
+    assert sum(made["overhead"].values()) == pytest.approx(made["memory"]["overhead"])
+    alone = plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))["memory"]
+    assert list(alone) == [*CATEGORIES, "overhead"]
 
 
 def test_rounding_is_what_sizes_lack_to_the_allocators_grain() -> None:

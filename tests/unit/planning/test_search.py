@@ -31,6 +31,7 @@ from preheat.planning.search.search import Candidate, _Correction, _Search, sear
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
+from preheat.run_dir import Verdict, verdict_on
 from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE
@@ -369,6 +370,35 @@ def test_a_candidate_with_room_is_preferred_to_one_that_is_hardly_faster() -> No
     assert search_._preferred() is tight
     search_.seen = [slow, roomy, tight]
     assert search_._preferred() is roomy
+
+
+def test_a_candidate_that_does_not_fit_safely_is_the_answer_only_if_no_other_fits() -> None:
+    search_ = _Search(Space(Request(small(), gpu(65536).as_device, rates=gpu(65536))), "fastest", 1, print)
+
+    def seen(speed: float, peak: float) -> EvaluatedPlan:
+        values = {
+            "fits": peak <= 80.0,
+            "tokens_per_second": speed,
+            "peak_gib": peak,
+            "peak_gib_interval": [0.9 * peak, 1.1 * peak],
+            "available_gib": 80.0,
+            "seconds_to_start": 0.0,
+        }
+        return EvaluatedPlan(small(), {**values, "verdict": verdict_on(values)}, "exact", 1, ())
+
+    slow, fast, faster, too_large = seen(50.0, 77.0), seen(99.0, 78.0), seen(100.0, 79.9), seen(200.0, 81.0)
+    search_.seen = [too_large, faster, fast, slow]
+    assert search_._preferred() is slow
+    assert search_._alternatives(slow) == []
+    search_.seen = [too_large, faster, fast]
+    assert search_._preferred() is fast, "of those that do not fit safely, the one with the best chance"
+
+
+def test_a_search_keeps_away_from_the_end_of_the_memory() -> None:
+    peak = found(small(), 8192).best.plan["peak_gib"]
+    best = found(small(), peak * 1024 / 0.985).best.plan
+    assert best["verdict"] in (Verdict.FITS, Verdict.TIGHT)
+    assert best["peak_gib"] <= 0.97 * best["available_gib"]
 
 
 def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
