@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core.json_types import JsonObject
+from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,8 +89,11 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import sampling
-    from preheat.errors import RecipeError
+    from preheat.errors import RecipeError, nearest
+    from preheat.recipe import Sample
+    from preheat.recipe.former_names import current_key
 
+    settable = ["dtype", "engine", *(field.name for field in dataclasses.fields(Sample))]
     # Folders of one name are named by their paths.
     short = [Path(model).name for model in models]
     names = [name if short.count(name) == 1 else model for name, model in zip(short, models, strict=True)]
@@ -96,6 +101,11 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     for name, model in zip(names, models, strict=True):
         for variant in ("", *variants):
             own = [item.strip() for item in variant.split(",") if item.strip()]
+            for item in own:
+                key = current_key(("sample", item.partition("=")[0].strip()))[-1]
+                if key not in settable:
+                    hint = nearest(key, settable)
+                    raise RecipeError(f"--variant {shorten(item)}: no setting {quoted(key, 40)}; {hint}")
             # dtype and engine concern the contender; all other keys are settings of sampling.
             rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in ("dtype", "engine"))
             settings = sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])

@@ -107,7 +107,7 @@ def load_chain(path: str | Path) -> Chain:
         raise RecipeError(
             f"{path}: is not a chain: it has no list of steps under `chain`; preheat recipes show edge shows one"
         )
-    reader = RecipeReader(str(path), lines)
+    reader = RecipeReader(str(path), lines, hints={})
     # Errors are collected, so that the user sees all of them at once.
     for key in values:
         if key not in ("name", "chain"):

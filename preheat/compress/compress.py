@@ -135,7 +135,7 @@ def made_of(name: str, values: Mapping[str, object]) -> Variant:
     known = methods()
     if name not in known:
         raise RecipeError(f"--method {shorten(name)}: no such method; {nearest(name, list(known))}")
-    reader = RecipeReader("--method", {})
+    reader = RecipeReader("--method", {}, hints={})
     method = reader.flat(known[name], values, (name,))
     reader.refuse()
     # The label is also the name of the variant's folder.

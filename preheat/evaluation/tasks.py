@@ -14,6 +14,7 @@ from preheat.data.rows.file_readers import expanded
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import compose, read
+from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -31,6 +32,9 @@ OF_LENGTH = {
     "recall": "a list of keys and values, by length and depth: is the value of the key at the end recalled?",
 }
 TEXTS = ("positions", "continuation", "needle")
+# lm-eval's names, and a key of the other kinds of tasks -> what the error says.
+_HINTS = {"num_fewshot": "here it is 'shots'", "doc_to_text": "here it is 'prompt'", "doc_to_target": "here it is 'gold'"}
+_LENGTH_HINTS = {"limit": "here it is 'each', the questions or passages per length and depth; --limit is for all tasks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +155,12 @@ class LengthTask:
         return problems
 
 
-def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | LengthTask:
+def load_task(path: Path, settings: Mapping[str, str] | None = None, *, knob: str = "--tasks") -> Task | LengthTask:
     """Reads a task from a YAML file; file names in it are relative to it, and its kind determines its keys.
 
     Args:
         settings: additional keys, written as in the file; they override its own.
+        knob: the option or key that has these settings, for errors.
 
     Raises:
         RecipeError: no such file, an unknown key (the closest one is suggested), or a value out of range.
@@ -164,7 +169,8 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     if settings and isinstance(values, dict):
         # Values of the command line are YAML, as in the file, so that numbers and lists have their types.
         values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
-    task = _read(values, str(path), lines)
+    assigned = {(key,): f"{knob} {path.stem},{key}={shorten(value)}" for key, value in (settings or {}).items()}
+    task = _read(values, str(path), lines, assigned)
     files: JsonObject = {}
     # Relative to the task's file, except for names given on the command line.
     for key in ("data", "keys"):
@@ -174,11 +180,16 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None) -> Task | L
     return replace(task, name=task.name or path.stem, **files)
 
 
-def _read(values: object, name: str, lines: Mapping[tuple[str, ...], int]) -> Task | LengthTask:
-    # The reader of recipes: unknown keys and wrong values give the same messages as there.
-    reader = RecipeReader(name, lines)
+def _read(
+    values: object,
+    name: str,
+    lines: Mapping[tuple[str, ...], int],
+    assigned: Mapping[tuple[str, ...], str] | None = None,
+) -> Task | LengthTask:
     # The kind decides the class, and so the valid keys.
     of_length = isinstance(values, Mapping) and values.get("kind") in OF_LENGTH
+    # The reader of recipes: unknown keys and wrong values give the same messages as there.
+    reader = RecipeReader(name, lines, assigned, hints=_LENGTH_HINTS if of_length else _HINTS)
     task: Task | LengthTask | None = reader.flat(LengthTask if of_length else Task, values, ())
     if task is not None:
         for key, problem in task.problems():
@@ -234,7 +245,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
                 f"{knob} {name}: no such task; {suggestion} (a file ends in .yaml; a task of lm-eval is written "
                 f"lm-eval:{name})"
             )
-        task = load_task(path, settings)
+        task = load_task(path, settings, knob=knob)
         if task.data is None and isinstance(task, Task):
             # The first line of a built-in task says which fields its rows need.
             comment = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values", "former_names"]
+__all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values", "former_names", "within_recipe"]
 
 FORMER_KEYS: Mapping[str, str] = {
     "batch.length": "seq_len",
@@ -61,7 +61,7 @@ def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
         >>> current_key(("batch", "length")), current_key(("batch", "size"))
         (('batch', 'seq_len'), ('batch', 'size'))
     """
-    name = FORMER_KEYS.get(".".join(_within_recipe(path)))
+    name = FORMER_KEYS.get(".".join(within_recipe(path)))
     # A former key is in the section of today's: only the last component differs.
     return path if name is None else (*path[:-1], name)
 
@@ -69,10 +69,10 @@ def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
 def former_names(section: tuple[str, ...]) -> list[str]:
     """Returns the former names of keys in a section or technique."""
     keys = [former.rpartition(".") for former in FORMER_KEYS]
-    return [name for at, _, name in keys if at == ".".join(_within_recipe(section))]
+    return [name for at, _, name in keys if at == ".".join(within_recipe(section))]
 
 
-def _within_recipe(path: tuple[str, ...]) -> tuple[str, ...]:
+def within_recipe(path: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the path without what leads to a recipe's part in a chain of steps."""
     # Steps of a chain have techniques of their own, at a deeper path than in a recipe.
     return path[path.index("techniques") :] if "techniques" in path else path
@@ -95,7 +95,7 @@ def current_values(section: tuple[str, ...], values: Mapping[str, object]) -> di
         # Both names are given: keep the former one under its name, which no
         # section knows, so that the reader reports it.
         name = key if path[-1] in values else path[-1]
-        current[name] = _current_value(".".join(_within_recipe(path)), value)
+        current[name] = _current_value(".".join(within_recipe(path)), value)
     return current
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from preheat.core import Recipe, registry
 from preheat.errors import nearest
-from preheat.recipe.former_names import FORMER_KEYS, current_key, former_names
+from preheat.recipe.former_names import FORMER_KEYS, current_key, former_names, within_recipe
 from preheat.sanitize import quoted
 
 __all__ = ["NAMES", "option_hint", "unknown_key"]
@@ -93,7 +93,7 @@ NAMES: Mapping[str, str] = {
         "optimizer.lr": "learning_rate max_lr peak_lr max_learning_rate base_lr",
         "optimizer.weight_decay": "wd",
         "parallel.devices": "num_gpus nproc_per_node num_processes gpus world_size n_gpus ngpus",
-        "parallel.engine": "distributed_backend deepspeed deepspeed_config",
+        "parallel.engine": "distributed_backend",
         "parallel.timeout": "ddp_timeout timeout_minutes",
         "parallel.zero_stage": "zero_stage stage",
         "sample.max_new_tokens": "max_new_tokens",
@@ -159,7 +159,12 @@ _MICRO = (
     "'batch.size' counts all rows of a step, over devices and micro-batches; "
     "'techniques.gradient_accumulation.steps' says in how many micro-batches"
 )
+_DEEPSPEED = (
+    "DeepSpeed's configuration is made from the recipe, not read from a file: set parallel.engine: deepspeed and "
+    "parallel.zero_stage: 1, 2 or 3"
+)
 _ELSEWHERE = {
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config", "deepspeed_plugin"), _DEEPSPEED),
     **dict.fromkeys(("output_dir", "out_dir", "out", "dump_folder"), _FOLDER),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), _RESUME),
     **dict.fromkeys(
@@ -173,6 +178,23 @@ _ELSEWHERE = {
         _MICRO,
     ),
 }
+# Names that mean something else in these sections than alone.
+_IN_SECTION = {
+    "checkpoint.limit": "checkpoint.keep",
+    "checkpoint.steps": "checkpoint.every",
+    "evaluate.batch_size": "evaluate.micro_batch_size",
+    "evaluate.limit": "evaluate.rows",
+    "evaluate.max_samples": "evaluate.rows",
+    "evaluate.steps": "evaluate.every",
+    "sample.length": "sample.max_new_tokens",
+    "sample.max_length": "sample.max_new_tokens",
+}
+_ELSEWHERE_IN_SECTION = {"parallel.config": _DEEPSPEED}
+# Keys whose names say nothing without their section: they are no hint for an unknown key of another section.
+_GENERIC = frozenset(
+    "cache columns config decay every floor heads images keep kind layers layout length limit memory micro name part "
+    "path positions prompt prompts rows shape size source split stop tasks text tokens weights width window zero".split()
+)
 
 
 @functools.cache
@@ -195,50 +217,69 @@ def _keys_by_last_part() -> dict[str, list[str]]:
     return places
 
 
-def unknown_key(path: Sequence[str], known: Sequence[str]) -> str:
+def unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, str] | None = None) -> str:
     """Returns the message for an unknown key, with the key that was probably meant.
 
     Args:
         path: the key, from the recipe's root.
         known: the valid keys at its level.
+        hints: what to say about some unknown keys of a file that is not a recipe, whose keys never are a recipe's;
+            None: of a recipe.
 
     Example:
         >>> unknown_key(("learning_rate",), ["optimizer"])
         "unknown key 'learning_rate'; here it is 'optimizer.lr'"
         >>> unknown_key(("batch", "steps"), ["size", "seq_len"])
         "unknown key 'batch.steps'; it belongs to stop: 'stop.max_steps'"
+        >>> unknown_key(("limit",), ["each", "seed"], {})
+        "unknown key 'limit'; known: each, seed"
     """
     message = f"unknown key {quoted('.'.join(path))}; "
-    key = path[-1]
+    key, at = path[-1], tuple(path[:-1])
     word = key.lower().replace("-", "_")
     # No key is as long, and comparing long names is slow.
     if len(word) > 60:
         return message + nearest("", list(known))
-    if word in _ELSEWHERE:
-        return message + _ELSEWHERE[word]
     # Only the case or the hyphens differ.
     if word in known:
         return message + f"did you mean '{word}'?"
+    if word in (hints or {}):
+        return message + (hints or {})[word]
     # Exact names of other trainers before similar names of ours: `r` is lora_r, not a typing error.
-    if ours := NAMES.get(word):
+    section = ".".join(within_recipe(at))
+    ours = _IN_SECTION.get(f"{section}.{word}") or NAMES.get(word, "")
+    elsewhere = _ELSEWHERE_IN_SECTION.get(f"{section}.{word}") or _ELSEWHERE.get(word)
+    in_recipe = hints is None
+    # A name of this section, or at the top of the recipe, which holds all sections.
+    if ours and (ours.rpartition(".")[0] == section if section else in_recipe):
         return message + f"here it is '{ours}'"
-    # The names that are valid at this level, former ones included.
-    at = tuple(path[:-1])
+    if in_recipe and elsewhere:
+        return message + elsewhere
     # A misspelled former name is as close as a misspelled current one; the message names the current key.
     names = {name: current_key((*at, name))[-1] for name in former_names(at)} | {name: name for name in known}
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.75)
-    if close:
+    if close := difflib.get_close_matches(word, list(names), n=1, cutoff=0.75):
         return message + f"did you mean '{names[close[0]]}'?"
-    # A key of another section. Keys of the recipe come before those of techniques, many of which have common names.
+    # A key of another section.
+    if in_recipe and (hint := f"here it is '{ours}'" if ours else _other_section(word, at)):
+        return message + hint
+    return message + nearest(key, list(known))
+
+
+def _other_section(word: str, at: Sequence[str]) -> str:
+    """Returns the hint for a key at `at` whose name belongs to another section, or ""."""
+    if at and word in _GENERIC:
+        return ""
+    # Keys of the recipe come before those of techniques, many of which have common names.
     if places := _keys_by_last_part().get(word):
         of_recipe = [place for place in places if not place.startswith("techniques.")] or places
-        if len(of_recipe) == 1 or len(path) == 1:
-            return message + f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
-        return message + "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
+        if len(of_recipe) == 1 or not at:
+            return f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
+        return "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
     # Last and with a higher cutoff, since hundreds of names are compared.
-    if alike := difflib.get_close_matches(word, [*NAMES, *_keys_by_last_part()], n=1, cutoff=0.85):
-        return message + f"did you mean '{NAMES.get(alike[0]) or _keys_by_last_part()[alike[0]][0]}'?"
-    return message + nearest(key, list(known))
+    candidates = [name for name in (*NAMES, *_keys_by_last_part()) if not at or name not in _GENERIC]
+    if alike := difflib.get_close_matches(word, candidates, n=1, cutoff=0.85):
+        return f"did you mean '{NAMES.get(alike[0]) or _keys_by_last_part()[alike[0]][0]}'?"
+    return ""
 
 
 def option_hint(name: str) -> str:
@@ -253,9 +294,10 @@ def option_hint(name: str) -> str:
     # Options may be dotted (--optimizer.lr) or another trainer's name (--learning-rate).
     path = name.lstrip("-").lower().replace("-", "_")
     word = path.rpartition(".")[2]
-    if word in _ELSEWHERE:
-        return _ELSEWHERE[word]
-    places = _keys_by_last_part().get(word, [])
+    if elsewhere := _ELSEWHERE_IN_SECTION.get(path) or _ELSEWHERE.get(word):
+        return elsewhere
+    # Other trainers' --config names the file that is an argument here, not the sizes of a model.
+    places = [] if path == "config" else _keys_by_last_part().get(word, [])
     of_recipe = [place for place in places if not place.startswith("techniques.")] or places
     key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
     if not key:

@@ -111,12 +111,17 @@ class RecipeReader:
         where: name of the text in errors.
         lines: line of each key.
         assigned: keys set by `--set` -> what errors name in place of the line.
+        hints: as in `unknown_key`: None for a recipe, whose sections and synonyms are suggested for unknown keys.
     """
 
     def __init__(
-        self, where: str, lines: Mapping[tuple[str, ...], int], assigned: Mapping[tuple[str, ...], str] | None = None
+        self,
+        where: str,
+        lines: Mapping[tuple[str, ...], int],
+        assigned: Mapping[tuple[str, ...], str] | None = None,
+        hints: Mapping[str, str] | None = None,
     ):
-        self.where, self.assigned = where, assigned or {}
+        self.where, self.assigned, self.hints = where, assigned or {}, hints
         # Problems name current keys; the file may have the former ones. A line under the name itself takes precedence.
         self.lines = {current_key(at): line for at, line in lines.items()} | dict(lines)
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
@@ -171,7 +176,7 @@ class RecipeReader:
                 text = f"is the former name of {'.'.join(current)}, which is given too; remove one of them"
                 self.report(path, f"{'.'.join(path)}: {text}")
             else:
-                self.report(path, lambda path=path: unknown_key(path, known))  # type: ignore[misc]
+                self.report(path, lambda path=path: unknown_key(path, known, self.hints))  # type: ignore[misc]
         try:
             # As JSON: pydantic's strict mode then takes lists for tuples and objects
             # for mappings, but converts no text to numbers.

@@ -94,7 +94,7 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         # YAML, as in a recipe: 0.8 is a number, int8 a text.
         overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     # The recipe's own checks, with their messages.
-    reader = RecipeReader("--set", {})
+    reader = RecipeReader("--set", {}, hints={})
     sample: Sample = reader.flat(Sample, {**values, **overridden}, ("sample",))
     reader.refuse()
     # Settings that are valid each but contradict each other; named as the user gave them.

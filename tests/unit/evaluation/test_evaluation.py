@@ -465,7 +465,9 @@ def test_tasks_are_found_by_name_file_and_further_keys(tmp_path: Path) -> None:
         "claws": "did you mean 'clauses'",
         "clauses": "names no rows; give them: clauses=FILE",
         "no.yaml": "no such file",
-        "cloze=r.jsonl,limt=3": "did you mean 'limit'",
+        "cloze=r.jsonl,limt=3": "--tasks cloze,limt=3: unknown key 'limt'; did you mean 'limit'",
+        "cloze=r.jsonl,learning_rate=3": "known: chat, choices",
+        "recall,limit=4": "here it is 'each'",
         "cloze=r.jsonl,limit=many": "whole number",
         "cloze=r.jsonl,limit": "is not KEY=VALUE",
     }.items():
