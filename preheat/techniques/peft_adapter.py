@@ -2,14 +2,16 @@
 
 What: freezes the model and lets peft add the adapter that `method` names to the targeted linear layers: `ia3` trains
 one factor per output (or input), `loha` and `lokr` add Hadamard or Kronecker products of small matrices, `oft`, `hra`
-and `road` rotate a weight or an output by an orthogonal matrix, `vera` and `randlora` scale fixed random matrices.
+and `road` rotate a weight or an output by an orthogonal matrix, `vera` and `randlora` scale fixed random matrices,
+`deft` replaces what a weight does in a learned subspace, `glora` scales and shifts a weight, `peanut` computes its
+update from the weight by a small network, `supertuning` trains the largest entries of a weight.
 Helps: fewer trained parameters than LoRA at the same quality on some tasks; makes the methods comparable in one recipe.
 Hurts: most are slower than LoRA or save more for the backward pass (the plan shows it); the lesser-known ones are
 little tested; good learning rates and settings differ by orders of magnitude between methods.
 Source: https://huggingface.co/docs/peft, which names the paper of each method. (IA)3: Liu et al. 2022
 (arXiv:2205.05638); LoHa: Hyeon-Woo et al. 2021 (arXiv:2108.06098); LoKr: Yeh et al. 2023 (arXiv:2309.14859); OFT: Qiu
 et al. 2023 (arXiv:2306.07280); HRA: Yuan et al. 2024 (arXiv:2405.17484); VeRA: Kopiczko et al. 2023 (arXiv:2310.11454);
-RandLoRA: Albert et al. 2025 (arXiv:2502.00987).
+RandLoRA: Albert et al. 2025 (arXiv:2502.00987); PEANuT: arXiv:2410.01870; Super-Tuning: arXiv:2607.09287.
 """
 
 from __future__ import annotations
@@ -32,30 +34,46 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "PeftAdapter", "add_peft_adapter", "merge_peft_adapter"]
 
-METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora", "road", "vera")
+METHODS = (
+    *("deft", "delora", "glora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "peanut", "randlora"),
+    *("road", "supertuning", "vera"),
+)
 """Methods that can be built on meta, start as the base, and can be trained, saved and merged."""
 _LORA = "is a technique of its own: use lora"
 _PROMPT = "trains extra tokens or keys, not linear maps"
+_BASE_VALUES = "computes with the base's weights while it is built, which a dry run does not have"
+_NOT_THE_BASE = "does not start as the base"
 # Methods of peft that cannot be used here, with the reason that an error states.
 _REFUSED = {
     "adalora": (
         "needs a schedule of ranks and a term of the loss within the training loop, which preheat does not support yet"
     ),
+    "adamss": _BASE_VALUES,
     "adaption_prompt": _PROMPT,
+    "beft": "trains biases alone, which many linear maps do not have",
     "boft": "reads values back while it is built, which a dry run does not have",
-    "c3a": "does not start as the base",
+    "c3a": _NOT_THE_BASE,
     "cartridge": _PROMPT,
     "cpt": _PROMPT,
     "fourierft": "keeps its indices outside of what a checkpoint or a dry run sees",
+    "frod": _BASE_VALUES,
     "lily": "cannot be merged",
     "ln_tuning": "trains norms, not linear maps",
     "lora": _LORA,
     "multitask_prompt_tuning": _PROMPT,
+    "osf": "projects gradients in hooks, which sharded parameters lose",
     "p_tuning": _PROMPT,
+    "poly": "needs the task of each row, which data here does not state",
     "prefix_tuning": _PROMPT,
     "prompt_tuning": _PROMPT,
+    "psoft": "leaves matrices out of its files that are computed from the base again, which rounding changes",
+    "pvera": "draws its outputs at random during training, so that a dry run or a resumed run computes others",
+    "shadow": "trains a second network beside the layers, which cannot be merged",
     "shira": "reads values back while it is built, which a dry run does not have",
+    "tinylora": "trains vectors that layers share, which sharding would take apart",
     "trainable_tokens": "trains rows of the embedding, not linear maps",
+    "unilora": "reads values back while it is built, which a dry run does not have",
+    "vblora": _NOT_THE_BASE,
     "waveft": "keeps its indices outside of what a checkpoint or a dry run sees",
     "xlora": "mixes adapters that must be trained first",
 }
@@ -79,16 +97,23 @@ def configure(
     Raises:
         ValueError: unknown method or setting, or a value that peft rejects.
     """
+    from peft import PeftConfig, __version__
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     from preheat.errors import nearest
 
-    if method not in METHODS:
-        why = _REFUSED.get(method) or f"no such method; {nearest(method, list(METHODS))}"
-        raise ValueError(f"method: {method}: {why}; there are {', '.join(METHODS)}")
     # peft's own registry, so that a method needs no import here.
-    cls = next(cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value.lower() == method)
-    from peft import PeftConfig
+    classes = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if method not in METHODS:
+        if method in _REFUSED or method in classes:
+            reason = _REFUSED.get(method, f"is new in peft {__version__} and has not been tested")
+            why = f"preheat does not train this method of peft: it {reason}"
+        else:
+            why = f"no such method; {nearest(method, list(METHODS))}"
+        raise ValueError(f"method: {method}: {why}; there are {', '.join(METHODS)}")
+    if method not in classes:
+        raise ValueError(f"method: {method}: peft {__version__} does not have it; pip install --upgrade peft")
+    cls = classes[method]
 
     # The base class's fields concern loading and saving, not the method.
     inherited = {f.name for f in dataclasses.fields(PeftConfig)} | set(_RESERVED)
@@ -175,7 +200,8 @@ class PeftAdapter(Technique):
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.ADAPTER})
 
     method: str = "oft"
-    """peft's name of the method: delora, gralora, hira, hra, ia3, loha, lokr, miss, oft, randlora, road or vera."""
+    """peft's name of the method: deft, delora, glora, gralora, hira, hra, ia3, loha, lokr, miss, oft, peanut, randlora,
+    road, supertuning or vera."""
     # Plain values: peft's configuration class checks them.
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The method's own settings in peft, e.g. {r: 8, alpha: 16} for loha."""

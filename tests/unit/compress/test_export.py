@@ -27,6 +27,7 @@ from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.quantization import nf4
 from preheat.run_dir import Writer
+from preheat.techniques.peft_adapter import METHODS
 from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import DEVICE, uneven
@@ -143,7 +144,6 @@ QUANTIZED = {
     "qlora": "{lora: {rank: 4}, nf4: {}}",
     "qdora": "{lora: {rank: 4, variant: dora}, nf4: {double_quantization: false, keep: [down_proj]}}",
 }
-METHODS = ("delora", "gralora", "hira", "hra", "ia3", "loha", "lokr", "miss", "oft", "randlora", "road", "vera")
 OTHERS = {name: f"{{peft_adapter: {{method: {name}, settings: {SMALL.get(name, '{}')}}}}}" for name in METHODS}
 CASES = [
     *(("llama", name) for name in LORAS),

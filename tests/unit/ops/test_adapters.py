@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import __version__ as peft_version
 from safetensors.torch import load_file, save_file
 
 from preheat import recipe as recipes
@@ -314,6 +316,27 @@ def test_each_method_of_peft_starts_as_the_base_learns_and_is_merged_exactly(
 def test_what_cannot_serve_is_refused_in_words(folders: dict[str, Path], techniques: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         made(folders["llama"], techniques)
+
+
+def test_every_method_of_the_installed_peft_is_trained_or_refused_with_its_reason(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import mapping
+
+    installed = {kind.value.lower(): kind for kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING}
+    assert set(METHODS) <= set(installed)
+    for method in sorted(set(installed) - set(METHODS)):
+        with pytest.raises(RecipeError, match=f"{method}: preheat does not train this method of peft: it ") as refusal:
+            made(folders["llama"], f"{{peft_adapter: {{method: {method}}}}}")
+        assert "has not been tested" not in str(refusal.value), "state why in peft_adapter._REFUSED"
+    # A peft that is newer than preheat, and one that is older.
+    registry: dict[Any, Any] = mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    monkeypatch.setitem(registry, type("Kind", (), {"value": "NEWEST"})(), object)
+    with pytest.raises(RecipeError, match=f"newest: .* it is new in peft {re.escape(peft_version)}"):
+        made(folders["llama"], "{peft_adapter: {method: newest}}")
+    monkeypatch.delitem(registry, installed["oft"])
+    with pytest.raises(RecipeError, match=f"oft: peft {re.escape(peft_version)} does not have it; pip install"):
+        made(folders["llama"], "{peft_adapter: {method: oft}}")
 
 
 def test_a_method_that_does_not_know_gpt2s_maps_says_so(folders: dict[str, Path]) -> None:
