@@ -245,6 +245,7 @@ def models_page() -> str:
             "| | |",
             "|---|---|",
             *(f"| {what} | {words} |" for what, words in needs(p).items()),
+            *([f"| training | not supported: {p.text['model_type']} {p.not_trained} |"] if p.not_trained else []),
         ]
     return "\n".join(lines)
 

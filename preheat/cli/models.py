@@ -60,7 +60,7 @@ def models(context: typer.Context, json: Json = False) -> None:
 
 @app.command("show")
 def show(name: str, json: Json = False) -> None:
-    """Show the size and requirements of a public model, and the commands that plan and train it.
+    """Show the size and requirements of a public model, and what plans and trains it, or why preheat cannot train it.
 
     NAME is the name of a preset or of a model on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
     """
@@ -82,7 +82,9 @@ def show(name: str, json: Json = False) -> None:
     facts |= {"chat template": preset.template, **needs(preset)}
     if json:
         numbers = {"parameters": preset.parameters, "active": preset.active, "stored": preset.stored}
-        emit({"name": name, **numbers, "needs": facts, "config": preset.config})
+        emit(
+            {"name": name, **numbers, "not_trained": preset.not_trained, "needs": facts, "config": preset.config}
+        )
         return
     from rich.table import Table
 
@@ -90,8 +92,18 @@ def show(name: str, json: Json = False) -> None:
     for what, text in facts.items():
         table.add_row(what, text)
     console().print(table)
-    say(
-        f"\nplan it, without a download:\n  preheat plan {name} --gpu RTX-4090\n"
+    say("\n" + next_commands(name, preset))
+
+
+def next_commands(name: str, preset: Preset) -> str:
+    """Returns the commands that plan and train a model; for a model that cannot be trained why, and what plans it."""
+    if preset.not_trained is not None:
+        return (
+            f"it cannot be trained here: {preset.text['model_type']} {preset.not_trained}\n"
+            f"plan to serve it, without a download:\n  preheat plan {name} --inference --gpu RTX-4090"
+        )
+    return (
+        f"plan it, without a download:\n  preheat plan {name} --gpu RTX-4090\n"
         f"train it:\n  model: {{path: {preset.chat}}}   # or a folder with its config.json and *.safetensors"
     )
 

@@ -496,9 +496,13 @@ def _require_sound(values: JsonObject, file: Path) -> None:
 
 def _require_known_layers(kinds: object, file: Path) -> None:
     """Rejects a kind of layer that transformers does not know; its own message lists all kinds, and not which it is."""
-    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES, remap_legacy_layer_types
 
-    if unknown := [kind for kind in kinds if kind not in ALLOWED_LAYER_TYPES] if isinstance(kinds, list) else []:
+    # Published files may have former names of kinds, which transformers still reads (Granite 4: mamba, attention).
+    def is_known(kind: object) -> bool:
+        return isinstance(kind, str) and remap_legacy_layer_types([kind])[0] in ALLOWED_LAYER_TYPES
+
+    if unknown := [kind for kind in kinds if not is_known(kind)] if isinstance(kinds, list) else []:
         raise RecipeError(
             f"model.path: {file}: layer_types: {quoted(unknown[0])} is no kind of layer that transformers knows; "
             f"{nearest(str(unknown[0]), ALLOWED_LAYER_TYPES)}"

@@ -33,6 +33,7 @@ from preheat.models.module_lookup import (
     require_plain_head,
     softcap,
 )
+from preheat.models.presets.preset import NOT_TRAINED
 from preheat.models.reference_logits import plain_logits
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
 from preheat.models.token_mixers import (
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
 __all__ = [
-    "REFUSED",
     "SOFTCAP",
     "WHOLE",
     "Anatomy",
@@ -298,18 +298,12 @@ _UNSUPPORTED = {
 }
 
 
-REFUSED = {  # families that can only be planned for inference
-    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not support",
-    "deepseek_v2": "has a router and rotary positions of its own, which preheat does not support",
-}
-
-
 def _refuse(config: PretrainedConfig) -> None:
     """Raises for a model that preheat would compute differently from transformers."""
     text = config.get_text_config()
-    if text.model_type in REFUSED:
+    if text.model_type in NOT_TRAINED:
         raise RecipeError(
-            f"model: {text.model_type} {REFUSED[text.model_type]}, so it cannot be trained here; preheat plan "
+            f"model: {text.model_type} {NOT_TRAINED[text.model_type]}, so it cannot be trained here; preheat plan "
             "--inference plans to serve it"
         )
     if not config.is_encoder_decoder:

@@ -9,10 +9,19 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
 
-__all__ = ["APACHE", "MIT", "OWN", "TIED", "Licence", "Preset", "sizes"]
+__all__ = ["APACHE", "MIT", "NOT_TRAINED", "OWN", "TIED", "Licence", "Preset", "sizes"]
 
 OWN = "its tokenizer's own"
 TIED: JsonObject = {"tie_word_embeddings": True}
+_INDEXER = "attends to positions that an indexer chooses, which preheat's kernels do not support"
+NOT_TRAINED = {
+    "bloom": "adds positions to attention's scores (ALiBi), which preheat's kernels do not support",
+    "deepseek_v2": "has a router and rotary positions of its own, which preheat does not support",
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": "attends to compressed positions, which preheat's kernels do not support",
+    "glm_moe_dsa": _INDEXER,
+}
+"""Families (`model_type`) that can only be planned for inference -> the reason."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,11 @@ class Preset:
         """Names on the hub of all checkpoints with this configuration."""
         # In order and once each: `hub` and `chat` are equal for models without a base checkpoint.
         return tuple(dict.fromkeys((self.hub, self.chat, *self.also)))
+
+    @property
+    def not_trained(self) -> str | None:
+        """Why preheat cannot train the model; None: it can."""
+        return NOT_TRAINED.get(self.text["model_type"])
 
     @property
     def text(self) -> JsonObject:

@@ -12,17 +12,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 
 from preheat import recipe as recipes
+from preheat.cli.models import next_commands
 from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
+from preheat.hardware.catalogue import named_or_described
 from preheat.models import configs, hf
 from preheat.models.presets import PRESETS, needs, on_hub, published, require_weights
+from preheat.models.presets.preset import NOT_TRAINED
+from preheat.planning.analytic import size_of
 from preheat.planning.dry_run import observe
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
+from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE
 
@@ -47,7 +53,7 @@ def _recipe(name: str, techniques: str = QLORA, model: str = "", length: int = 2
 
 
 TABLES = [name for name in PRESETS if name not in published.models()]
-TRAINED = [name for name in TABLES if PRESETS[name].config["model_type"] not in hf.REFUSED]
+TRAINED = [name for name in TABLES if PRESETS[name].config["model_type"] not in NOT_TRAINED]
 FIRST = {p.config["model_type"]: name for name, p in reversed(list(PRESETS.items())) if "text_config" not in p.config}
 """One preset of each family that is text alone."""
 FEW = [
@@ -60,10 +66,6 @@ FEW = [
 
 DEEP = [name for name in PRESETS if name not in TABLES and PRESETS[name].text["num_hidden_layers"] > 60]
 """Half of the time for a sixth of the presets."""
-
-
-# Layers of kinds that preheat does not know: planned for inference only.
-UNTRAINED = (*hf.REFUSED, "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
 
 
 @pytest.mark.parametrize(
@@ -108,11 +110,51 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     kinds = Counter(getattr(text, "layer_types", None) or ())
     if len(kinds) > 1 and "in a window" in said["layers"]:
         assert sorted(map(int, re.findall(r"(\d+) with", said["layers"]))) == sorted(kinds.values())
-    if name in TRAINED or (name in FIRST.values() and config.model_type not in UNTRAINED):
+    if name in TRAINED or (name in FIRST.values() and config.model_type not in NOT_TRAINED):
         built: Any = hf.build_on_meta(config)
         assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
         window = hf.facts(built.config).window
         assert (said["sliding window"] != "none") == bool(window and window < built.config.max_position_embeddings)
+
+
+def _kind(name: str) -> tuple[object, ...]:
+    """What decides whether a model is refused: its family, its part and its kinds of layers."""
+    config = configs.preset_config(name)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return type(config), PRESETS[name].text["model_type"], *sorted(set(kinds))
+
+
+SMALLEST = {
+    _kind(name): name
+    for name in sorted(PRESETS, key=lambda n: (PRESETS[n].text["num_hidden_layers"], n), reverse=True)
+}
+"""The preset with the fewest layers of each kind of model: those of a kind are refused alike."""
+
+
+@pytest.mark.parametrize("name", SMALLEST.values())
+def test_the_commands_that_are_shown_for_a_model_are_accepted(name: str, tmp_path: Path) -> None:
+    preset = PRESETS[name]
+    shown = next_commands(name, preset)
+    (words,) = re.findall(r"^  preheat plan (.*)$", shown, re.MULTILINE)
+    subject, *options = words.split()
+    named_or_described(options[options.index("--gpu") + 1])
+    recipe = subject_of(subject, []).recipe
+    if preset.not_trained is None:
+        assert "--inference" not in options
+        hf.build_on_meta(config := hf.configure(recipe))
+        (train,) = re.findall(r"^train it:\n  (.*)$", shown, re.MULTILINE)
+        assert yaml.safe_load(train) == {"model": {"path": preset.chat}}
+        # As the hub's folder: its config.json is that of the preset.
+        (tmp_path / "config.json").write_text(json.dumps(preset.config))
+        alone = parse(f"model: {{path: {tmp_path}}}\nbatch: {{seq_len: 64}}\nstop: {{max_steps: 1}}")
+        assert type(hf.configure(alone)) is type(config)
+    else:
+        assert "--inference" in options
+        assert "train it" not in shown
+        assert f"it cannot be trained here: {preset.text['model_type']} {preset.not_trained}\n" in shown
+        with pytest.raises(RecipeError, match=re.escape(preset.not_trained)):
+            hf.configure(recipe)
+        assert size_of(recipe).parameters == preset.parameters
 
 
 @pytest.mark.parametrize(
