@@ -23,7 +23,7 @@ from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
-from preheat.errors import RecipeError
+from preheat.errors import RecipeError, RunError
 from preheat.models.hf import facts, head
 
 if TYPE_CHECKING:
@@ -81,10 +81,13 @@ def write(
             if positions and length > positions:
                 raise RecipeError(f"--length: {length:,} is more than the model's {positions:,} positions")
             notes = list(model.notes)
-            if dtype == "8da4w" and (skipped := quantize(model.model)):
-                notes.append(
-                    f"{len(skipped)} matrices stay in fp32: their rows are not whole groups of {GROUP} ({skipped[0]})"
-                )
+            if dtype == "8da4w":
+                total, skipped = quantize(model.model)
+                if skipped:
+                    notes.append(
+                        f"{len(skipped)} of {total} matrices stay in fp32: their rows are not whole groups of {GROUP} "
+                        f"({skipped[0]})"
+                    )
             file = folder / "model.pte"
             lower(model.model, file, length, quantized=dtype == "8da4w")
             # The program accepts at most length - 1 tokens in a call.
@@ -110,36 +113,39 @@ def write(
     return summary
 
 
-def quantize(model: PreTrainedModel) -> list[str]:
+def quantize(model: PreTrainedModel) -> tuple[int, list[str]]:
     """Quantizes all linear maps except the head to 4-bit groups with 8-bit activations per token, in place.
 
     Returns:
-        Names of the maps whose inputs are not divisible by the group size, which are unchanged.
+        The number of these maps, and names of those whose inputs are not divisible by the group size, which are
+        unchanged.
+
+    Raises:
+        RunError: that is all of them.
     """
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
     from torchao.utils import unwrap_tensor_subclass
 
-    skipped = []
     output_head = head(model)
-
-    def is_quantized(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or module is output_head:
-            return False
-        if module.in_features % GROUP:
-            skipped.append(name)
-            return False
-        return True
-
+    maps = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output_head
+    }
+    skipped = [name for name, module in maps.items() if module.in_features % GROUP]
+    if len(skipped) == len(maps):
+        raise RunError(f"--dtype 8da4w: no matrix has rows of whole groups of {GROUP}; use --dtype float32")
+    chosen = maps.keys() - skipped
     int4: torch.dtype = torch.int4  # type: ignore[attr-defined]
     quantize_(
         model,
         Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP)),
-        is_quantized,
+        lambda module, name: name in chosen,
     )
     # torch.export traces plain tensors, not torchao's subclasses.
     unwrap_tensor_subclass(model)
-    return skipped
+    return len(maps), skipped
 
 
 def lower(model: PreTrainedModel, file: Path, length: int, *, quantized: bool = False) -> None:

@@ -41,6 +41,7 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 _ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh"}  # all others: silu
 _TOOL = "llama-quantize"
 _BLOCK = 32  # weights per block of q8_0 and q4_0
+_K_BLOCK = 256  # weights per block of K-quants
 _HINT = "use --dtype q8_0 or f16, or raise --tolerance"
 
 
@@ -52,7 +53,8 @@ def write(
     Args:
         run: a run, a model's folder, or an adapter's.
         dtype: f32, f16, bf16, q8_0, q4_0; q4_k_m, q5_k_m, q6_k with llama.cpp's `llama-quantize` on the PATH. A matrix
-            whose rows are not divisible by 32 stays in f16; with q4_0, embedding and head are q8_0.
+            whose rows are not divisible by 32 stays in f16 (`note` counts them); with q4_0, embedding and head are
+            q8_0.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
 
@@ -61,8 +63,8 @@ def write(
         {version, max_logprob_difference, mean_logprob_difference, top1_agreement, places} if it ran the file
 
     Raises:
-        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or tool; the
-            difference exceeds the bound.
+        RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or tool; no
+            matrix of the layers can have the dtype; the difference exceeds the bound.
 
     Example:
         >>> write("runs/demo", "demo-gguf", dtype="q8_0")["top1_agreement"]      # doctest: +SKIP
@@ -77,6 +79,7 @@ def write(
     tool = _tool(dtype) if "_k" in dtype else None
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
+            _require_blocks(model.model, dtype)
             name = Path(run).resolve().name
             file = folder / f"{name}-{dtype}.gguf"
             if tool is None:
@@ -136,6 +139,24 @@ def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None)
             "places": difference.tokens,
         }
     }
+
+
+def _block(dtype: str) -> int:
+    """Returns the number of neighbouring weights that a dtype quantizes together; 1: none."""
+    return 1 if not dtype.startswith("q") else _K_BLOCK if "_k" in dtype else _BLOCK
+
+
+def _require_blocks(model: PreTrainedModel, dtype: str) -> None:
+    """Raises RunError if no matrix of the layers can have the dtype that the file would be named for."""
+    block = _block(dtype)
+    # Some dtypes do not apply to the embedding and the head, which have other types then.
+    ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    widths = {w.shape[-1] for w in model.parameters() if w.ndim == 2 and id(w) not in ends}
+    if all(width % block for width in widths):
+        raise RunError(
+            f"--dtype {dtype}: no matrix of the layers has rows of whole blocks of {block} weights (they have "
+            f"{', '.join(map(str, sorted(widths)))}); use --dtype {'q8_0, q4_0 or ' if block > _BLOCK else ''}f16"
+        )
 
 
 def _tool(dtype: str) -> str:
@@ -339,7 +360,7 @@ def _type(title: str, data: np.ndarray, dtype: str) -> str:
     # Norms and biases are small, and llama.cpp expects them in fp32.
     if data.ndim == 1:
         return "F32"
-    if dtype.startswith("q") and data.shape[-1] % _BLOCK:
+    if data.shape[-1] % _block(dtype):
         return "F16"
     if dtype == "q4_0" and title in ("token_embd.weight", "output.weight"):
         return "Q8_0"
@@ -352,8 +373,12 @@ def _notes(plain: Plain, types: dict[str, int], dtype: str) -> list[str]:
     if unnamed := ends_left(plain.tokenizer.eos_token_id, plain.end_tokens, plain.end_of_turn)[2]:
         tokens = ", ".join(map(repr, plain.tokenizer.convert_ids_to_tokens(unnamed)))
         notes.append(f"a GGUF file names three tokens that end a text, so {tokens} ends none there")
-    if dtype.startswith("q") and types.get("F16"):
-        notes.append(f"{types['F16']} matrices stay in f16: their rows are not whole blocks of {_BLOCK}")
+    matrices = {kind: count for kind, count in types.items() if kind != "F32"}
+    # llama-quantize gives matrices without whole blocks a type of smaller blocks.
+    others = {k: n for k, n in matrices.items() if (not k.endswith("_K") if "_k" in dtype else k == "F16")}
+    if (block := _block(dtype)) > 1 and others:
+        listed = " and ".join(f"{count} in {kind.lower()}" for kind, count in sorted(others.items()))
+        notes.append(f"{listed}, of {sum(matrices.values())} matrices: their rows are not whole blocks of {block}")
     if plain.model.config.model_type == "mistral" and (window := plain.model.config.sliding_window):
         notes.append(f"llama.cpp attends in full where the model has a window of {window:,} positions")
     return notes

@@ -59,7 +59,7 @@ def write(
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             # The reference logits are those of the fp32 weights, so the comparison includes the rounding to bfloat16.
-            skipped = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
+            total, skipped = pack(model.model.to(torch.bfloat16), 4 if dtype == "int4" else 8, folder)
             for file in model.folder.iterdir():
                 if (
                     file.name != "config.json"
@@ -75,7 +75,7 @@ def write(
             notes = list(model.notes)
             if skipped:
                 notes.append(
-                    f"{len(skipped)} matrices stay in bfloat16: their rows are not whole groups of {GROUP} "
+                    f"{len(skipped)} of {total} matrices stay in bfloat16: their rows are not whole groups of {GROUP} "
                     f"({skipped[0]})"
                 )
         summary = {"path": str(out), "bytes": verify.size(folder), "dtype": dtype, "merged": model.merged}
@@ -91,11 +91,15 @@ def write(
     return summary
 
 
-def pack(model: PreTrainedModel, bits: int, folder: Path) -> list[str]:
+def pack(model: PreTrainedModel, bits: int, folder: Path) -> tuple[int, list[str]]:
     """Quantizes all linear maps except the head in place, and writes weights and configuration.
 
     Returns:
-        Names of the maps whose inputs are not divisible by the group size, which are unchanged.
+        The number of these maps, and names of those whose inputs are not divisible by the group size, which are
+        unchanged.
+
+    Raises:
+        RunError: that is all of them.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -136,7 +140,7 @@ def pack(model: PreTrainedModel, bits: int, folder: Path) -> list[str]:
         model.save_pretrained(folder)
     # After save_pretrained, whose config.json does not have the quantization.
     compressor.update_config(folder)
-    return skipped
+    return len(maps) - 1, skipped
 
 
 def _load(folder: Path) -> PreTrainedModel:

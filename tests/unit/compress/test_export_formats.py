@@ -198,7 +198,7 @@ def test_a_really_pretrained_model_in_each_type(
     file = tmp_path / "out" / made["file"]
     assert file.stat().st_size == made["bytes"]
     assert made["bytes"] - 40_000 < share * 1_040_128  # of the weights in fp32; the rest is the tokenizer
-    assert ("5 matrices stay in f16" in made["note"]) == dtype.startswith("q")
+    assert ("5 in f16, of 36 matrices: their rows are not whole blocks of 32" in made["note"]) == dtype.startswith("q")
     weights = transformers.AutoModelForCausalLM.from_pretrained(
         data_folder / "stories260K-hf", dtype=torch.float32
     ).state_dict()
@@ -278,6 +278,21 @@ def test_architectures_that_gguf_does_not_write_are_refused_by_name_before_work(
         gguf.write(tmp_path / "model", tmp_path / "out")
 
 
+def test_a_file_is_named_for_a_type_that_it_has(tokenizer: Any, tmp_path: Path) -> None:
+    # Only the two down projections have rows of whole blocks of 32.
+    sizes = {"hidden_size": 72, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    source = folder_of("llama", tokenizer, tmp_path / "model", **sizes)
+    made = gguf.write(source, tmp_path / "out", dtype="q8_0", tolerance=1.0)
+    # Seven matrices of each of two layers, the embedding and the head.
+    assert (made["types"]["Q8_0"], made["types"]["F16"]) == (2, 14)
+    assert "14 in f16, of 16 matrices: their rows are not whole blocks of 32" in made["note"]
+    none = folder_of("llama", tokenizer, tmp_path / "none", **sizes | {"intermediate_size": 80})
+    for dtype in ("q8_0", "q4_0"):
+        with pytest.raises(RunError, match=rf"--dtype {dtype}: no matrix .* blocks of 32 .*\(they have 72, 80\); use"):
+            gguf.write(none, tmp_path / "nothing", dtype=dtype)
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(words: str, family: str = "llama", dtype: str = "f16", **changed: Any) -> None:
         source = folder_of(family, tokenizer, tmp_path / f"model{len(list(tmp_path.iterdir()))}", **changed)
@@ -299,7 +314,8 @@ def test_what_gguf_has_no_name_for_is_refused(tokenizer: Any, tmp_path: Path, mo
     tool.write_text("#!/bin/sh\necho 'no such type' >&2\nexit 3\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
-    refused(r"--dtype q4_k_m: .*llama-quantize failed \(3\): no such type", dtype="q4_k_m")
+    refused(r"no matrix .* blocks of 256 .*\(they have 64, 96\); use --dtype q8_0, q4_0 or f16", dtype="q4_k_m")
+    refused(r"--dtype q4_k_m: .*llama-quantize failed \(3\): no such type", dtype="q4_k_m", intermediate_size=256)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(r"--to gguf: needs gguf, not installed: pip install 'preheat\[gguf\]'")
 
@@ -399,6 +415,22 @@ def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Pat
         assert float((found - plain_logits(model, ids)).abs().max()) < 1e-4
 
 
+def test_8da4w_of_no_matrix_is_refused() -> None:
+    from preheat.compress.export import executorch
+
+    def model(inner: int) -> Any:
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(hidden_size=72, intermediate_size=inner, **sizes)
+        )
+
+    total, skipped = executorch.quantize(model(64))
+    assert (total, len(skipped)) == (7, 6)
+    assert not any("down_proj" in name for name in skipped)
+    with pytest.raises(RunError, match="no matrix has rows of whole groups of 32; use --dtype float32"):
+        executorch.quantize(model(80))
+
+
 @pytest.mark.filterwarnings("ignore")  # ExecuTorch's own, of many kinds
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "8da4w"])
@@ -412,7 +444,7 @@ def test_an_executorch_program_runs_with_its_cache(tokenizer: Any, tmp_path: Pat
     if dtype == "float32":
         assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
     else:
-        assert "1 matrices stay in fp32" in made["note"]
+        assert "1 of 7 matrices stay in fp32" in made["note"]
         assert made["top1_agreement"] > 0.5
 
 
@@ -433,7 +465,7 @@ def test_a_folder_for_vllm_is_read_back_from_its_packed_weights(tokenizer: Any, 
         packed = stored.get_tensor("model.layers.0.mlp.up_proj.weight_packed")
     assert packed.shape == (80, 8 if dtype == "int4" else 16), "eight or four weights to a word"
     assert packed.dtype == torch.int32
-    assert ("2 matrices stay in bfloat16" in made["note"]) == (dtype == "int4")
+    assert ("2 of 14 matrices stay in bfloat16" in made["note"]) == (dtype == "int4")
 
 
 # --- torchchat ---------------------------------------------------------------------------------------------------------
