@@ -24,13 +24,18 @@ BUILD = ROOT / "build" / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def table_row(*cells: object) -> str:
+    """A row of a table; a line between words would begin a further cell, which the table does not show."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
 def settings(cls: type) -> list[str]:
     """A table of a dataclass's fields: default and text."""
     docs = field_docs(cls)
     rows = []
     for field in dataclasses.fields(cls):
         default = "" if field.default is dataclasses.MISSING else f"`{json.dumps(field.default)}`"
-        rows.append(f"| `{field.name}` | {default} | {' '.join(docs.get(field.name, '').split())} |")
+        rows.append(table_row(f"`{field.name}`", default, " ".join(docs.get(field.name, "").split())))
     return ["| key | default | |", "|---|---|---|", *rows] if rows else ["It has no settings."]
 
 
@@ -64,26 +69,28 @@ def functions(cls: type[Technique]) -> list[str]:
     return lines
 
 
+_SECTION = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):")
+_ENTRY = re.compile(r" {4}([\w.*]+(?:, [\w.*]+)*):( .*)?")
+"""`name: text` or `a, b: text` in a section that lists names; deeper lines continue it."""
+
+
 def _docstring(text: str) -> list[str]:
-    """A Google-style docstring as Markdown: its sections as bold words, its example as code."""
+    """A Google-style docstring as Markdown: its sections as bold words, its example as code, its names as a list."""
     out: list[str] = []
     section = ""
-    for line in text.splitlines():
-        name = line.rstrip(":")
-        if line.endswith(":") and name in ("Args", "Returns", "Raises", "Yields", "Example", "Attributes"):
-            out += [
-                "```" if section == "Example" else "",
-                "",
-                f"**{name}**",
-                "",
-                "```pycon" if name == "Example" else "",
-            ]
-            section = name
+    for line in inspect.cleandoc(text).splitlines():
+        header = _SECTION.fullmatch(line)
+        # A line without indentation ends a section.
+        if header or (line and not line.startswith(" ")):
+            out += ["```", ""] if section == "Example" else []
+            section = header[1] if header else ""
+        if header:
+            out += ["", f"**{section}**", "", *(["```pycon"] if section == "Example" else [])]
         elif section == "Example":
             out.append(line[4:])
-        elif section and line.startswith("    ") and not line.startswith("     ") and ":" in line:
-            key, _, rest = line.strip().partition(":")
-            out.append(f"- `{key}`:{rest}")
+        # What a function returns is a sentence, which may have a colon.
+        elif section in ("Args", "Attributes", "Raises") and (entry := _ENTRY.fullmatch(line)):
+            out.append(f"- `{entry[1]}`:{entry[2] or ''}")
         else:
             out.append(line.strip() if section else line)
     return [*out, "```"] if section == "Example" else out
@@ -149,7 +156,7 @@ def technique_page(name: str, cls: type[Technique]) -> str:
             "",
             "| alone, compared with the plain recipe | measured on |",
             "|---|---|",
-            *(f"| {a} | {b} |" for a, b in gave),
+            *(table_row(a, b) for a, b in gave),
             "",
         ]
     alone = functions(cls)
@@ -175,8 +182,14 @@ def cheat_sheet() -> str:
         about = parts(cls)
         gave = "; ".join(gave for gave, _ in measured(name)) or "not yet"
         lines.append(
-            f"| [{name}]({name}.md) | {about['title'].partition(': ')[2]} | {about['Helps']} | {about['Hurts']} "
-            f"| {cls.numerics} | {gave} |"
+            table_row(
+                f"[{name}]({name}.md)",
+                about["title"].partition(": ")[2],
+                about["Helps"],
+                about["Hurts"],
+                cls.numerics,
+                gave,
+            )
         )
     machines = sorted({f"{b['machine']['name']}, {b['machine']['threads']} threads" for b in ablations()})
     return "\n".join(
@@ -210,7 +223,7 @@ def conflicts() -> list[str]:
                 why.setdefault(", ".join(sorted(map(str, found))), []).append(other)
         if why:
             lines.append(
-                f"| {name} | " + "; ".join(f"{', '.join(others)} ({reason})" for reason, others in why.items()) + " |"
+                table_row(name, "; ".join(f"{', '.join(others)} ({reason})" for reason, others in why.items()))
             )
     return [*lines, ""]
 
@@ -236,7 +249,7 @@ def models_page() -> str:
     lines += ["| preset | parameters | active | chat template | on the hub | licence |", "|---|---|---|---|---|---|"]
     for name, p in PRESETS.items():
         active = f"{p.active:,}" if p.active else ""
-        lines.append(f"| `{name}` | {p.parameters:,} | {active} | {p.template} | {p.hub} | {p.licence} |")
+        lines.append(table_row(f"`{name}`", f"{p.parameters:,}", active, p.template, p.hub, p.licence))
     for name, p in PRESETS.items():
         lines += [
             "",
@@ -244,8 +257,12 @@ def models_page() -> str:
             "",
             "| | |",
             "|---|---|",
-            *(f"| {what} | {words} |" for what, words in needs(p).items()),
-            *([f"| training | not supported: {p.text['model_type']} {p.not_trained} |"] if p.not_trained else []),
+            *(table_row(what, words) for what, words in needs(p).items()),
+            *(
+                [table_row("training", f"not supported: {p.text['model_type']} {p.not_trained}")]
+                if p.not_trained
+                else []
+            ),
         ]
     return "\n".join(lines)
 
@@ -270,7 +287,7 @@ def ablation_page() -> str:
         ]
         for row in bench["rows"]:
             if row["failed"]:
-                lines.append(f"| {row['name']} | {row['failed']} | | | | | |")
+                lines.append(table_row(row["name"], row["failed"], *[""] * 5))
                 continue
             cosine = "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}"
             lines.append(

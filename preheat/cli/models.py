@@ -82,9 +82,7 @@ def show(name: str, json: Json = False) -> None:
     facts |= {"chat template": preset.template, **needs(preset)}
     if json:
         numbers = {"parameters": preset.parameters, "active": preset.active, "stored": preset.stored}
-        emit(
-            {"name": name, **numbers, "not_trained": preset.not_trained, "needs": facts, "config": preset.config}
-        )
+        emit({"name": name, **numbers, "not_trained": preset.not_trained, "needs": facts, "config": preset.config})
         return
     from rich.table import Table
 

@@ -33,7 +33,11 @@ OF_LENGTH = {
 }
 TEXTS = ("positions", "continuation", "needle")
 # lm-eval's names, and a key of the other kinds of tasks -> what the error says.
-_HINTS = {"num_fewshot": "here it is 'shots'", "doc_to_text": "here it is 'prompt'", "doc_to_target": "here it is 'gold'"}
+_HINTS = {
+    "num_fewshot": "here it is 'shots'",
+    "doc_to_text": "here it is 'prompt'",
+    "doc_to_target": "here it is 'gold'",
+}
 _LENGTH_HINTS = {"limit": "here it is 'each', the questions or passages per length and depth; --limit is for all tasks"}
 
 

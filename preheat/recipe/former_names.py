@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, overload
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["FORMER_KEYS", "FORMER_VALUES", "current_key", "current_names", "current_values", "former_names", "within_recipe"]
+__all__ = [
+    "FORMER_KEYS",
+    "FORMER_VALUES",
+    "current_key",
+    "current_names",
+    "current_values",
+    "former_names",
+    "within_recipe",
+]
 
 FORMER_KEYS: Mapping[str, str] = {
     "batch.length": "seq_len",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
@@ -287,7 +288,9 @@ def json_schema() -> JsonObject:
         for name, text in field_docs(cls).items():
             if name in hints:
                 schema["properties"][name]["description"] = text
-        schema["description"] = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        # The documentation of a technique is that of its module; its class has at most a generated signature.
+        document = sys.modules[cls.__module__].__doc__ if issubclass(cls, Technique) else cls.__doc__
+        schema["description"] = " ".join(inspect.cleandoc(document or "").partition("\n\n")[0].split())
         schema["additionalProperties"] = False
         return schema
 

@@ -420,9 +420,7 @@ def test_8da4w_of_no_matrix_is_refused() -> None:
 
     def model(inner: int) -> Any:
         sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(hidden_size=72, intermediate_size=inner, **sizes)
-        )
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=72, intermediate_size=inner, **sizes))
 
     total, skipped = executorch.quantize(model(64))
     assert (total, len(skipped)) == (7, 6)

@@ -1,9 +1,15 @@
 """The site as it is built: guides first, nothing from the network, a search that works from a folder."""
 
+import ast
+import html
 import importlib.util
+import inspect
 import json
 import re
+import sys
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -11,17 +17,77 @@ import yaml
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("material")
+def builder() -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_docs", ROOT / "docs/build.py")
     assert spec is not None
     assert spec.loader is not None
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
+    return build
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material")
+    build = builder()
     folder = tmp_path_factory.mktemp("docs")
     build.main(folder / "pages", folder / "site")
     return folder / "site"
+
+
+def test_a_page_of_a_technique_has_all_words_of_its_docstrings_in_order() -> None:
+    build = builder()
+
+    def words(text: str) -> list[str]:
+        return re.findall(r"\w+", text)
+
+    for name, cls in build.shipped().items():
+        module = sys.modules[cls.__module__]
+        page = build.technique_page(name, cls)
+        told = module.__doc__ or ""
+        assert words(told) == words(" ".join(page.split("\nStage ")[0].splitlines()[2:])), name
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and ast.get_docstring(node):
+                told = ast.get_docstring(node) or ""
+                shown = page.partition(f"### {node.name}\n")[2].partition("\n```\n")[2].partition("\n### ")[0]
+                assert words(told) == [w for w in words(shown) if w != "pycon"], (name, node.name)
+
+
+def test_no_page_that_is_generated_loses_words_when_it_is_rendered() -> None:
+    markdown = pytest.importorskip("markdown")
+    build = builder()
+    pages = {name: build.technique_page(name, cls) for name, cls in build.shipped().items()}
+    pages |= {"techniques": build.cheat_sheet().partition("---\n# ")[2], "models": build.models_page()}
+    for name, page in pages.items():
+        text = re.sub(r"<[^>]*>", " ", markdown.markdown(page, extensions=["tables", "fenced_code"]))
+        written = Counter(re.findall(r"\w+", re.sub(r"(?m)^```\w*$|\(\S*\.md\)|\]\(\S*\)", " ", page)))
+        assert not written - Counter(re.findall(r"\w+", html.unescape(text))), name
+
+
+def test_what_a_function_returns_is_no_list_of_names() -> None:
+    text = """Does it.
+
+    Args:
+        a, b: two: the numbers.
+            More of them.
+
+    Returns:
+        The loss of each update: the mean.
+
+    Raises:
+        ValueError: a is less than b.
+
+    Example:
+        >>> f(1, 2)
+        3
+
+    The end: of it.
+    """
+    page = "\n".join(builder()._docstring(text))
+    assert "- `a, b`: two: the numbers.\nMore of them.\n" in page
+    assert "**Returns**\n\nThe loss of each update: the mean.\n" in page
+    assert "- `ValueError`: a is less than b.\n" in page
+    assert page.endswith("```pycon\n>>> f(1, 2)\n3\n\n```\n\nThe end: of it.")
 
 
 def test_no_page_loads_anything_from_the_network(site: Path) -> None:

@@ -125,8 +125,7 @@ def _kind(name: str) -> tuple[object, ...]:
 
 
 SMALLEST = {
-    _kind(name): name
-    for name in sorted(PRESETS, key=lambda n: (PRESETS[n].text["num_hidden_layers"], n), reverse=True)
+    _kind(name): name for name in sorted(PRESETS, key=lambda n: (PRESETS[n].text["num_hidden_layers"], n), reverse=True)
 }
 """The preset with the fewest layers of each kind of model: those of a kind are refused alike."""
 
