@@ -33,6 +33,7 @@ from preheat.cli import (
     train,
     try_,
 )
+from preheat.cli.bytecode import keep_bytecode
 from preheat.cli.options import unused
 from preheat.cli.options.remote_code import opens_models
 from preheat.cli.views.log_warnings import warnings_shown
@@ -159,8 +160,11 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 success, 1 the run failed, 2 the command or recipe is wrong, 3 the plan does not fit, 4 the data is
     wrong; 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    # Both before anything imports torch.
     wait_passively()
+    if arguments is None:  # this process is the command's own
+        keep_bytecode()
+        arguments = sys.argv[1:]
     # These log warnings that the user cannot act on: torchao (imported by transformers if installed), torch's ONNX
     # exporter, and torch.compile for layers with activation checkpointing.
     for noisy in (

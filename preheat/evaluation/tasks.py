@@ -173,7 +173,9 @@ def load_task(path: Path, settings: Mapping[str, str] | None = None, *, knob: st
     if settings and isinstance(values, dict):
         # Values of the command line are YAML, as in the file, so that numbers and lists have their types.
         values |= {key: compose(value, f"{path.stem}, {key}", numbered=False)[0] for key, value in settings.items()}
-    assigned = {(key,): f"{knob} {path.stem},{key}={shorten(value)}" for key, value in (settings or {}).items()}
+    assigned: dict[tuple[str, ...], str] = {
+        (key,): f"{knob} {path.stem},{key}={shorten(value)}" for key, value in (settings or {}).items()
+    }
     task = _read(values, str(path), lines, assigned)
     files: JsonObject = {}
     # Relative to the task's file, except for names given on the command line.

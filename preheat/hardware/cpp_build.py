@@ -19,7 +19,7 @@ from pathlib import Path
 
 from preheat.errors import RunError
 from preheat.hardware.child_processes import tethered
-from preheat.hardware.link_rates import cache_folder, make_private
+from preheat.hardware.link_rates import cache_folder, is_private, own_folder
 
 __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "uncompiled"]
 
@@ -72,14 +72,7 @@ def _folder() -> Path:
     """
     folder = cache_folder() / "native"
     try:
-        make_private(folder)
-        # lstat, so that a link to a folder of somebody else is rejected instead of followed.
-        facts = folder.lstat()
-        if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
-            folder.chmod(0o700)
-            # Read again, because some file systems ignore a change of mode.
-            facts = folder.lstat()
-        if stat.S_ISDIR(facts.st_mode) and _is_private(facts):
+        if own_folder(folder):
             return folder
     except OSError as error:
         raise RunError(
@@ -99,10 +92,6 @@ def _private_folder(other: Path) -> Path:
     return folder
 
 
-def _is_private(facts: os.stat_result) -> bool:
-    return facts.st_uid in (0, os.getuid()) and not facts.st_mode & 0o022
-
-
 def _seal(key: str, binary: bytes) -> str:
     return hashlib.sha256(key.encode() + binary).hexdigest()
 
@@ -114,7 +103,7 @@ def _reject_reason(built: Path, key: str) -> str | None:
         if not stat.S_ISREG(facts.st_mode):
             return "is not a regular file"
         # Check the permissions before reading: a user who can write the library can also write a matching hash.
-        if not _is_private(facts):
+        if not is_private(facts):
             return "others can write to it"
         # The seal also detects a file that a full disk or a crash truncated.
         sealed = built.with_suffix(".sha256").read_text(encoding="utf-8", errors="replace").strip()

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ __all__ = [
     "cache_folder",
     "links_at",
     "load_links",
+    "is_private",
     "make_private",
+    "own_folder",
     "require_storable",
     "seconds_of",
     "store_json",
@@ -152,6 +155,27 @@ def make_private(folder: Path) -> None:
         if not missing.is_dir():
             # One by one, because mkdir(parents=True) applies the mode to the last folder only.
             missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def own_folder(folder: Path) -> bool:
+    """Creates a folder whose files are executed; returns True if only this user can write to it.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    make_private(folder)
+    # lstat, so that a link to a folder of somebody else is rejected instead of followed.
+    facts = folder.lstat()
+    if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
+        folder.chmod(0o700)
+        # Read again, because some file systems ignore a change of mode.
+        facts = folder.lstat()
+    return stat.S_ISDIR(facts.st_mode) and is_private(facts)
+
+
+def is_private(facts: os.stat_result) -> bool:
+    """True if only this user, or root, can write to a file or folder."""
+    return facts.st_uid in (0, os.getuid()) and not facts.st_mode & 0o022
 
 
 def store_json(path: Path, values: Mapping[str, object]) -> None:

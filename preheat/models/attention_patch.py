@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")  # arguments of ot
 
 
 def is_transformers_model(model: object) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
+    # Without this module there is no such model, and importing it takes seconds.
+    models = sys.modules.get("transformers.modeling_utils")
+    return models is not None and isinstance(model, models.PreTrainedModel)
 
 
 def limit_layers(

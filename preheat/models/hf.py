@@ -42,6 +42,7 @@ from preheat.models.token_mixers import (
     require_known_mixers,
     special_mixers,
 )
+from preheat.models.torchao_import import quiet_torchao
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -203,15 +204,8 @@ def _has_sinks(kind: type) -> bool:
 @functools.cache
 def _register_attention() -> None:
     """Registers our attention function under its own name in transformers; nothing of theirs is replaced."""
-    # The first import of transformers' models imports torchao if installed, which logs warnings that users cannot fix.
-    noisy = {logging.getLogger(name): logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
-    for logger in noisy:
-        logger.setLevel(logging.ERROR)
-    try:
+    with quiet_torchao():
         from transformers import AttentionInterface
-    finally:
-        for logger, level in noisy.items():
-            logger.setLevel(level)
 
     # It says at each first call that a fused kernel is missing; `missing_kernels` says so where it matters, on a GPU.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)

@@ -191,10 +191,11 @@ _IN_SECTION = {
 }
 _ELSEWHERE_IN_SECTION = {"parallel.config": _DEEPSPEED}
 # Keys whose names say nothing without their section: they are no hint for an unknown key of another section.
-_GENERIC = frozenset(
-    "cache columns config decay every floor heads images keep kind layers layout length limit memory micro name part "
-    "path positions prompt prompts rows shape size source split stop tasks text tokens weights width window zero".split()
-)
+_GENERIC = {
+    *("cache", "columns", "config", "decay", "every", "floor", "heads", "images", "keep", "kind", "layers", "layout"),
+    *("length", "limit", "memory", "micro", "name", "part", "path", "positions", "prompt", "prompts", "rows", "shape"),
+    *("size", "source", "split", "stop", "tasks", "text", "tokens", "weights", "width", "window", "zero"),
+}
 
 
 @functools.cache

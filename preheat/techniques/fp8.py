@@ -54,7 +54,11 @@ def convert_to_fp8(
         (['0'], ['1'])
     """
     from torch import nn
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from preheat.models.torchao_import import quiet_torchao
+
+    with quiet_torchao():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     excluded = {id(m) for m in keep}
     # Exact types: adapters and other subclasses have forward passes of their own.

@@ -25,6 +25,7 @@ from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
 from preheat.errors import RecipeError, RunError
 from preheat.models.hf import facts, head
+from preheat.models.torchao_import import quiet_torchao
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,9 +124,10 @@ def quantize(model: PreTrainedModel) -> tuple[int, list[str]]:
     Raises:
         RunError: that is all of them.
     """
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
-    from torchao.utils import unwrap_tensor_subclass
+    with quiet_torchao():
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+        from torchao.quantization.granularity import PerGroup
+        from torchao.utils import unwrap_tensor_subclass
 
     output_head = head(model)
     maps = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from preheat.compress.export import trace, verify
 from preheat.compress.export.merged_model import require
+from preheat.models.torchao_import import quiet_torchao
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,11 +152,12 @@ def to_executorch(
 
 def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Module:
     """Quantizes the graph's weights, and its activations with ranges calibrated on the images."""
-    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
-        XNNPACKQuantizer,
-        get_symmetric_quantization_config,
-    )
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    with quiet_torchao():
+        from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+            XNNPACKQuantizer,
+            get_symmetric_quantization_config,
+        )
+        from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
     prepared = prepare_pt2e(program.module(), quantizer)
