@@ -31,9 +31,9 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 WAITS: dict[str, dict[str, str]] = {
     # libgomp's own count while there are no more threads than cores.
     "spinning": {"GOMP_SPINCOUNT": "300000"},
-    "short": {"GOMP_SPINCOUNT": "1000"},
+    **{f"spin {count}": {"GOMP_SPINCOUNT": str(count)} for count in (1000, 3000, 10000, 30000, 100000)},
     "passive": {"OMP_WAIT_POLICY": "passive"},
-    # Nothing set: what preheat chooses; of the peers, what torch does.
+    # Nothing is set: `preheat` chooses at its start, peers have torch's default.
     "own": {},
 }
 DEMO = {
@@ -48,7 +48,7 @@ OF_15M = {
     "Trainer bf16": "trainer-bf16",
 }
 RUNS = (*DEMO, *OF_15M)
-STEPS = {"demo": 24, "15M": 10, "Trainer": 8}
+STEPS = {"demo": 16, "15M": 7, "Trainer": 6}
 UNTIMED = 3
 """Steps at the beginning that are not timed."""
 PATIENCE = 150.0

@@ -40,7 +40,7 @@ from preheat.cli.views.log_warnings import warnings_shown
 from preheat.cli.views.output import say
 from preheat.errors import PreheatError
 from preheat.hardware.interrupts import Interrupted, raising
-from preheat.hardware.openmp import wait_passively
+from preheat.hardware.openmp import choose_waiting
 from preheat.run_dir import to_json
 from preheat.sanitize import quoted, shorten
 from preheat.training.launch.local import LAUNCHED
@@ -96,6 +96,11 @@ app.add_typer(doctor.app, name="doctor")
 app.command("calibrate")(calibrate.calibrate)
 app.command("nettest", cls=unused.Command)(nettest.nettest)
 
+
+_COMPUTING = frozenset(
+    {"bench", "calibrate", "chat", "compress", "demo", "eval", "export", "generate", "plan", "train", "try"}
+)
+"""Commands that may compute with all cores."""
 
 _UsageError: Any = next(
     cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
@@ -160,11 +165,11 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 success, 1 the run failed, 2 the command or recipe is wrong, 3 the plan does not fit, 4 the data is
     wrong; 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP.
     """
-    # Both before anything imports torch.
-    wait_passively()
-    if arguments is None:  # this process is the command's own
-        keep_bytecode()
+    if arguments is None:  # this process is the command's own; before anything imports torch
         arguments = sys.argv[1:]
+        keep_bytecode()
+        if _COMPUTING & {*arguments}:
+            choose_waiting()
     # These log warnings that the user cannot act on: torchao (imported by transformers if installed), torch's ONNX
     # exporter, and torch.compile for layers with activation checkpointing.
     for noisy in (

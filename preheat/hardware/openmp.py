@@ -1,21 +1,43 @@
-"""How OpenMP's threads wait for each other. No torch: its OpenMP reads the variables once, when torch is imported."""
+"""How OpenMP's threads wait for each other. No torch: its OpenMP reads the variables once, when torch is imported.
+
+By default, a thread that ends its part of a parallel loop early spins 300,000 times, 15 ms on some processors, before it
+sleeps. Beside other processes it uses up the time slices that the threads it waits for need, and training may become 20
+times as slow. On a quiet machine sleeping costs up to a third of the speed, since a core takes long to wake; a tenth of a
+millisecond of spinning costs nothing (`benchmarks/results/busy_cores.md`).
+"""
 
 from __future__ import annotations
 
 import os
+import time
 
-__all__ = ["VARIABLES", "wait_passively"]
+from preheat.hardware.machine_use import UseMeter
+
+__all__ = ["VARIABLES", "choose_waiting", "wait_passively"]
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user may have chosen: OpenMP's own, and those of GNU's and LLVM's libraries."""
+_SPINS = "10000"
+_WATCH = 0.1  # seconds, ten ticks of the kernel's counters
+
+
+def choose_waiting() -> None:
+    """Chooses for this process and its children: to sleep if other processes use its cores now, else to spin briefly.
+
+    Takes a tenth of a second. Changes nothing if the user has chosen, or on a single core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores == 1 or os.environ.get("OMP_NUM_THREADS") == "1" or any(name in os.environ for name in VARIABLES):
+        return
+    meter = UseMeter()
+    time.sleep(_WATCH)
+    if meter.use(cores).alone is False:
+        wait_passively()
+    else:
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
 def wait_passively() -> None:
-    """Lets the threads of this process and its children sleep while they wait, unless the user has chosen.
-
-    By default, a thread that ends its part of a parallel loop early spins for about a millisecond. Beside other
-    processes it uses up the time slices that the threads it waits for need: training becomes up to 20 times as slow
-    (`benchmarks/results/busy_cores.md`). Has no effect on this process once torch is imported.
-    """
+    """Lets threads sleep while they wait, in this process and its children, unless the user has chosen."""
     if not any(name in os.environ for name in VARIABLES):
         os.environ["OMP_WAIT_POLICY"] = "passive"
