@@ -27,7 +27,7 @@ from preheat.core import Numerics, Technique, registry
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
 from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
-from preheat.planning.search.search import search
+from preheat.planning.search.search import passes_for, search
 from preheat.planning.worker_pool import worker_pool
 from preheat.training.plan_request import Subject, hardware, request_of, subject_of
 
@@ -94,13 +94,13 @@ class Choice:
         return float(self.plan["tokens_per_second"])
 
 
-def searched(case: Case, gpu: str, seconds: float | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
+def searched(case: Case, gpu: str, passes: int | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
     """What `preheat plan` chooses, and the seconds that it took."""
     request = request_of(case.subject().recipe, gpu, world=case.devices, per_host=case.devices, count_rows=False)
     space = Space(request, allow)
     begun = time.perf_counter()
-    limit = seconds or (8.0 if case.devices == 1 else 50.0)
-    best = search(space, seconds=limit).best
+    limit = passes or 2 * passes_for(case.devices)
+    best = search(space, passes=limit).best
     techniques = frozenset(best.recipe.techniques)
     return Choice(describe_techniques(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
 

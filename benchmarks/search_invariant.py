@@ -30,7 +30,7 @@ from preheat.planning.plan import describe
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
 from preheat.planning.search.result import EvaluatedPlan
-from preheat.planning.search.search import search, seconds_for
+from preheat.planning.search.search import passes_for, search
 from preheat.planning.worker_pool import worker_pool
 from preheat.training.plan_request import request_of, subject_of
 
@@ -321,7 +321,7 @@ def check(task: Task, tell: Callable[[str], None]) -> dict[str, Any]:
     request = task.request()
     space = Space(request, task.allow)
     began = time.perf_counter()
-    result = search(space, seconds=seconds_for(task.devices))
+    result = search(space, passes=passes_for(task.devices))
     seconds = time.perf_counter() - began
     best = result.best
     tell(

@@ -532,20 +532,20 @@ def _searched(
     from preheat.planning.search.max_context import longest
     from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
     from preheat.planning.search.result import SearchResult, fits_safely
-    from preheat.planning.search.search import search, seconds_for
+    from preheat.planning.search.search import passes_for, search
     from preheat.planning.worker_pool import worker_pool
 
-    devices, seconds = request.devices, seconds_for(request.devices)
+    devices, passes = request.devices, passes_for(request.devices)
 
     def tell(message: str) -> None:
         if not quiet:
             passing(f"dry run: {message}")
 
-    def search_for(request: Request, *, seconds: float = seconds, confirm: bool = True) -> SearchResult:
+    def search_for(request: Request, *, passes: int = passes, confirm: bool = True) -> SearchResult:
         space = Space(request, allow)  # type: ignore[arg-type]
         if aim == "longest-context":
-            return longest(space, seconds=seconds, tell=tell)
-        return search(space, aim=aim, seconds=seconds, confirm=confirm, tell=tell)  # type: ignore[arg-type]
+            return longest(space, passes=passes, tell=tell)
+        return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
     def fitting(result: SearchResult) -> Iterator[JsonObject]:
         """Yields what fits instead, as alternatives."""
@@ -561,7 +561,7 @@ def _searched(
             return {"what": what, "options": list(options), "recipe": recipe, **metrics, "tradeoff": tradeoff}
 
         for name, other in fixes.methods.items():
-            instead = search_for(replace(request, recipe=other), seconds=seconds / 2, confirm=False)
+            instead = search_for(replace(request, recipe=other), passes=passes // 2, confirm=False)
             if fits_safely(instead.best.plan):
                 base = " on a base in 4 bits" if name == "qlora" else ""
                 yield alternative(["--method", name], instead, f"trains an adapter{base}")
@@ -571,7 +571,7 @@ def _searched(
             yield alternative(
                 [*fixes.length[:-1], f"{fixes.length[-1]}{length}"], SearchResult(shorter), f"rows of {length:,} tokens"
             )
-        if more := on_more_devices(result.best, space, fixes.request_on, seconds=seconds / 2, tell=tell):
+        if more := on_more_devices(result.best, space, fixes.request_on, passes=passes // 2, tell=tell):
             count, instead = more
             hosts = [] if count <= 8 else ["--nodes", str(count // 8)]
             yield alternative(["--count", str(min(count, 8)), *hosts], instead, f"{count} devices", count)

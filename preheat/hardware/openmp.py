@@ -1,9 +1,9 @@
 """How OpenMP's threads wait for each other. No torch: its OpenMP reads the variables once, when torch is imported.
 
-By default, a thread that ends its part of a parallel loop early spins 300,000 times, 15 ms on some processors, before it
-sleeps. Beside other processes it uses up the time slices that the threads it waits for need, and training may become 20
-times as slow. On a quiet machine sleeping costs up to a third of the speed, since a core takes long to wake; a tenth of a
-millisecond of spinning costs nothing (`benchmarks/results/busy_cores.md`).
+By default, a thread that ends its part of a parallel loop early spins 300,000 times before it sleeps, 15 ms on some
+processors. Beside other processes it uses up the time slices that the threads it waits for need, and training may
+become 20 times as slow. On a quiet machine, sleeping at once costs up to a third of the speed, since cores take long to
+wake, and a short spin costs nothing (`benchmarks/results/busy_cores.md`).
 """
 
 from __future__ import annotations

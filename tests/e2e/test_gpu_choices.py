@@ -32,6 +32,6 @@ def test_a_grouped_model_is_planned_with_efficient_attention_whatever_the_precis
     """A small model of Qwen's shape, by the same functions: numbers kept, and rounded."""
     case = _SCRIPT["Case"]("qwen2.5-0.5b", "lora")
     for allow in ("exact", "rounding"):
-        chosen, _ = _SCRIPT["searched"](case, "RTX-4090", seconds=0.1, allow=allow)
+        chosen, _ = _SCRIPT["searched"](case, "RTX-4090", passes=2, allow=allow)
         assert "efficient_attention" in chosen.techniques, (allow, chosen.what)
         assert ("compile" in chosen.techniques) is (allow == "rounding")

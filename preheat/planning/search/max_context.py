@@ -31,7 +31,7 @@ SHORTEST = 32
 def longest(
     space: Space,
     *,
-    seconds: float = 10.0,
+    passes: int = 160,
     tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
     """Finds the longest sequences that fit, with a search at each length.
@@ -49,7 +49,7 @@ def longest(
         recipe = replace(space.recipe, batch=replace(batch, seq_len=length, size=size))
         longer = replace(space.request, recipe=recipe)
         try:
-            result = search(replace(space, request=longer), seconds=seconds / 3, confirm=False, tell=tell)
+            result = search(replace(space, request=longer), passes=passes // 3, confirm=False, tell=tell)
         except Interrupted as signal:  # before the first dry run of this length
             if best is None or signal.number != SIGINT:
                 raise

@@ -30,7 +30,7 @@ def on_more_devices(
     space: Space,
     request_on: Callable[[int], Request | None],
     *,
-    seconds: float,
+    passes: int,
     tell: Callable[[str], None] = lambda message: None,
 ) -> tuple[int, SearchResult] | None:
     """Finds the smallest number of devices that fits, in powers of two times those of the space.
@@ -38,7 +38,7 @@ def on_more_devices(
     Args:
         least: the candidate that needs the least memory, and does not fit.
         request_on: returns the request for a number of devices; None if its batch cannot be split across them.
-        seconds: as of `search`, for the search on the devices that fit by an estimate.
+        passes: as of `search`, for the search on the devices that fit by an estimate.
 
     Returns:
         The number of devices and the result on them; None if nothing fits.
@@ -54,7 +54,7 @@ def on_more_devices(
         try:
             if least_estimate(wider) > least.plan["available_gib"]:
                 continue
-            result = search(wider, seconds=seconds, confirm=False, tell=tell)
+            result = search(wider, passes=passes, confirm=False, tell=tell)
         except RecipeError:  # the batch or the techniques go with no layout on so many devices
             continue
         if fits_safely(result.best.plan):

@@ -8,7 +8,6 @@ micro-batches. All verdicts come from dry runs, and the chosen candidate is dry-
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Literal
 from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
-from preheat.planning.layer_extrapolation import ENOUGH, of_layers
+from preheat.planning.layer_extrapolation import ENOUGH, FEW, of_layers
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
@@ -38,18 +37,18 @@ from preheat.planning.search.technique_combinations import Combination, Techniqu
 from preheat.planning.speed.roofline import Roofline
 from preheat.run_dir import is_tight
 
-__all__ = ["AIMS", "Aim", "least_estimate", "search", "seconds_for"]
+__all__ = ["AIMS", "Aim", "least_estimate", "passes_for", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
-_SECONDS = {1: 4.0, 64: 25.0}  # {largest number of devices: seconds}: more devices mean more layouts to try
-_MANY = 30.0  # seconds on more devices
+_PASSES = {1: 64, 64: 400}  # {largest number of devices: passes}: more devices mean more layouts to try
+_MANY = 480  # passes on more devices
 _SLACK = 1.03  # of the available memory: candidates estimated up to this are dry-run, since estimates may be too high
 _LAYOUTS = 40  # layouts whose candidates are all estimated
 _ALIKE = 10  # of these, layouts of the same techniques that differ in degrees only
-_MIN_DRY_RUNS = 3  # dry runs at least, however long they take
-_OVERTIME = 3.0  # times the search's seconds: time allowed for candidates that promise more than `_FINE`
-_CONFIRM = 4  # layers per second of the search's time: up to this many, the best is confirmed with all its layers
+_MIN_DRY_RUNS = 3  # dry runs at least, however many passes they take
+_OVERTIME = 3  # times the search's passes: allowed for candidates that promise more than `_FINE`
+_CONFIRM = 0.25  # layers for each pass of a search: up to so many, the best is confirmed with all its layers
 _ALTERNATIVES = 3  # alternatives to report
 _GAIN = 1.01  # speedup that another candidate must promise to be dry-run
 _FINE = 1.02  # speedup for which settings between the sampled ones are observed too
@@ -101,7 +100,7 @@ def search(
     space: Space,
     *,
     aim: Aim = "fastest",
-    seconds: float = 10.0,
+    passes: int = 160,
     confirm: bool = True,
     tell: Callable[[str], None] = lambda message: None,
 ) -> SearchResult:
@@ -111,7 +110,8 @@ def search(
         space: the recipe, the techniques that may be added, and the devices.
         aim: fastest and cheapest: most tokens/s; largest-batch: largest micro-batch; closest: smallest change of
             numerics.
-        seconds: CPU time of this process after which only the dry runs needed for a verdict are added.
+        passes: work after which only the dry runs needed for a verdict are added, as forward and backward passes of a
+            micro-batch through a layer. Not seconds: the answer must not depend on the speed of the machine.
         confirm: dry-run the best with all its layers.
         tell: called with a progress message before each dry run.
 
@@ -130,17 +130,17 @@ def search(
         >>> search(Space(Request(recipe, gpu.as_device, world=1, rates=gpu))).best.plan["fits"]
         True
     """
-    return _Search(space, aim, seconds, tell).run(confirm)
+    return _Search(space, aim, passes, tell).run(confirm)
 
 
-def seconds_for(devices: int) -> float:
-    """Returns the seconds that `preheat plan` gives a search on so many devices.
+def passes_for(devices: int) -> int:
+    """Returns the passes that `preheat plan` gives a search on so many devices.
 
     Example:
-        >>> seconds_for(1), seconds_for(8), seconds_for(1024)
-        (4.0, 25.0, 30.0)
+        >>> passes_for(1), passes_for(8), passes_for(1024)
+        (64, 400, 480)
     """
-    return next((seconds for most, seconds in _SECONDS.items() if devices <= most), _MANY)
+    return next((passes for most, passes in _PASSES.items() if devices <= most), _MANY)
 
 
 def least_estimate(space: Space) -> float:
@@ -149,7 +149,7 @@ def least_estimate(space: Space) -> float:
     Raises:
         RecipeError: the recipe as it is cannot be built.
     """
-    smallest = _Search(space, "fastest", 0.0, lambda message: None)
+    smallest = _Search(space, "fastest", 0, lambda message: None)
     combinations = TechniqueCombinations(space, smallest._refuse)
     return min((c.guess.bytes for c in smallest._candidates(combinations.sampled())), default=math.inf) / GIB
 
@@ -159,11 +159,11 @@ def _is_same_estimate(a: Guess, b: Guess) -> bool:
 
 
 class _Search:
-    def __init__(self, space: Space, aim: Aim, seconds: float, tell: Callable[[str], None]):
+    def __init__(self, space: Space, aim: Aim, passes: int, tell: Callable[[str], None]):
         assert space.request.rates is not None, "a search needs the rates of its device"
         self.space, self.rates, self.aim, self.tell = space, space.request.rates, aim, tell
         self.room = space.device.memory - space.request.in_use
-        self.seconds, self.began = seconds, math.inf
+        self.passes, self.passed = passes, 0
         self.seen: list[EvaluatedPlan] = []
         self.candidates: list[Candidate] = []
         self.rejected: list[tuple[str, str]] = []
@@ -211,7 +211,7 @@ class _Search:
             self.candidates = candidates = self._candidates(combinations.sampled())
             if not candidates:
                 raise RecipeError(self._no_candidate_message())
-            self.began = time.process_time()
+            self.passed = 0
             self._evaluate_promising()
             if any(fits_safely(s.plan) for s in self.seen):
                 if self._is_limited_by_memory() and self._add_refined(combinations):
@@ -533,9 +533,19 @@ class _Search:
             return (NUMERICS.index(s.trades), speed)
         return (speed,)
 
-    def _is_late(self, times: float = 1.0) -> bool:
-        """True if the search has taken its seconds so many times."""
-        return time.process_time() > self.began + times * self.seconds
+    def _is_late(self, times: int = 1) -> bool:
+        """True if the dry runs have taken the passes of the search so many times."""
+        return self.passed >= times * self.passes
+
+    def _passes_of(self, c: Candidate) -> int:
+        """Returns the passes of a micro-batch through a layer in the dry run of a candidate."""
+        micros = c.cuts.micro_batch_count() if c.cuts else 1
+        layers = self.space.model.layers
+        stages = math.prod(t.degrees().get(Axis.PIPELINE, 1) for t in c.added)
+        if stages > 1:  # all layers of a stage, with micro-batches until the pipeline is full
+            return math.ceil(layers / stages) * min(micros, stages + 1)
+        few = layers if self.space.device.kind == "cpu" else min(layers, 2 * FEW[0] + FEW[1])
+        return few * min(micros, 2)
 
     def _viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
         """Returns the candidates that may fit, and are not dry-run or ruled out by an earlier dry run."""
@@ -570,7 +580,6 @@ class _Search:
         while left := self._viable(self.candidates):
             c = min(left, key=self._estimated_rank)
             fitting = [s for s in self.seen if fits_safely(s.plan)]
-            # A slow machine takes longer and leaves out small gains, but does not give another answer.
             worth = _FINE if self._is_late() else _GAIN
             if fitting and self._cannot_improve(c, min(fitting, key=self._rank), worth):
                 return
@@ -712,7 +721,7 @@ class _Search:
                 refused[names] += 1
 
     def _evaluate_alternatives(self, candidates: list[Candidate]) -> None:
-        """Dry-runs the best of other sets of techniques while time remains, as alternatives."""
+        """Dry-runs the best of other sets of techniques while passes remain, as alternatives."""
         runs = 0
         for c in sorted(self._viable(candidates), key=self._estimated_rank):
             best = self._best()
@@ -754,6 +763,7 @@ class _Search:
         self.tell(describe_techniques(c.added, c.micro))
         try:
             plan = describe(request, observe_cached(request, how="few"))
+            self.passed += self._passes_of(c)
         except RecipeError as error:  # found by the build only, or the device has no rate for this precision
             self._reject(describe_techniques(c.added, c.micro), str(error).splitlines()[0])
             return None
@@ -792,7 +802,7 @@ class _Search:
         # By their number and not by the clock, so that a busy machine gives the same answer. Enough layers are as many
         # as the two dry runs have together: fewer are quicker all at once.
         on_cpu = self.space.device.kind == "cpu"  # where all layers were dry-run already, for the heap
-        all_ = on_cpu or layers <= max(_CONFIRM * self.seconds, 2 * ENOUGH[0] + ENOUGH[1])
+        all_ = on_cpu or layers <= max(_CONFIRM * self.passes, 2 * ENOUGH[0] + ENOUGH[1])
         how = "whole" if all_ else "enough"
         # If nothing fits safely, what fits is the answer all the same.
         accept = fits_safely if fits_safely(best.plan) else lambda plan: plan["fits"]

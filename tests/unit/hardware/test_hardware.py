@@ -557,14 +557,30 @@ def test_rates_of_a_busy_machine_are_measured_again_once_it_is_quiet(
     assert rates(device, 1) == rates(device, 1, measure=False) == quiet
 
 
-@pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
-def test_openmp_waits_passively_unless_told_otherwise(own: dict[str, str], policy: str) -> None:
-    script = "from preheat.cli import main\ntry: main(['--version'])\nexcept SystemExit: import torch"
-    kept = {name: value for name, value in os.environ.items() if name not in openmp.VARIABLES}
-    environment = kept | own | {"OMP_DISPLAY_ENV": "TRUE"}
+@pytest.mark.parametrize(
+    ("own", "others", "shown"),
+    [
+        ({}, 1.6, "OMP_WAIT_POLICY = 'PASSIVE'"),
+        ({}, 0.1, "GOMP_SPINCOUNT = '10000'"),
+        ({"OMP_WAIT_POLICY": "active"}, 1.6, "OMP_WAIT_POLICY = 'ACTIVE'"),
+    ],
+)
+def test_openmp_s_threads_wait_as_others_use_the_cores(own: dict[str, str], others: float, shown: str) -> None:
+    script = f"""
+from types import SimpleNamespace
+from preheat.hardware import openmp
+from preheat.hardware.machine_use import MachineUse
+
+openmp.UseMeter = lambda: SimpleNamespace(use=lambda threads: MachineUse(0.1, 0.0, {others}, 2, 2))
+openmp.os.sched_getaffinity = lambda process: {{0, 1}}
+openmp.choose_waiting()
+import torch
+"""
+    kept = {name: text for name, text in os.environ.items() if name not in (*openmp.VARIABLES, "OMP_NUM_THREADS")}
+    environment = kept | own | {"OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     # libgomp prints what it read when torch loaded it.
-    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+    assert shown in done.stderr
 
 
 def test_a_calibration_without_time_left_has_a_rate_of_every_kind() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import json
 import math
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 def found(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1, **how: Any) -> Any:
     rates = gpu(mib)
     return search(
-        Space(Request(recipe, rates.as_device, world=world, rates=rates), allow), seconds=1, confirm=False, **how
+        Space(Request(recipe, rates.as_device, world=world, rates=rates), allow), passes=16, confirm=False, **how
     )
 
 
@@ -424,6 +427,24 @@ def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
         assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.15), text
 
 
+def test_a_slow_clock_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = found(small(), 650)
+    for name in ("process_time", "perf_counter"):
+        monkeypatch.setattr(time, name, functools.partial(next, itertools.count(1e9, 100.0)))
+    slow = found(small(), 650)
+    assert slow.best.plan["tokens_per_second"] == quick.best.plan["tokens_per_second"]
+    assert [s.added for s in slow.evaluated] == [s.added for s in quick.evaluated]
+
+
+def test_fewer_passes_are_fewer_dry_runs_with_the_same_verdict() -> None:
+    rates = gpu(650)
+    space = Space(Request(small(), rates.as_device, world=1, rates=rates), "exact")
+    few, many = (search(space, passes=passes, confirm=False) for passes in (1, 1000))
+    assert 1 <= len(few.evaluated) < len(many.evaluated)
+    assert few.best.plan["fits"]
+    assert many.best.plan["tokens_per_second"] >= few.best.plan["tokens_per_second"]
+
+
 def test_experts_are_split_where_gathering_them_would_take_most_of_a_step() -> None:
     recipe = parse(
         "model: {preset: deepseek-v3, config: {num_hidden_layers: 8, vocab_size: 8192}}\n"
@@ -432,7 +453,7 @@ def test_experts_are_split_where_gathering_them_would_take_most_of_a_step() -> N
     )
     rates = Roofline.of("H200")
     space = Space(Request(recipe, rates.as_device, world=64, rates=rates, per_host=8), "rounding")
-    best = search(space, seconds=5, confirm=False).best
+    best = search(space, passes=80, confirm=False).best
     assert best.plan["fits"]
     degrees = [t.expert_degree(space.sizes_of(best.recipe)) for t in best.added]
     assert max(degrees) >= 8
@@ -484,7 +505,7 @@ def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
     settings = ("model.hidden_size=1024", "model.num_layers=4", "batch.seq_len=512", techniques)
     rates = Roofline(parse_accelerator("name=small,memory=1300MiB,bandwidth=1000,bf16=100,fp32=20,link=20"))
     space = Space(Request(override(small(), *settings), rates.as_device, world=4, rates=rates), "exact")
-    best = search(space, seconds=5, confirm=False).best
+    best = search(space, passes=80, confirm=False).best
     neighbours = 0
     for t in best.added:
         for other in t.options(space.context(best.recipe)) if t.degrees() else ():  # type: ignore[attr-defined]
@@ -578,7 +599,7 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
             "techniques: {tensor_parallel: {degree: 2}, efficient_attention: {}}"
         ),
     )
-    made = search(Space(Request(recipe, rates.as_device, world=2, rates=rates), "rounding"), seconds=1, confirm=False)
+    made = search(Space(Request(recipe, rates.as_device, world=2, rates=rates), "rounding"), passes=16, confirm=False)
     assert made.best.plan["fits"]
     assert made.guessed
     assert not any("owns the slot" in why for what, why in made.rejected if "tensor_parallel" in what), made.rejected
@@ -638,7 +659,7 @@ def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
     recipe = override(small(", lora: {}" if frozen else ""), "stop.max_steps=1000")
     rates = Roofline.of("T4")
     space = Space(Request(recipe, rates.as_device, world=1, rates=rates), "rounding")
-    result = search(space, seconds=1, confirm=False)
+    result = search(space, passes=16, confirm=False)
     best = result.best.recipe.techniques["mixed_precision"]
     assert best.mode.startswith("fp16"), best  # type: ignore[attr-defined]
     assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in result.evaluated)
@@ -938,12 +959,12 @@ def test_a_model_too_large_for_every_layout_is_told_what_would_make_it_fit() -> 
     def request_on(devices: int) -> Request:
         return replace(space.request, world=devices)
 
-    more = on_more_devices(least, space, request_on, seconds=1)
+    more = on_more_devices(least, space, request_on, passes=16)
     assert more is not None
     devices, result = more
     assert devices in (2, 4)
     assert result.best.plan["fits"]
-    assert on_more_devices(least, space, lambda devices: None, seconds=1) is None
+    assert on_more_devices(least, space, lambda devices: None, passes=16) is None
     assert with_shorter_rows(least, space) is None  # its weights and states alone are too large
 
 
