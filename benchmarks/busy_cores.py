@@ -1,4 +1,4 @@
-"""Training beside other processes: tokens/s by how OpenMP's threads wait for each other, on a quiet machine and a busy one.
+"""Training beside other processes: tokens/s by how OpenMP's threads wait for each other, quiet and busy.
 
     python benchmarks/busy_cores.py [--repeats 2] [--runs NAME ...] [--waits NAME ...] [--out FILE.json]
 
@@ -48,7 +48,7 @@ OF_15M = {
     "Trainer bf16": "trainer-bf16",
 }
 RUNS = (*DEMO, *OF_15M)
-STEPS = {"demo": 16, "15M": 7, "Trainer": 6}
+STEPS = {"demo": 32, "15M": 7, "Trainer": 6}
 UNTIMED = 3
 """Steps at the beginning that are not timed."""
 PATIENCE = 150.0
@@ -72,21 +72,21 @@ def of_demo(settings: tuple[str, ...], environment: dict[str, str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         off = ["evaluate.every=0", "evaluate.baselines=false", "sample.prompts=[]", "checkpoint.every=0"]
-        more = itertools.chain.from_iterable(("--set", one) for one in [f"stop.max_steps={STEPS['demo']}", *off])
-        command = [sys.executable, "-m", "preheat", "train", "demo", "--out", str(out), *more, *settings]
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        sets = itertools.chain.from_iterable(("--set", one) for one in [f"stop.max_steps={STEPS['demo']}", *off])
+        command = [sys.executable, "-m", "preheat", "train", "demo", "--out", str(out), *sets, *settings]
+        log = Path(folder) / "log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
         file, end = out / "metrics.jsonl", time.monotonic() + PATIENCE
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.5)
         if process.poll() is None:
             process.kill()
-        _, words = process.communicate()
+        process.wait()
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         speeds = [line["tokens_per_second"] for line in lines if "loss" in line]
         if len(speeds) <= UNTIMED:
-            raise SystemExit(f"preheat train demo made {len(speeds)} steps: {words[-2000:]}")
+            raise SystemExit(f"preheat train demo made {len(speeds)} steps: {log.read_text()[-2000:]}")
         return statistics.median(speeds[UNTIMED:])
 
 
@@ -123,11 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--waits", nargs="+", choices=list(WAITS), default=["spinning", "short", "passive"])
+    parser.add_argument("--waits", nargs="+", choices=list(WAITS), default=["spinning", "spin 10000", "passive"])
     parser.add_argument("--loads", nargs="+", choices=["quiet", "busy"], default=["quiet", "busy"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    more = argparse.Namespace(steps=STEPS["15M"], seed=0, tokenizer="")
+    peers = argparse.Namespace(steps=STEPS["15M"], seed=0, tokenizer="")
     cores = len(os.sched_getaffinity(0))
     speeds: dict[str, Any] = {
         run: {load: {wait: [] for wait in options.waits} for load in options.loads} for run in options.runs
@@ -136,17 +136,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if any(run in OF_15M for run in options.runs):
-            cpu_vs_peers.prepare(folder, SHAPE, more, litgpt=False)
+            cpu_vs_peers.prepare(folder, SHAPE, peers, litgpt=False)
         # Rates are measured by the first run of an empty cache; the runs share one, so that they are planned alike.
         plain |= {"PYTHONPATH": str(ROOT)}
         for _, run, load, wait in itertools.product(range(options.repeats), options.runs, options.loads, options.waits):
             environment = plain | WAITS[wait]
             with busy(cores if load == "busy" else 0):
-                more.steps = STEPS[run.partition(" ")[0]]
+                peers.steps = STEPS[run.partition(" ")[0]]
                 if run in DEMO:
                     speed = of_demo(DEMO[run], environment)
                 else:
-                    speed = of_15m(OF_15M[run], folder, more, environment)
+                    speed = of_15m(OF_15M[run], folder, peers, environment)
             speeds[run][load][wait].append(speed)
             print(f"{run:14} {load:6} {wait:9} {speed:9,.0f} tokens/s", flush=True)
     result = {

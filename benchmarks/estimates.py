@@ -55,7 +55,7 @@ def techniques_of(text: str) -> tuple[Technique, ...]:
 
 def rows(space: Space) -> Iterator[str]:
     """Yields a row of the table for each compatible pair of checkpointing and layout."""
-    search = _Search(space, "fastest", 0.0, lambda message: None)
+    search = _Search(space, "fastest", 0, lambda message: None)
     for mode, checkpointing in CHECKPOINTING.items():
         alone = techniques_of(
             f"efficient_attention: {{}}, mixed_precision: {{mode: bf16_weights}}, fused_operators: {{}}, {checkpointing}"

@@ -123,14 +123,20 @@ def repository_file(name: str, file: str) -> Path | None:
 
     Args:
         name: folder or hub name.
+
+    Raises:
+        RecipeError: the hub does not let it be read.
     """
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
     from transformers.utils import cached_file
 
-    # None rather than an error, so that callers can name the missing file.
-    cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    try:
+        # None rather than an error, so that callers can name the missing file.
+        cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise RecipeError(f"data.tokenizer: {file} of {quoted(name)} cannot be read: {fault(error, 200)}") from None
     return Path(cached) if cached else None
 
 

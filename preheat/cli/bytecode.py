@@ -28,11 +28,12 @@ def keep_bytecode(package: str = "torch") -> None:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.cached is None or Path(spec.cached).is_file():
         return
-    folder = cache_folder().absolute() / "pycache"
     try:
+        folder = cache_folder().absolute() / "pycache"
         if not own_folder(folder):
             return
-    except OSError:  # as Python itself, which says nothing if it cannot write
+    # As Python itself, which says nothing if it cannot write; RuntimeError: the user has no home.
+    except (OSError, RuntimeError):
         return
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
     # Child processes read the variables.

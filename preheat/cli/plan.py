@@ -318,9 +318,10 @@ def _next_command(
         sets: its `--set` options.
     """
     from preheat.recipe import Data
+    from preheat.run_dir import Verdict, verdict_on
 
     devices, searched = result["devices"], bool(result["searched"]["candidates"])
-    if not result["fits"]:
+    if not result["fits"] or (searched and verdict_on(result) is Verdict.UNSAFE):
         return _what_would_fit(result, again, searched=searched, gpu=gpu)
     if out is None and (searched or what is None):
         return [*again, "--out", "recipe.yaml"]

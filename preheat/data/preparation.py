@@ -513,8 +513,10 @@ def _refuse_empty(
     documents, dropped = values["documents"], values["dropped"]
     description = "; ".join(source.description for source in sources)
     remaining = documents["train"] + documents["validation"]
-    # The reasons why rows were dropped, with their numbers.
-    reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the source is empty"
+    # The reasons why rows were dropped, with their numbers; also those that a weight below 1 does not draw.
+    undrawn = max(values["read"] - remaining - sum(dropped.values()), 0)
+    left_out = Counter(dropped) + Counter({LeftOut.NOT_DRAWN: undrawn})
+    reasons = ", ".join(f"{n} {reason}" for reason, n in left_out.items()) or "the source is empty"
     if remaining == 0:
         raise DataError(f"{description}: no document left of {values['read']} read ({reasons})")
     if documents["train"] == 0 and validation_source:

@@ -95,7 +95,8 @@ class _Balance:
         # Evaluations report the loss without the balance term.
         if not torch.is_grad_enabled():
             return plain(part, batch)  # type: ignore[no-any-return]
-        self.ledger.open, self.ledger.padding = True, batch.padding
+        self._note_padding(batch)
+        self.ledger.open = True
         try:
             total, metrics = plain(part, batch)
         finally:
@@ -114,9 +115,15 @@ class _Balance:
             metrics[TERM] = term.detach()
         return total, metrics
 
+    def _note_padding(self, batch: Batch) -> None:
+        # A tensor even if nothing is padding: selective checkpointing numbers a layer's operators, and the compiler
+        # would make two graphs.
+        none = torch.zeros_like(batch.labels, dtype=torch.bool) if batch.padding is None else None
+        self.ledger.padding = batch.padding if none is None else none
+
     def _layers(self, part: nn.Module, batch: Batch) -> Tensor:
         """Runs the layers alone, to record the routers' choices."""
-        self.ledger.padding = batch.padding
+        self._note_padding(batch)
         with ExitStack() as stack:
             # Autocast and the like, so that the routers see the same numbers as in training.
             for context in self.build.hooks.around_forward:

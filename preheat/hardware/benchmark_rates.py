@@ -85,8 +85,8 @@ class Grid:
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
     limit: float = 40.0
-    """Seconds in which to measure all sizes, split among the parts. A part that takes longer, beside other work, no
-    longer waits for calls without preemption, and leaves out the sizes that others can stand for."""
+    """Seconds in which to measure all sizes beside other processes, split among the parts. A part that takes longer
+    no longer waits for calls without preemption, and leaves out the sizes that can be interpolated."""
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -185,9 +185,9 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
     seconds = Stopwatch(cuda)
 
-    def begin(what: str, done: float, after: float) -> None:
+    def begin(what: str, done: float, until: float) -> None:
         tell(what, done)
-        seconds.end = start + grid.limit * after
+        seconds.end = start + grid.limit * until
 
     random = Random(device.kind)
     matrix: list[MatrixRate] = []
@@ -251,7 +251,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         matrix=tuple(matrix),
         moved=tuple(moved),
         attention=tuple(attention),
-        contended=parts.most_disturbed.alone is False,
+        contended=parts.most_disturbed.alone is False or seconds.was_late,
         seconds=time.perf_counter() - start,
         machine=parts.most_disturbed,
     )

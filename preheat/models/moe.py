@@ -213,7 +213,8 @@ class RouterRecorder:
 
     Attributes:
         open: true in forward passes that are recorded; false while a layer is recomputed in the backward pass.
-        padding: of the micro-batch, as in `preheat.core.Batch`; also while a layer is recomputed.
+        padding: [rows, length] bool, of the micro-batch; also while a layer is recomputed. None: of a model that is not
+            built for training.
     """
 
     def __init__(self) -> None:

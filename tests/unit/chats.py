@@ -221,6 +221,17 @@ NEMOTRON3 = (
 )
 """The generation prompt opens a <think> block, which history empties."""
 
+EMPTIED = """{%- for m in messages %}
+  {%- set last = loop.last and m.role == 'assistant' and m.reasoning_content %}
+  {{- '<|im_start|>' + m.role + '\\n' }}
+  {%- if m.role == 'assistant' %}
+    {{- '<think>' + (m.reasoning_content if last else '') + '</think>' }}
+  {%- endif %}
+  {{- m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""The model generates the whole <think> block, which history empties."""
+
 DEEPSEEK31 = """{{- bos_token }}
 {%- for m in messages %}
   {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
+from preheat.run_dir import Verdict, verdict_on
 from preheat.sanitize import memory, three_digits
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def plan_details(result: JsonObject) -> Group:
             *(Text(f"  {key}: {value}") for key, value in settled.items()),
         ]
     if result["alternatives"]:
-        parts += [Text("alternatives" if result["fits"] else "what would fit", style="bold"), _alternatives(result)]
+        unfit = verdict_on(result) in (Verdict.UNSAFE, Verdict.NO)
+        parts += [Text("what would fit" if unfit else "alternatives", style="bold"), _alternatives(result)]
     if result["rejected"]:
         parts += [Text("why not", style="bold"), *_reasons(result["rejected"])]
     return Group(*parts)

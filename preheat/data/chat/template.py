@@ -21,6 +21,7 @@ The end of a turn is found in its own rendering, in which it is the last one, si
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -212,10 +213,13 @@ class Template:
         """
         # The spans of the assistant: by the template's marks if it has any, else proven by rendering.
         text, marks = self._render_marked(messages, tools)
+        if train_on == "all":
+            # All that is rendered; an end that cannot be determined is none of it.
+            with contextlib.suppress(DataError):
+                text += self._stop_behind(messages, tools) if marks is None else ""
+            return (TextSpan(text),)
         if marks is None:
             text += self._stop_behind(messages, tools)
-        if train_on == "all":
-            return (TextSpan(text),)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if train_on == "last" else turns) if messages[n].get("weight") != 0]
         if marks is None:
@@ -471,7 +475,8 @@ class Template:
                 continue
             # History may leave out the beginning of what the model generates, but not replace it.
             generated = own_start is not None and upto[own_start:own].endswith(text[start:place])
-            if self._ends_by_role and not generated:
+            replaced = own_start is not None and not generated
+            if replaced or (self._ends_by_role and not generated):
                 return None
             ending = upto[own : self._cut(upto, own, len(upto))].strip()
             if not ending:

@@ -41,7 +41,8 @@ __all__ = ["AIMS", "Aim", "least_estimate", "passes_for", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
-_PASSES = {1: 64, 64: 400}  # {largest number of devices: passes}: more devices mean more layouts to try
+# {largest number of devices: passes}, about as many as two cores run in 4, 25 and 30 s: more devices mean more layouts.
+_PASSES = {1: 64, 64: 400}
 _MANY = 480  # passes on more devices
 _SLACK = 1.03  # of the available memory: candidates estimated up to this are dry-run, since estimates may be too high
 _LAYOUTS = 40  # layouts whose candidates are all estimated
@@ -761,9 +762,9 @@ class _Search:
             self._reject(describe_techniques(c.added, c.micro), str(why[0]))
             return None
         self.tell(describe_techniques(c.added, c.micro))
+        self.passed += self._passes_of(c)  # also of one that the build refuses
         try:
             plan = describe(request, observe_cached(request, how="few"))
-            self.passed += self._passes_of(c)
         except RecipeError as error:  # found by the build only, or the device has no rate for this precision
             self._reject(describe_techniques(c.added, c.micro), str(error).splitlines()[0])
             return None

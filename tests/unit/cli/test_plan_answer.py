@@ -247,7 +247,7 @@ def test_alternatives_give_up_lines_from_the_last_one() -> None:
     assert "9 % slower" in "\n".join(roomy)
     # Never the verdict, nor what it rests on.
     least = [line for line, _ in Answer(plan, "m" * 500, below=LINES).lines()]
-    assert least[0].endswith(": does not fit safely"), "the peak is 98 % of the device's memory"
+    assert least[0].endswith(": does not fit safely"), "the peak is 99.998 % of the device's memory"
     assert {"memory", "speed", "time", "rests on"} <= {line[:10].strip() for line in least}
 
 
@@ -348,10 +348,18 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
 )  # fmt: skip
 def test_the_next_command(name: str, out: str | None, gpu: str | None, wanted: str) -> None:
     subject, plan = PLANS[name]()
+    plan["peak_gib"] = min(plan["peak_gib"], 0.9 * plan["available_gib"])
     asked = ASKED[name]
     sets = ["--set", "a.b=1"] if name == "cpu" else []
     file = Path(out) if out else None
     assert _next_command(plan, subject, asked[2], sets, asked, out=file, gpu=gpu, nodes=1, per_host=8) == wanted.split()
+
+
+def test_after_a_search_without_a_safe_fit_the_next_command_plans_what_would_fit() -> None:
+    subject, plan = cluster()
+    unsafe = plan | {"peak_gib": 79.5}
+    command = _next_command(unsafe, subject, None, [], ASKED["cluster"], out=None, gpu="G", nodes=8, per_host=8)
+    assert "--out" not in command
 
 
 def test_a_wrapped_command_is_still_one_command() -> None:

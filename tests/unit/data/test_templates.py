@@ -21,6 +21,7 @@ from ..chats import (
     ALPACA,
     CHATML,
     DEEPSEEK31,
+    EMPTIED,
     GLM45,
     HARMONY,
     KINDS,
@@ -256,6 +257,7 @@ ENDS: dict[str, tuple[str, list[Message], list[str] | str, list[str] | str]] = {
     # Without reasoning even the last answer lacks the generation prompt.
     "nemotron": (NEMOTRON3, PLAIN, "beginning of message 2 as", "beginning of message 4 as .*reasoning_content"),
     "nemotron, reasoning": (NEMOTRON3, REASONED, CUT.format("begins"), ["hm\n</think>\nYes.<|im_end|>"]),
+    "emptied reasoning": (EMPTIED, REASONED, CUT.format("ends"), ["<think>hm</think>Yes.<|im_end|>"]),
     "deepseek": (
         DEEPSEEK31,
         PLAIN,

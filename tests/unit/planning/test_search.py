@@ -75,15 +75,15 @@ def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
     assert tight.best.plan["peak_gib"] == pytest.approx(again["peak_gib"], rel=0.01)
 
 
-@pytest.mark.parametrize(("layers", "seconds", "how"), [(20, 4, "whole"), (21, 4, "enough"), (80, 25, "whole")])
+@pytest.mark.parametrize(("layers", "passes", "how"), [(20, 64, "whole"), (21, 64, "enough"), (80, 400, "whole")])
 def test_the_number_of_layers_decides_how_the_best_is_confirmed(
-    monkeypatch: pytest.MonkeyPatch, layers: int, seconds: int, how: str
+    monkeypatch: pytest.MonkeyPatch, layers: int, passes: int, how: str
 ) -> None:
     module = importlib.import_module("preheat.planning.search.search")  # the package has the function of this name
     recipe, rates, kinds = override(small(), f"model.num_layers={layers}"), gpu(8192), []
     monkeypatch.setattr(module, "observe_cached", lambda request, *, how: kinds.append(how))
     monkeypatch.setattr(module, "describe", lambda request, observation: {"fits": True})
-    one = _Search(Space(Request(recipe, rates.as_device, world=1, rates=rates)), "fastest", seconds, print)
+    one = _Search(Space(Request(recipe, rates.as_device, world=1, rates=rates)), "fastest", passes, print)
     best = EvaluatedPlan(recipe, {"fits": True, "tokens_per_second": 1.0}, "exact", 1, ())
     one.seen = [best]
     assert one._confirm(best) == (replace(best, plan={"fits": True}), how == "whole")
