@@ -174,12 +174,15 @@ class Verdict(StrEnum):
     TIGHT = "fits tightly"
     """The upper end of the interval of the peak exceeds the device's memory."""
     UNSAFE = "does not fit safely"
-    """The peak is above `SAFE` of the memory: such a run may be tried, and a search avoids it."""
+    """What the device must hold is above `SAFE` of its memory: such a run may be tried, and a search avoids it."""
     NO = "does not fit"
 
 
 SAFE = 0.97
 """Share of a device's memory above which a predicted peak runs out of memory in practice."""
+SAFE_WITH_RETRIES = 0.95
+"""The same of the peak without cached memory, if the allocator must release that in each step: the pieces that it
+cannot release need room, too."""
 
 
 def verdict_on(plan: Mapping[str, Any]) -> Verdict:
@@ -192,9 +195,15 @@ def verdict_on(plan: Mapping[str, Any]) -> Verdict:
     """
     if not plan["fits"]:
         return Verdict.NO
-    if plan["peak_gib"] > SAFE * plan["available_gib"]:
+    if _held_gib(plan) > (SAFE_WITH_RETRIES if plan.get("allocator_retries") else SAFE) * plan["available_gib"]:
         return Verdict.UNSAFE
     return Verdict.TIGHT if is_tight(plan) else Verdict.FITS
+
+
+def _held_gib(plan: Mapping[str, Any]) -> float:
+    """Returns the GiB that a device must hold: without the cached memory that torch releases before it fails."""
+    cached = plan["overhead"].get("allocator", 0.0) if plan.get("allocator_retries") else 0.0
+    return float(plan["peak_gib"] - cached)
 
 
 def is_tight(plan: Mapping[str, Any]) -> bool:
@@ -212,15 +221,17 @@ def is_tight(plan: Mapping[str, Any]) -> bool:
 _NINE_IN_TEN = 1.6449  # standard deviations from the mean of a normal distribution to its 95th percentile
 
 
-def chance_to_fit(interval: Sequence[float], available: float) -> float:
-    """Returns the probability that a peak is at most `available`: of a normal distribution whose 5th and 95th
-    percentiles are the ends of `interval`, since nine in ten measured peaks lie in it.
+def chance_to_fit(plan: Mapping[str, Any]) -> float:
+    """Returns the probability that a device holds what it must: of a normal distribution whose 5th and 95th percentiles
+    are the ends of the peak's interval, since nine in ten measured peaks lie in it.
 
     Example:
-        >>> round(chance_to_fit([70.0, 90.0], 80.0), 2), round(chance_to_fit([70.0, 90.0], 90.0), 2)
+        >>> plan = {"peak_gib": 80.0, "peak_gib_interval": [70.0, 90.0], "available_gib": 80.0}
+        >>> round(chance_to_fit(plan), 2), round(chance_to_fit({**plan, "available_gib": 90.0}), 2)
         (0.5, 0.95)
     """
-    low, high = interval
+    available, held = plan["available_gib"], _held_gib(plan) / plan["peak_gib"]
+    low, high = (held * end for end in plan["peak_gib_interval"])
     deviation = (high - low) / (2 * _NINE_IN_TEN)
     return (1 + math.erf((available - (low + high) / 2) / (deviation * math.sqrt(2)))) / 2
 

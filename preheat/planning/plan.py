@@ -179,15 +179,16 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     verdict = {
         "fits": peak <= available,
         "peak_gib": peak,
-        "peak_gib_interval": (interval := _interval(peak, _MEMORY[of_memory])),
+        "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
         "available_gib": available,
+        "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
+        "overhead": {what: size / GIB for what, size in lines.items()},
     }
     return {
         **verdict,
         "verdict": verdict_on(verdict),
-        "chance": chance_to_fit(interval, available),
+        "chance": chance_to_fit(verdict),
         "memory": phases[observation.peak_phase],
-        "overhead": {what: size / GIB for what, size in lines.items()},
         "overhead_sources": {what: SOURCES[what] for what in lines},
         "allocated_gib": observation.peak[observation.peak_phase] / GIB,
         "reserved_gib": (observation.peak[observation.peak_phase] + more["allocator"]) / GIB,
@@ -224,6 +225,5 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "contended": rates.contended,
         "pace": rates.pace,
         "now": rates.now and _at_present(rates.now, observation.tokens, seconds),
-        "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
         "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
     }

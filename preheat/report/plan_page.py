@@ -65,7 +65,7 @@ def _verdict(plan: JsonObject) -> str:
     verdict = verdict_on(plan)
     fits = verdict.capitalize()
     if verdict in (Verdict.TIGHT, Verdict.UNSAFE):
-        fits += f", with a chance of {percent(chance_to_fit(plan['peak_gib_interval'], plan['available_gib']))}"
+        fits += f", with a chance of {percent(chance_to_fit(plan))}"
     peak = f"{gib(plan['peak_gib'])} of {gib(plan['available_gib'])}{_in_nine(plan, 'peak_gib_interval', gib)}"
     speed = (
         f"{grouped(plan['tokens_per_second'])} tokens a second{_in_nine(plan, 'tokens_per_second_interval', grouped)}"

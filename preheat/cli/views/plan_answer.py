@@ -32,6 +32,7 @@ _LABEL = 10  # columns of a line's label
 _BAR = 34  # columns of the longest bar
 _SMALL = 0.02  # of the peak: smaller categories share a bar
 _TIGHT = 0.05  # the same if the lines of the answer are too many
+_LIKELY = 0.95  # chance to fit that needs no note
 _BILLION = 1e9
 _FIRST = 9  # order of what is left out before anything else is shortened
 _NUMERICS = {
@@ -454,10 +455,10 @@ def warnings_of(plan: Mapping[str, Any]) -> list[str]:
     from preheat.planning.search.result import fragmentation_hint
 
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
-    if is_tight(plan):
+    # Cached memory that is released in time takes nothing from the chance.
+    if is_tight(plan) and (chance := chance_to_fit(plan)) < _LIKELY:
         smaller = any(a["peak_gib"] < plan["peak_gib"] for a in plan.get("alternatives") or ())
         advice = "an alternative is safer" if smaller else "shorter rows are safer"
-        chance = chance_to_fit(plan["peak_gib_interval"], plan["available_gib"])
         warnings.append(f"little room: the chance to fit is {percent(chance)}; {advice}")
     if quicker := plan.get("fp32_rate"):
         warnings.append(

@@ -259,6 +259,14 @@ def test_a_narrow_terminal_gets_whole_lines(name: str, width: int) -> None:
     assert len(lines) <= LINES
 
 
+def test_cached_memory_that_the_allocator_releases_need_not_fit() -> None:
+    full = {"fits": True, "peak_gib": 80.0, "peak_gib_interval": [70.0, 90.0], "available_gib": 80.0}
+    full |= {"allocator_retries": True, "overhead": {"context": 0.5, "allocator": 20.0}}
+    assert verdict_on(full) is Verdict.TIGHT
+    assert chance_to_fit(full) == pytest.approx(chance_to_fit({**full, "available_gib": 80 * 80 / 60, "overhead": {}}))
+    assert verdict_on({**full, "overhead": {"allocator": 3.0}}) is Verdict.UNSAFE  # 77 GiB, 96 % of the memory
+
+
 @pytest.mark.parametrize(
     ("share", "verdict", "chance"),
     [
@@ -275,7 +283,7 @@ def test_the_verdict_and_the_chance_to_fit(share: float, verdict: Verdict, chanc
     subject, plan = qlora()
     plan = result(subject, QLORA, share * 24.0, 24.0)
     assert verdict_on(plan) is verdict
-    stated = chance_to_fit(plan["peak_gib_interval"], plan["available_gib"])
+    stated = chance_to_fit(plan)
     # The reference: a normal distribution from the standard library.
     low, high = plan["peak_gib_interval"]
     assert stated == pytest.approx(
