@@ -50,7 +50,7 @@ def test_mobilenet_as_onnx_in_fp32_and_calibrated_in_8_bits(model: Any, tmp_path
     assert whole.share() < 1e-4
     small = image_classifier.to_onnx(model, tmp_path / "small.onnx", images, int8=True)
     assert small.agreement >= 0.8
-    assert 1e-4 < small.share() < 0.1
+    assert 1e-4 < small.share() < 0.15  # 0.109 where onnxruntime multiplies with AVX512 and AMX
     assert 32 < largest_code(tmp_path / "small.onnx") <= 64
     assert (tmp_path / "small.onnx").stat().st_size < 0.6 * (tmp_path / "whole.onnx").stat().st_size
     assert sorted(p.name for p in tmp_path.iterdir()) == ["small.onnx", "whole.onnx"]

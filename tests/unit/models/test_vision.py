@@ -233,6 +233,9 @@ def test_packed_rows_give_the_loss_and_gradients_of_transformers(
     rows, source = questions_of_two_images(tmp_path)
     plain = "model: {config: {router_aux_loss_coef: 0}}" if family.endswith("moe") else ""
     loss, wanted = by_transformers(folders[family], rows, tmp_path)
+    # Gated delta nets amplify rounding: 2e-5 to 4e-4, by the CPU's instructions. In fp64 they are compared in
+    # tests/architectures.
+    bound = 1e-3 if family.startswith("qwen3_5") else 2e-5
     for length in (64, 160):  # about a conversation in a row, and several
         recipe = recipe_of(folders[family], source, length=length)
         if plain:
@@ -243,12 +246,12 @@ def test_packed_rows_give_the_loss_and_gradients_of_transformers(
         assert len(batches) < 8 if length == 160 else len(batches) > 4
         found, grads = taken(made(recipe), batches)
         assert found == pytest.approx(loss, abs=2e-6)
-        assert difference(grads, wanted) < 2e-5
+        assert difference(grads, wanted) < bound
     b = made(recipe)  # all rows as one micro-batch
     whole = data_of(recipe).train
     found, grads = taken(b, [collate([(n, whole.row(n)) for n in range(len(whole))])])  # type: ignore[union-attr, arg-type]
     assert found == pytest.approx(loss, abs=2e-6)
-    assert difference(grads, wanted) < 2e-5
+    assert difference(grads, wanted) < bound
 
 
 def without_key_biases(grads: dict[str, Any]) -> dict[str, Any]:
