@@ -16,14 +16,14 @@ import pytest
 from preheat import recipe as recipes
 from preheat.core import Batch, Device, ExampleKind, MaskSpec
 from preheat.hardware.benchmark_rates import Grid
-from preheat.hardware.openmp import wait_passively
+from preheat.hardware.openmp import spin_briefly
 
 # Before anything imports Triton: its kernels then run in its interpreter, on CPUs. Tests on a GPU compile them.
 if "TRITON_INTERPRET" not in os.environ and not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Before anything imports torch, as `preheat` does at its start: two processes share the tests and the cores.
-wait_passively()
+# Before anything imports torch: two processes share the tests and the cores, and use them by turns.
+spin_briefly()
 
 DEVICE = Device("cpu", "test", 8 << 30)
 # So few sizes to measure rates at that it takes seconds.

@@ -13,7 +13,7 @@ import time
 
 from preheat.hardware.machine_use import UseMeter
 
-__all__ = ["VARIABLES", "choose_waiting", "wait_passively"]
+__all__ = ["VARIABLES", "choose_waiting", "spin_briefly"]
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user may have chosen: OpenMP's own, and those of GNU's and LLVM's libraries."""
@@ -35,12 +35,12 @@ def choose_waiting() -> None:
     meter = UseMeter()
     time.sleep(_WATCH)
     if meter.use(threads).alone is False:
-        wait_passively()
-    else:
-        os.environ["GOMP_SPINCOUNT"] = _SPINS
-
-
-def wait_passively() -> None:
-    """Lets threads sleep while they wait, in this process and its children, unless the user has chosen."""
-    if not any(name in os.environ for name in VARIABLES):
         os.environ["OMP_WAIT_POLICY"] = "passive"
+    else:
+        spin_briefly()
+
+
+def spin_briefly() -> None:
+    """Lets threads spin briefly before they sleep, in this process and its children, unless the user has chosen."""
+    if not any(name in os.environ for name in VARIABLES):
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
