@@ -126,11 +126,17 @@ def tiny(
 
 
 def uneven(
-    rows: int = 4, length: int = 32, *, vocabulary: int = 96, seed: int = 0, examples: ExampleKind | None = None
+    rows: int = 4,
+    length: int = 32,
+    *,
+    vocabulary: int = 96,
+    seed: int = 0,
+    examples: ExampleKind | None = None,
+    padded: bool = False,
 ) -> Batch:
     """A batch whose rows hold different numbers of documents and of trained labels; of pairs, of liked answers, of classes.
 
-    Of plain text all rows but the first end in padding, which is a document of its own.
+    If `padded`, all rows of text but the first end in padding, which is a document of its own.
     """
     import torch
 
@@ -141,7 +147,7 @@ def uneven(
     tokens = torch.randint(vocabulary, (rows, length), generator=g)
     labels = torch.randint(examples.classes or vocabulary, (rows, length), generator=g)
     documents: list[tuple[int, ...]] = []
-    plain, padding = examples.kind == "text", torch.zeros(rows, length, dtype=torch.bool)
+    padding = torch.zeros(rows, length, dtype=torch.bool)
     judged = examples.kind in ("pairs", "desirable")
     for row in range(rows):
         cut = (row * 7) % length
@@ -150,23 +156,24 @@ def uneven(
             cut = length // 2 - row
             labels[row, : 2 + row] = labels[row, cut - 1 : cut + 3] = labels[row, 2 * cut - 1 :] = -100
             continue
-        edges = sorted({0, cut, length - row if plain else length, length})
+        edges = sorted({0, cut, length - row if padded else length, length})
         documents.append(tuple(end - start for start, end in itertools.pairwise(edges)))
-        if plain:
+        if padded:
             padding[row, length - row :] = True
         if examples.kind == "classes":
             ends = [sum(documents[-1][: n + 1]) - 1 for n in range(len(documents[-1]))]
             labels[row, [n for n in range(length) if n not in ends]] = -100
         else:
-            labels[row, : (row * 5) % length] = labels[row, length - row :] = -100
+            labels[row, : (row * 5) % length] = -100
+            labels[padding] = -100
     positions = torch.stack([torch.cat([torch.arange(n) for n in d]) for d in documents])
     group = 2 if examples.kind == "pairs" else 1
     liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "desirable" else ()
     weight = weight_of(labels, tuple(documents), group, liked)
     mask = MaskSpec(documents=tuple(documents))
     numbers = tuple(range(rows))
-    padded = padding if plain else None
-    return Batch(tokens, labels, positions, mask, weight, numbers, group, liked, padding=padded)
+    blank = padding if padded else None
+    return Batch(tokens, labels, positions, mask, weight, numbers, group, liked, padding=blank)
 
 
 def split(batch: Batch, sizes: list[int]) -> list[Batch]:

@@ -88,7 +88,7 @@ class _Balance:
             # A single micro-batch counts its tokens in its own forward pass, before its loss.
             self.counts = self._expert_loads(batches) if len(batches) > 1 else None
         loss: LossSum = plain(build, batches, weight)
-        self.weight = None
+        self.weight = self.ledger.padding = None  # no layer is recomputed any more
         return loss
 
     def forward(self, plain: SlotFunction, part: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

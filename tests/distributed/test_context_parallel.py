@@ -105,7 +105,7 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
     shares, place = b.mesh.size(*DATA), b.mesh.index(*DATA)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = uneven(rows=ROWS, length=length, seed=step)
+        batch = uneven(rows=ROWS, length=length, seed=step, padded=family.endswith("moe"))
         mine = split(batch, [ROWS // shares] * shares)[place]
         micro = -(-len(mine.rows) // b.state.accumulation)
         loss = gradients(
@@ -330,7 +330,7 @@ def test_a_ring_refuses_a_kernel_without_statistics() -> None:
 
 
 def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:
-    batch = uneven(rows=2, length=27)
+    batch = uneven(rows=2, length=27, padded=True)
     shares = [cut_rows(batch, 2, rank, zigzag=True) for rank in range(2)]
     assert sorted(torch.cat([s.labels for s in shares], dim=1)[0].tolist()) == sorted([*batch.labels[0].tolist(), -100])
     assert batch.padding is not None

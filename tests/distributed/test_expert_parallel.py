@@ -63,7 +63,7 @@ def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
     devices, index = b.mesh.size(*DATA), b.mesh.index(*DATA)
     losses, norms, tokens = [], [], 0.0
     for step in range(STEPS):
-        batch = uneven(rows=ROWS, seed=step)
+        batch = uneven(rows=ROWS, seed=step, padded=True)
         mine = split(batch, [ROWS // devices] * devices)[index]
         loss = gradients(b, split(mine, [ROWS // devices // micro] * micro), 0.01)
         losses.append(float(b.mesh.add(loss.total.clone(), *DATA)) / batch.weight)
@@ -113,7 +113,7 @@ def test_several_processes_train_as_one(several: Path, case: int) -> None:
         assert all(
             torch.equal(found["biases"][n], bias) for n, bias in one["biases"].items()
         )  # by the tokens of all ranks
-        tokens = int((~uneven(rows=ROWS).padding).sum())  # type: ignore[operator]
+        tokens = int((~uneven(rows=ROWS, padded=True).padding).sum())  # type: ignore[operator]
         assert found["tokens"] == one["tokens"] == STEPS * tokens * 2 * 3  # none is dropped, and no padding counted
         copies = world // 2 if "data_parallel" in techniques or "replicate: 2" in techniques else 1  # of each expert
         assert found["held"] == one["held"] * copies // world

@@ -24,7 +24,7 @@ def test_a_traced_layer_counts_no_tokens(name: str, tmp_path: Path) -> None:
         f"techniques: {techniques}"
     )
     b = build(recipe, vocabulary=96, device=DEVICE)
-    batch = uneven()
+    batch = uneven(padded=True)
     loss = b.slot(Slot.FORWARD_BACKWARD)(b, [batch], batch.weight)
     loads = loss.metrics[TOKENS]
     tokens = int((~batch.padding).sum())  # type: ignore[operator]

@@ -60,7 +60,7 @@ def made(log: list[str] | None, techniques: str = "{gradient_accumulation: {step
 
 def steps(b: Build, count: int = 2) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some steps whose first micro-batch is begun beside the update before it, and the last gradients."""
-    batches = [split(uneven(seed=n), [1] * 4) for n in range(count)]
+    batches = [split(uneven(seed=n, padded=True), [1] * 4) for n in range(count)]
     losses, grads = [], dict[str, Tensor]()
     for n, batch in enumerate(batches):
         losses.append(float(gradients(b, batch, 0.01).total))
@@ -114,7 +114,7 @@ def test_what_changes_rows_on_the_host_comes_before_the_copy() -> None:
         return batch
 
     b.hooks.transforms += [(Order.MOVE, b.hooks.transfer), (Order.MOVE, written), (Order.PACK, packed)]
-    batch, other = uneven(), uneven(seed=1)
+    batch, other = uneven(padded=True), uneven(seed=1, padded=True)
     b.begin(batch)
     moved = b.transformed(batch)
     assert torch.equal(moved.aligned[0], batch.tokens * 2)
