@@ -188,7 +188,7 @@ def test_several_processes_compute_what_one_does(several: dict[str, list[dict[st
     assert off["loss"] < 1e-5
     assert off["norm"] < 1e-4
     assert off["gradients"] < 1e-5
-    assert off["weights"] < 1e-3  # where a gradient is nearly 0, AdamW divides its rounding by itself
+    assert off["weights"] < 3e-3  # where a gradient is nearly 0, AdamW divides its rounding by itself
 
 
 @pytest.mark.parametrize("name", DRIFTING)
