@@ -168,13 +168,13 @@ MEMORY_KEYS = {
 
 
 class Verdict(StrEnum):
-    """Whether a run fits in memory, by its plan."""
+    """A plan's answer to the question if a run fits in memory."""
 
     FITS = "fits"
     TIGHT = "fits tightly"
     """The upper end of the interval of the peak exceeds the device's memory."""
     UNSAFE = "does not fit safely"
-    """What the device must hold is above `SAFE` of its memory: such a run may be tried, and a search avoids it."""
+    """The memory that must be held is above `SAFE` of the device's: such a run may be tried, and a search avoids it."""
     NO = "does not fit"
 
 

@@ -100,7 +100,7 @@ class PreparedData:
 
     @property
     def account(self) -> RowAccount:
-        """What became of the rows; of a streamed source of its first ones."""
+        """The account of the rows; for a streamed source, of its first rows only."""
         if isinstance(self.train, StreamRows):
             return RowAccount.of(self.counts["beginning"])
         return RowAccount.of_counts(self.counts)

@@ -1,4 +1,4 @@
-"""What became of the rows of a source: trained on, held out for validation, or left out for a reason. No torch."""
+"""The account of a source's rows: trained on, held out for validation, or left out for a reason. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LeftOut(StrEnum):
 
 @dataclass(frozen=True)
 class RowAccount:
-    """What became of each row that was read: every row counts once, also if a weight repeats it or it is a pair.
+    """Counts the rows that were read by their use: every row counts once, also if a weight repeats it or it is a pair.
 
     Attributes:
         read: rows that were read.
