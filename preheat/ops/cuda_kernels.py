@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 from preheat.errors import RunError
 from preheat.hardware.oom import is_oom
@@ -19,8 +19,8 @@ from preheat.sanitize import quoted, shorten
 
 __all__ = ["OPERATORS", "Operator", "is_plain", "named_failures"]
 
-Operator = Literal["nf4_values", "half_adamw", "int8_product", "int4_product"]
-OPERATORS: tuple[Operator, ...] = ("nf4_values", "half_adamw", "int8_product", "int4_product")
+Operator = Literal["nf4_values", "half_adamw", "int8_product", "int4_product", "gated_silu", "rotary"]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
 SWITCH = "PREHEAT_PLAIN"
 
 

@@ -119,33 +119,34 @@ def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor
 
 
 @torch.library.custom_op("preheat::rms_norm_backward", mutates_args=())
-def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients by x and by the weight, in their dtypes."""
+def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, by_weight: bool) -> tuple[Tensor, Tensor]:
+    """Returns the gradients by x and by the weight, in their dtypes; an empty one without `by_weight`."""
     if x.is_cuda:
-        by_x, by_weight = torch.ops.aten._fused_rms_norm_backward(
-            grad.to(x.dtype), x, weight.shape, scale, weight.to(x.dtype), [True, True]
+        by_x, slope = torch.ops.aten._fused_rms_norm_backward(
+            grad.to(x.dtype), x, weight.shape, scale, weight.to(x.dtype), [True, by_weight]
         )
-        return by_x, by_weight.to(weight.dtype)
+        return by_x, slope.to(weight.dtype) if by_weight else weight.new_empty(0)
     by_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    by_weight = torch.zeros_like(weight, dtype=torch.float32)
+    # On a CPU always computed: it costs no further pass.
+    slope = torch.zeros_like(weight, dtype=torch.float32)
     wide = weight.float()
     if rowwise_cpu.serves(grad, x):
-        rowwise_cpu.norm_backward(grad, x, scale, wide, by_x, by_weight)
-        return by_x, by_weight.to(weight.dtype)
+        rowwise_cpu.norm_backward(grad, x, scale, wide, by_x, slope)
+        return by_x, slope.to(weight.dtype) if by_weight else weight.new_empty(0)
     # With n = x * scale and g = grad * w: dx = scale * (g - n * mean(n g)), dw = sum over rows of n * grad.
     for row, to, one, given in _rows(x, by_x, scale, grad):
         normed, given = row * one, given.float()  # fp32: the scale is
         # fp32 over all chunks, rounded once at the end.
-        by_weight += torch.linalg.vecdot(normed, given, dim=0)
+        slope += torch.linalg.vecdot(normed, given, dim=0)
         given = given * wide
         along = torch.linalg.vecdot(normed, given).unsqueeze(-1).div_(x.shape[-1])
         to.copy_(given.sub_(normed.mul_(along)).mul_(one))
-    return by_x, by_weight.to(weight.dtype)
+    return by_x, slope.to(weight.dtype) if by_weight else weight.new_empty(0)
 
 
 @_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, by_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if by_weight else 0)
 
 
 def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -163,7 +164,10 @@ def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, T
 
 def _backward(ctx: AutogradContext, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     x, scale, weight = ctx.saved_tensors
-    return (*_norm_backward(grad, x, scale, weight), None, None)
+    # Under an adapter the weight is frozen.
+    needed = ctx.needs_input_grad[1]
+    by_x, by_weight = _norm_backward(grad, x, scale, weight, needed)
+    return by_x, by_weight if needed else None, None, None
 
 
 _norm.register_autograd(_backward, setup_context=_keep)
@@ -183,7 +187,8 @@ def shared_by_rows() -> None:
         return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
-    def _(grad: object, x: DTensorSpec, scale: object, weight: object) -> list[Sharding]:
-        # Results: by_x and by_weight; arguments: grad, x, scale, weight. With rows sharded, by_weight is a partial sum.
-        replicated = ([Replicate()] * 2, [Replicate()] * 4)
-        return [replicated, *(([Shard(n), Partial()], [Shard(n)] * 3 + [Replicate()]) for n in range(x.ndim - 1))]
+    def _(grad: object, x: DTensorSpec, scale: object, weight: object, by_weight: bool) -> list[Sharding]:
+        # Results: by_x and the weight's gradient; arguments: grad, x, scale, weight, and one that is no tensor. With
+        # rows sharded, the weight's gradient is a partial sum.
+        replicated = ([Replicate()] * 2, [*[Replicate()] * 4, None])
+        return [replicated, *(([Shard(n), Partial()], [*[Shard(n)] * 3, Replicate(), None]) for n in range(x.ndim - 1))]

@@ -20,7 +20,19 @@ from preheat.hardware.cpp_build import compiler, quick_library
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
-__all__ = ["IN_CACHE", "cross_entropy_", "gated_silu", "norm_backward", "norm_forward", "rotary", "serves"]
+__all__ = [
+    "IN_CACHE",
+    "Rotary",
+    "cross_entropy_",
+    "gate_backward_op",
+    "gate_op",
+    "gated_silu",
+    "norm_backward",
+    "norm_forward",
+    "rotary",
+    "rotate_op",
+    "serves",
+]
 
 IN_CACHE = {
     "preheat::cross_entropy_": 65,
@@ -86,27 +98,27 @@ def norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, by_x: 
 
 
 @torch.library.custom_op("preheat::gated_silu", mutates_args=(), device_types="cpu")
-def _gate(a: Tensor, b: Tensor) -> Tensor:
+def gate_op(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     out = torch.empty_like(a)
     _call("preheat_gate", a, (a, b, out), a.numel())
     return out
 
 
-@_gate.register_fake
+@gate_op.register_fake
 def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape)
 
 
 @torch.library.custom_op("preheat::gated_silu_backward", mutates_args=(), device_types="cpu")
-def _gate_backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def gate_backward_op(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     grad, a, b = grad.contiguous(), a.contiguous(), b.contiguous()
     by_a, by_b = torch.empty_like(a), torch.empty_like(b)
     _call("preheat_gate_backward", a, (grad, a, b, by_a, by_b), a.numel())
     return by_a, by_b
 
 
-@_gate_backward.register_fake
+@gate_backward_op.register_fake
 def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape), b.new_empty(b.shape)
 
@@ -115,11 +127,11 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return _gate(a, b)
+        return gate_op(a, b)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return _gate_backward(grad, *ctx.saved_tensors)
+        return gate_backward_op(grad, *ctx.saved_tensors)
 
 
 def gated_silu(a: Tensor, b: Tensor) -> Tensor:
@@ -135,7 +147,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         cos, sin: [rows or 1, length, width]; their gradients are not computed.
     """
     if serves(q, k, cos, sin) and not (cos.requires_grad or sin.requires_grad):
-        return _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+        return Rotary.apply(q, cos, sin), Rotary.apply(k, cos, sin)  # type: ignore[no-untyped-call]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turned(x: Tensor) -> Tensor:
@@ -145,19 +157,21 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return turned(q), turned(k)
 
 
-class _Rotary(torch.autograd.Function):
+class Rotary(torch.autograd.Function):
+    """`rotary` of one tensor by the operator `preheat::rotary`; saves the angles."""
+
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, False).transpose(1, 2)
+        return rotate_op(x, cos, sin, False).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grad, *ctx.saved_tensors, True).transpose(1, 2), None, None
+        return rotate_op(grad, *ctx.saved_tensors, True).transpose(1, 2), None, None
 
 
 @torch.library.custom_op("preheat::rotary", mutates_args=(), device_types="cpu")
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def rotate_op(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Returns [rows, length, heads, width], as projections store it; `back`: the gradient of x from the result's."""
     rows, heads, length, width = x.shape
     x, cos, sin = x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
@@ -176,7 +190,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     return out
 
 
-@_rotate.register_fake
+@rotate_op.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     rows, heads, length, width = x.shape
     return x.new_empty(rows, length, heads, width)

@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["adamw_kernel", "eight_bits_kernel", "nf4_kernel"]
+__all__ = [
+    "adamw_kernel",
+    "eight_bits_kernel",
+    "gated_silu_backward_kernel",
+    "gated_silu_kernel",
+    "nf4_kernel",
+    "rotary_kernel",
+]
 
 
 @triton.jit
@@ -165,3 +172,63 @@ def eight_bits_kernel(
         (sums * scale[None, :]).to(out.dtype.element_ty),
         mask=(row < rows)[:, None] & (output < outputs)[None, :],
     )
+
+
+@triton.jit
+def gated_silu_kernel(a, b, out, n, LANES: tl.constexpr):
+    """out = silu(a) * b, computed in fp32 and rounded once."""
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = at < n
+    x = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(b + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_silu_backward_kernel(grad, a, b, by_a, by_b, n, OVERWRITE: tl.constexpr, LANES: tl.constexpr):
+    """Gradients of silu(a) * b from that of the result; `OVERWRITE`: writes silu(a) * b over `grad`."""
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = at < n
+    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(b + at, mask=mask, other=0.0).to(tl.float32)
+    share = tl.sigmoid(x)
+    silu = x * share
+    # silu'(x) = s + x s (1 - s), with s = sigmoid(x)
+    tl.store(by_a + at, (g * y * (share + silu * (1.0 - share))).to(by_a.dtype.element_ty), mask=mask)
+    tl.store(by_b + at, (g * silu).to(by_b.dtype.element_ty), mask=mask)
+    if OVERWRITE:
+        tl.store(grad + at, (silu * y).to(grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotary_kernel(
+    x, cos, sin, out, row_stride, head_stride, token_stride, angle_stride, length, heads, width,
+    BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Rotates the halves of each head of one token against each other; `BACK`: by the transposed rotation.
+
+    Args:
+        x: [rows, heads, length, width] of these strides, the last 1; out: contiguous [rows, length, heads, width].
+        cos, sin: [rows or 1, length, width], contiguous; `angle_stride` is that of their rows, 0 if there is one.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row, token = place // length, place % length
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    half = width // 2
+    mask = (head < heads) & (column < half)
+    angle = row * angle_stride + token * width + column
+    begin = row * row_stride + token * token_stride + head * head_stride + column
+    first = tl.load(x + begin, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + begin + half, mask=mask, other=0.0).to(tl.float32)
+    cos1 = tl.load(cos + angle, mask=column < half, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + angle + half, mask=column < half, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + angle, mask=column < half, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + angle + half, mask=column < half, other=0.0).to(tl.float32)
+    if BACK:
+        turned1, turned2 = first * cos1 + second * sin2, second * cos2 - first * sin1
+    else:
+        turned1, turned2 = first * cos1 - second * sin1, second * cos2 + first * sin2
+    to = (place * heads + head) * width + column
+    tl.store(out + to, turned1.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to + half, turned2.to(out.dtype.element_ty), mask=mask)

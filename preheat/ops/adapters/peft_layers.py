@@ -169,14 +169,7 @@ def added_linear() -> type[nn.Module]:
     class AddedLinear(Linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             names = self.active_adapters
-            if (
-                args
-                or kwargs
-                or self.disable_adapters
-                or self.merged
-                or len(names) != 1
-                or not self._is_plain(names[0])
-            ):
+            if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self.is_plain(names[0]):
                 return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
             # [rank, in] and [out, rank]. The scale multiplies [tokens, rank], the smallest tensor of the product.
             down, up = self.lora_A[names[0]], self.lora_B[names[0]].weight
@@ -187,7 +180,7 @@ def added_linear() -> type[nn.Module]:
             )
             return add_product(result, small, up)
 
-        def _is_plain(self, name: str) -> bool:
+        def is_plain(self, name: str) -> bool:
             """True if the up projection is only a local weight; a sharded or hooked module must be called itself."""
             # Variants such as DoRA compute more than a sum.
             if name not in self.lora_A or name in self.lora_variant:

@@ -2,14 +2,12 @@
 
 Each block of 64 weights is divided by its largest magnitude and rounded to the nearest of 16 levels. Double
 quantization also stores the block scales, less their mean, in 8 bits in blocks of 256: 0.516 bytes per weight in total.
-The results equal bitsandbytes', but plain torch runs on any device and under fake tensors. On CUDA, bitsandbytes'
-kernels dequantize the same bytes if it is installed, otherwise our Triton kernel does.
+The results equal bitsandbytes', but plain torch runs on any device and under fake tensors. On CUDA one Triton kernel
+dequantizes the same bytes: on an H100 in 0.056 ms for 58.7 million weights, where bitsandbytes' three take 0.079.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -47,7 +45,6 @@ LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )  # arXiv:2305.14314, appendix E
 BLOCK, SCALES = 64, 256  # weights per scale; scales per range
-_THEIRS = (torch.float32, torch.bfloat16, torch.float16)  # output dtypes of bitsandbytes' kernels
 _CHUNK = 1 << 16  # blocks per iteration, which bounds the scratch memory
 
 
@@ -158,9 +155,7 @@ def _values(
 ) -> Tensor:
     if codes.is_cuda and not is_plain("nf4_values"):
         with named_failures("nf4_values"):
-            # bitsandbytes counts weights in 32 bits.
-            use_bitsandbytes = _has_bitsandbytes() and dtype in _THEIRS and codes.numel() < 1 << 30
-            return (by_bitsandbytes if use_bitsandbytes else by_triton)(codes, scales, ranges, pairs, levels, dtype)
+            return by_triton(codes, scales, ranges, pairs, levels, dtype)
     codes = codes.view(-1, BLOCK // 2)  # [blocks, 32]
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
@@ -207,25 +202,6 @@ def by_triton(
             enable_fp_fusion=False,
         )
     return out
-
-
-def by_bitsandbytes(
-    codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Dequantizes with bitsandbytes' kernels: one for the weights and, with double quantization, two for the scales."""
-    import bitsandbytes  # noqa: F401  # registers the operators
-
-    kernels = torch.ops.bitsandbytes
-    fp32 = scales.view(torch.float32) if ranges is None else ranges.view(torch.float32)
-    if ranges is not None:
-        # Two kernels for the scales: levels times range maxima, then the mean.
-        fp32 = kernels.dequantize_blockwise(scales, fp32[:-1], levels, SCALES, torch.float32).add_(fp32[-1])
-    return kernels.dequantize_4bit(codes, fp32, BLOCK, "nf4", [codes.numel() * 2], dtype)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _has_bitsandbytes() -> bool:
-    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 class _Product(torch.autograd.Function):

@@ -69,7 +69,7 @@ def test_on_cuda_the_norm_is_one_kernel_of_torch(
 
         monkeypatch.setattr(torch.ops.aten, name, decomposed)
     out, scale = fused_norm_gate._norm._init_fn(here, weight, 1e-5, dtype)
-    by_x, by_weight = fused_norm_gate._norm_backward._init_fn(grad, here, scale, weight)
+    by_x, by_weight = fused_norm_gate._norm_backward._init_fn(grad, here, scale, weight, True)
     assert called == ["aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"]
     assert (out.dtype, by_x.dtype, by_weight.dtype) == (dtype, dtype, weights)
     assert scale.shape == scale_shape

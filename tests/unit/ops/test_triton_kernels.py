@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.errors import RunError
-from preheat.ops import cuda_kernels
+from preheat.ops import cuda_kernels, rowwise_cuda
 from preheat.ops.optim import half_adamw
 from preheat.ops.optim.half_precision import MasterAdamW
 from preheat.ops.optim.optimizers import StochasticAdamW
@@ -158,6 +158,45 @@ def test_eight_bits_are_multiplied_as_the_values_they_stand_for(rows: int, input
     assert difference(out, x.double() @ made.weight.double().t()) < 1e-3
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gated_silu_and_its_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grad, a, b = (torch.randn(3, 1401).mul(4).to(dtype) for _ in range(3))
+    wide = [t.double().requires_grad_() for t in (a, b)]
+    truth = torch.nn.functional.silu(wide[0]) * wide[1]
+    slopes = torch.autograd.grad(truth, wide, grad.double())
+    close = 1e-6 if dtype == torch.float32 else 2e-3
+    assert difference(rowwise_cuda.launch_gate(a, b), truth.detach()) < close
+    for overwrite in (False, True):
+        given = grad.clone()
+        ours = rowwise_cuda.launch_gate_backward(given, a, b, overwrite=overwrite)
+        assert max(difference(one, other) for one, other in zip(ours, slopes, strict=True)) < close
+        if overwrite:
+            assert difference(given, truth.detach()) < close
+        else:
+            assert torch.equal(given, grad)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "width"), [(4, 16), (3, 6)])
+@pytest.mark.parametrize("angle_rows", [1, 2])
+def test_rotary_embedding_turns_and_turns_back(heads: int, width: int, angle_rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, heads, width).transpose(1, 2)  # as attention sees what projections store
+    angles = torch.randn(angle_rows, 5, width)  # the two halves need not be alike
+    cos, sin = angles.cos(), angles.sin()
+    wide = x.double().requires_grad_()
+    one, other = wide.chunk(2, dim=-1)
+    truth = wide * cos.double().unsqueeze(1) + torch.cat((-other, one), dim=-1) * sin.double().unsqueeze(1)
+    turned = rowwise_cuda.launch_rotary(x, cos, sin, False)
+    assert turned.is_contiguous()
+    assert difference(turned.transpose(1, 2), truth.detach()) < 1e-6
+    grad = torch.randn(truth.shape)
+    (slope,) = torch.autograd.grad(truth, wide, grad.double())
+    assert difference(rowwise_cuda.launch_rotary(grad, cos, sin, True).transpose(1, 2), slope) < 1e-6
+
+
 COMPILED = """
 import json, triton
 from triton.compiler import ASTSource
@@ -168,7 +207,7 @@ def compiled(kernel, types, constants, capability):
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     wide = [["tt.divisibility", 16]]  # what Triton finds out of the pointers and sizes that it is started with
-    attributes = {(names.index(n),): wide for n in names if signature[n].startswith("*") or n in ("n", "n_bytes", "inputs", "outputs")}
+    attributes = {(names.index(n),): wide for n in names if signature[n].startswith("*") or n in ("n", "n_bytes", "inputs", "outputs", "width") or n.endswith("stride")}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     read = ptx.count("ld.global.v4") + ptx.count("ld.global.v2") + ptx.count("cp.async.cg.shared")
@@ -185,6 +224,11 @@ for capability, master in ((80, True), (90, False)):
     wide[f"adamw {master}"] = compiled(kernels.adamw_kernel, types, constants, capability)
 constants |= dict(SHIFTED=True, RUNS=True)
 wide["adamw of ranges"] = compiled(kernels.adamw_kernel, types | dict(base="i64", apart="i64"), constants, 90)
+types = dict(grad="*bf16", a="*bf16", b="*bf16", out="*bf16", by_a="*bf16", by_b="*bf16", n="i32")
+wide["gate"] = compiled(kernels.gated_silu_kernel, types, dict(LANES=2048), 90)
+wide["gate backward"] = compiled(kernels.gated_silu_backward_kernel, types, dict(OVERWRITE=True, LANES=2048), 90)
+types = {name: "i32" for name in kernels.rotary_kernel.arg_names} | dict(x="*bf16", cos="*bf16", sin="*bf16", out="*bf16")
+wide["rotary"] = compiled(kernels.rotary_kernel, types, dict(BACK=True, HEADS=32, HALF=64), 90)
 types = dict(x="*bf16", codes="*i8", scales="*bf16", out="*bf16", rows="i32", outputs="i32", inputs="i32")
 wide["eight bits"] = compiled(kernels.eight_bits_kernel, types, dict(ROWS=16, OUTPUTS=32, INPUTS=128), 80)
 print(json.dumps(wide))
@@ -202,6 +246,9 @@ def test_kernels_compile_for_gpus_and_read_and_write_in_wide_pieces() -> None:
     assert wide["nf4"][1] == 2, "16 weights a thread, 8 a store"
     assert wide["adamw True"] == [16, 16], "four tensors in four parts, read and written"
     assert wide["adamw False"] == [16, 12]
+    assert wide["gate"] == [4, 2], "16 elements a thread, 8 a load"
+    assert wide["gate backward"] == [6, 6]
+    assert min(wide["rotary"]) >= 2
     assert wide["eight bits"][0] == 12, "copied ahead, 16 bytes at a time"
 
 

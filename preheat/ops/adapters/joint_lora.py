@@ -1,0 +1,322 @@
+"""LoRA layers that share an input, or follow a gated activation, computed together on CUDA.
+
+Each alone reads the input for its adapter, adds the adapter's product to the base's in a pass over the output, and in
+backward gives a gradient of the whole input, which autograd adds to the others' in further passes. Together one matmul
+computes all adapters' low-rank inputs, the base's matmul adds to the adapter's product while it writes, and all
+gradients of the input are summed in the matmuls that compute them. Behind silu(a) * b the product is not saved for the
+adapter of the next layer, but computed again with the gradients of a and b: a tensor of the intermediate size less a
+layer. Sources: the sums are those of LoRA (arXiv:2106.09685); recomputing the gate's product, as unsloth does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from preheat.ops import rowwise_cuda
+from preheat.ops.adapters.peft_layers import added_linear
+from preheat.ops.memory.selective_checkpoint import keeps_results
+from preheat.ops.quantization.nf4 import Packed, PackedLinear, Tables, dequantize
+
+if TYPE_CHECKING:
+    from preheat.ops.autograd_context import AutogradContext
+
+__all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # a DTensor is a view of other devices' data
+
+
+class _Map(NamedTuple):
+    """What of a LoRA layer is no tensor.
+
+    Attributes:
+        scale: alpha / rank.
+        packed: shape of a weight in NF4; None for a plain weight.
+        biased: has a (frozen) bias.
+    """
+
+    scale: float
+    packed: tuple[int, int] | None
+    biased: bool
+
+
+class _Operands(NamedTuple):
+    """Tensors of a LoRA layer: A [rank, in], B [out, rank], the bias, and the weight [out, in] or its NF4 tensors."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    weight: tuple[Tensor | None, ...]
+
+
+_COUNT = 8  # tensors of a layer: A, B, bias, and the five of an NF4 weight
+
+
+def _taken_apart(layer: Any) -> tuple[_Map, list[Tensor | None]]:
+    """Returns what autograd functions take of a layer that `is_joinable` accepts: its `_Map`, and `_COUNT` tensors."""
+    (name,) = layer.active_adapters
+    base = layer.base_layer
+    packed = isinstance(base, PackedLinear)
+    weight = (*base._packed(), *base._tables()) if packed else (base.weight, *(None,) * 4)
+    tensors = [layer.lora_A[name].weight, layer.lora_B[name].weight, base.bias, *weight]
+    return _Map(layer.scaling[name], base.nf4_shape if packed else None, base.bias is not None), tensors
+
+
+def _operands(tensors: Sequence[Tensor | None]) -> list[_Operands]:
+    groups = (tensors[start : start + _COUNT] for start in range(0, len(tensors), _COUNT))
+    return [_Operands(group[0], group[1], group[2], tuple(group[3:])) for group in groups]  # type: ignore[arg-type]
+
+
+def _weight(map_: _Map, operands: _Operands, dtype: torch.dtype) -> Tensor:
+    """Returns the base's weight [out, in], dequantized if it is in NF4."""
+    if map_.packed is None:
+        return operands.weight[0]  # type: ignore[return-value]
+    codes, scales, ranges, pairs, levels = operands.weight
+    return dequantize(Packed(codes, scales, ranges), map_.packed, dtype, Tables(pairs, levels))  # type: ignore[arg-type]
+
+
+def _forward(rows: Tensor, maps: Sequence[_Map], layers: Sequence[_Operands]) -> tuple[list[Tensor], Tensor]:
+    """Computes x W^T + (x A^T) (s B)^T of each layer.
+
+    Args:
+        rows: [tokens, in].
+
+    Returns:
+        The results [tokens, out], and x A^T of all layers, [tokens, sum of ranks].
+    """
+    small = torch.mm(rows, _down(layers, rows.dtype).t())
+    results = []
+    for part, map_, layer in zip(small.split([layer.a.shape[0] for layer in layers], 1), maps, layers, strict=True):
+        up = _up(map_, layer, rows.dtype).t()
+        # The adapter's product first: the base's matmul adds to it while it writes, for half of the bytes that adding
+        # the adapter's product to the base's would move.
+        out = torch.mm(part, up) if layer.bias is None else torch.addmm(layer.bias.to(rows.dtype), part, up)
+        results.append(out.addmm_(rows, _weight(map_, layer, rows.dtype).t()))
+    return results, small
+
+
+def _down(layers: Sequence[_Operands], dtype: torch.dtype) -> Tensor:
+    """Returns A of all layers, [sum of ranks, in]."""
+    return torch.cat([layer.a for layer in layers]).to(dtype)
+
+
+def _up(map_: _Map, layer: _Operands, dtype: torch.dtype) -> Tensor:
+    """Returns s B, [out, rank]."""
+    return (layer.b * map_.scale).to(dtype)
+
+
+def _by_small(slopes: Sequence[Tensor], maps: Sequence[_Map], layers: Sequence[_Operands]) -> Tensor:
+    """Returns the gradient by x A^T of all layers, [tokens, sum of ranks], from those of the results."""
+    pairs = zip(slopes, maps, layers, strict=True)
+    return torch.cat([torch.mm(slope, _up(map_, layer, slope.dtype)) for slope, map_, layer in pairs], dim=1)
+
+
+def _by_input(low: Tensor, slopes: Sequence[Tensor], maps: Sequence[_Map], layers: Sequence[_Operands]) -> Tensor:
+    """Returns the gradient by x [tokens, in]: the sum over the layers of slope W + low A."""
+    total = torch.mm(low, _down(layers, low.dtype))
+    for slope, map_, layer in zip(slopes, maps, layers, strict=True):
+        total.addmm_(slope, _weight(map_, layer, low.dtype))
+    return total
+
+
+def _by_layers(
+    low: Tensor,
+    slopes: Sequence[Tensor],
+    rows: Tensor,
+    small: Tensor,
+    maps: Sequence[_Map],
+    layers: Sequence[_Operands],
+) -> list[Tensor | None]:
+    """Returns the gradients by the tensors of the layers, `_COUNT` each: those by A and B, and None for the base's."""
+    ranks = [layer.a.shape[0] for layer in layers]
+    by_down = torch.mm(low.t(), rows).split(ranks)  # [rank, in] each
+    grads: list[Tensor | None] = []
+    for slope, part, down, map_, layer in zip(slopes, small.split(ranks, 1), by_down, maps, layers, strict=True):
+        by_up = torch.mm(slope.t(), part)  # [out, rank]
+        grads += [down.to(layer.a.dtype), by_up.to(layer.b.dtype).mul_(map_.scale), *(None,) * (_COUNT - 2)]
+    return grads
+
+
+class _Joined(torch.autograd.Function):
+    """Several LoRA layers of one input."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, maps: tuple[_Map, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        rows = x.reshape(-1, x.shape[-1])
+        results, small = _forward(rows, maps, _operands(tensors))
+        ctx.save_for_backward(rows, small, *tensors)
+        ctx.maps = maps
+        return tuple(result.view(*x.shape[:-1], -1) for result in results)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        rows, small, *tensors = ctx.saved_tensors
+        layers, flat = _operands(tensors), [slope.reshape(-1, slope.shape[-1]) for slope in slopes]
+        low = _by_small(flat, ctx.maps, layers)
+        by_x = _by_input(low, flat, ctx.maps, layers) if ctx.needs_input_grad[0] else None
+        grads = _by_layers(low, flat, rows, small, ctx.maps, layers)
+        return None if by_x is None else by_x.view(*slopes[0].shape[:-1], -1), None, *grads
+
+
+class _Block(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)) of three LoRA layers."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, maps: tuple[_Map, ...], *tensors: Tensor | None) -> Tensor:
+        rows, layers = x.reshape(-1, x.shape[-1]), _operands(tensors)
+        (a, b), small = _forward(rows, maps[:2], layers[:2])
+        (out,), small_down = _forward(rowwise_cuda.gated_silu(a, b), maps[2:], layers[2:])
+        ctx.save_for_backward(rows, small, small_down, a, b, *tensors)
+        ctx.maps = maps
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor | None, ...]:
+        rows, small, small_down, a, b, *tensors = ctx.saved_tensors
+        layers, flat = _operands(tensors), [slope.reshape(-1, slope.shape[-1])]
+        first, last = (ctx.maps[:2], layers[:2]), (ctx.maps[2:], layers[2:])
+        low = _by_small(flat, *last)
+        product = _by_input(low, flat, *last)  # the gradient by silu(a) b,
+        slopes = rowwise_cuda.gated_silu_backward_(product, a, b)  # and from here on silu(a) b itself
+        by_down = _by_layers(low, flat, product, small_down, *last)
+        del product
+        low = _by_small(slopes, *first)
+        by_x = _by_input(low, slopes, *first) if ctx.needs_input_grad[0] else None
+        grads = _by_layers(low, slopes, rows, small, *first)
+        return None if by_x is None else by_x.view(*slope.shape[:-1], -1), None, *grads, *by_down
+
+
+def is_joinable(x: Tensor, layers: Sequence[nn.Module]) -> bool:
+    """True if the layers are plain LoRA on frozen plain or NF4 weights in the dtype that x is multiplied in.
+
+    Otherwise each layer computes its own sum: variants, dropout, sharded or hooked modules, weights that are cast for
+    each use, under a compiler, and where a selective checkpoint chooses what to keep.
+    """
+    if torch.compiler.is_compiling() or keeps_results() or type(x) not in _PLAIN:
+        return False
+    dtype = _dtype(x)
+    return all(_is_plain(layer, dtype, autocast=dtype != x.dtype or _autocasts(x)) for layer in layers)
+
+
+def _autocasts(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if _autocasts(x) else x.dtype
+
+
+def _is_plain(layer: Any, dtype: torch.dtype, *, autocast: bool) -> bool:
+    if type(layer) is not added_linear() or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+        return False
+    (name,) = layer.active_adapters
+    base = layer.base_layer
+    if type(base) not in (nn.Linear, PackedLinear) or not layer.is_plain(name):
+        return False
+    (first, last, dropout), packed = (
+        (layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]),
+        type(base) is PackedLinear,
+    )
+    weight = base.nf4_codes if packed else base.weight
+    modules = (base, first, last)
+    return (
+        (isinstance(dropout, nn.Identity) or not dropout.training)
+        and type(weight) in _PLAIN
+        and not weight.requires_grad
+        and (packed or weight.dtype == dtype)
+        and (base.bias is None or (type(base.bias) in _PLAIN and not base.bias.requires_grad))
+        and (autocast or first.weight.dtype == dtype)
+        and type(first.weight) in _PLAIN
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    )
+
+
+def joined(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Returns the results of LoRA layers of one input, which `is_joinable` accepts.
+
+    Args:
+        x: [..., in].
+
+    Returns:
+        [..., out] of each layer, in autocast's dtype if it is on.
+    """
+    maps, tensors = _flat(layers)
+    return _Joined.apply(x.to(_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gated_block(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
+    """Returns down(silu(gate(x)) * up(x)) of LoRA layers that `is_joinable` accepts; x: [..., in]."""
+    maps, tensors = _flat((gate, up, down))
+    return _Block.apply(x.to(_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _flat(layers: Sequence[nn.Module]) -> tuple[tuple[_Map, ...], list[Tensor | None]]:
+    parts = [_taken_apart(layer) for layer in layers]
+    return tuple(map_ for map_, _ in parts), [t for _, tensors in parts for t in tensors]
+
+
+class SharedInput:
+    """LoRA layers that a model calls one after the other with the same input: the first call computes all of them.
+
+    Args:
+        layers: in the order of the calls.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers = list(layers)
+        self._plain = [layer.forward for layer in layers]
+        # Results that were computed and not asked for yet, by the layer's number, and the input they belong to.
+        self._input: Tensor | None = None
+        self._ready: dict[int, Tensor] = {}
+
+    def call(self, number: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Stands for the `forward` of a layer."""
+        if self._input is x and number in self._ready:
+            result = self._ready.pop(number)
+            if not self._ready:
+                self._input = None
+            return result
+        # Another input, or another order: nothing of the earlier one is kept.
+        self._input, self._ready = None, {}
+        if number or args or kwargs or not is_joinable(x, self.layers):
+            return self._plain[number](x, *args, **kwargs)  # type: ignore[no-any-return]
+        first, *others = joined(x, self.layers)
+        if others:
+            self._input, self._ready = x, dict(enumerate(others, 1))
+        return first
+
+
+def join_adapters(layers: Sequence[Any], *, blocks: bool = True) -> int:
+    """Joins the LoRA layers of transformer layers (Llama-like), in place. Returns the number of joined groups.
+
+    Queries, keys and values are joined, so is the output projection with its own adapter, and the three of the
+    feed-forward block. A group in which a layer has no LoRA stays as it is.
+
+    Args:
+        blocks: the feed-forward blocks are down(silu(gate(x)) * up(x)) and are joined too.
+    """
+    count = 0
+    for layer in layers:
+        attention, block = layer.self_attn, layer.mlp
+        for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
+            group = [getattr(attention, name) for name in names]
+            if all(type(module) is added_linear() for module in group):
+                shared = SharedInput(group)
+                for number, module in enumerate(group):
+                    module.forward = functools.partial(shared.call, number)
+                count += 1
+        group = [getattr(block, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+        if blocks and all(type(module) is added_linear() for module in group):
+            block.forward = functools.partial(_block_forward, block, block.forward)
+            count += 1
+    return count
+
+
+def _block_forward(block: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    group = (block.gate_proj, block.up_proj, block.down_proj)
+    return gated_block(x, *group) if is_joinable(x, group) else plain(x)
