@@ -22,13 +22,22 @@ from _gpu.shapes import recipe_of
 from preheat.hardware.child_processes import tethered
 
 STEPS, UNTIMED = 9, 4
+STATED_STEPS = 1000
+"""Length of the run that is planned: of 9 steps no compilation would pay."""
 LOSS = {"first loss": 0.01, "last loss": 0.05}
 """The largest relative differences between the losses of a task's rungs: same weights and rows, rounded differently."""
 HALF: dict[str, Any] = {"mixed_precision": {"mode": "bf16_weights"}}
 FLASH: dict[str, Any] = {**HALF, "efficient_attention": {}}
 CHUNKS: dict[str, Any] = {**FLASH, "chunked_loss": {}}
 COMPILED: dict[str, Any] = {**CHUNKS, "compile": {}}
+FUSED: dict[str, Any] = {"fused_operators": {}}
 NF4: dict[str, Any] = {"mixed_precision": {}, "efficient_attention": {}, "chunked_loss": {}, "lora": {}, "nf4": {}}
+
+FOUR_BITS = {
+    "attention, chunked loss": NF4,
+    "+ fused operators": {**NF4, **FUSED},
+    "+ compile": {**NF4, "compile": {}},
+}
 
 # task: shape, rows, length, rungs
 TASKS: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
@@ -38,10 +47,14 @@ TASKS: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
     ),
     "8B LoRA": (
         "8B", 1, 8192,
-        {"bf16, attention, chunked loss": {**CHUNKS, "lora": {}}, "+ compile": {**COMPILED, "lora": {}}},
+        {
+            "bf16, attention, chunked loss": {**CHUNKS, "lora": {}},
+            "+ fused operators": {**CHUNKS, **FUSED, "lora": {}},
+            "+ compile": {**COMPILED, "lora": {}},
+        },
     ),
-    "8B QLoRA 8k": ("8B", 1, 8192, {"attention, chunked loss": NF4, "+ compile": {**NF4, "compile": {}}}),
-    "8B QLoRA 2k": ("8B", 4, 2048, {"attention, chunked loss": NF4, "+ compile": {**NF4, "compile": {}}}),
+    "8B QLoRA 8k": ("8B", 1, 8192, FOUR_BITS),
+    "8B QLoRA 2k": ("8B", 4, 2048, FOUR_BITS),
     "packed functions": ("1B", 8, 2048, {"attention, chunked loss": CHUNKS, "+ compile": COMPILED}),
 }  # fmt: skip
 
@@ -64,10 +77,22 @@ def cases(where: Where) -> list[Case]:
 
 def _recipe(task: str, techniques: dict[str, Any], where: Where) -> Any:
     shape, rows, length, _ = TASKS[task]
-    more = {}
     if task == "packed functions":
-        more["data"] = f"{{source: {_functions(where)}, vocabulary: 4096, preflight: {{truncated: warn}}}}"
-    return recipe_of(where, shape, rows, length, techniques, STEPS, **more)
+        data = f"{{source: {_functions(where)}, vocab_size: 4096, preflight: {{truncated: warn}}}}"
+    else:
+        data = f"{{source: {_one_document(where)}, text_files: whole, vocab_size: 4096, validation: 0}}"
+    more = {"data": data}
+    return recipe_of(where, shape, rows, length, techniques, STATED_STEPS, **more)
+
+
+def _one_document(where: Where) -> Path:
+    """One long text, so that each row is one document: other trainers attend over whole rows."""
+    file = Path(where.folder) / "one-document.txt"
+    if not file.exists():
+        sources = sorted(Path(statistics.__file__).parent.glob("*.py"))[: 20 if where.tiny else 200]
+        text = "".join(source.read_text(encoding="utf-8", errors="replace") for source in sources)
+        file.write_text(text[:3_000_000], encoding="utf-8")
+    return file
 
 
 def _functions(where: Where) -> Path:

@@ -258,10 +258,10 @@ class MixedPrecision(Searchable):
     """fp32: full precision; bf16, fp16: fp32 weights under autocast; bf16_weights: weights in bf16 with stochastic
     rounding; bf16_master, fp16_master: half weights with fp32 masters in the optimizer; bf16_pure: everything in bf16,
     small updates lost."""
-    frozen: Literal["fp32", "half", "auto"] = "fp32"
+    frozen: Literal["fp32", "half", "auto"] = "auto"
     """Modes bf16 and fp16, on a frozen base: the precision of its weights. half: the precision of the matmuls, which
-    saves half of their memory and every cast; auto: half on a GPU, fp32 on a CPU. Trained weights stay in fp32, and any
-    optimizer technique may be used."""
+    saves half of their memory, every cast, and half of the residual stream; auto: half on a GPU, as other trainers
+    keep it, fp32 on a CPU. Trained weights stay in fp32, and any optimizer technique may be used."""
     keep_fp32: str | tuple[str, ...] = ()
     """Regular expressions (one, or a list) of module names that compute in fp32 in any mode, e.g. [norm, router,
     lm_head]."""
@@ -312,10 +312,8 @@ class MixedPrecision(Searchable):
             )
         if self.keep_fp32 and self.mode == "fp32":
             problems.append("keep_fp32: with mode: fp32, everything is in fp32; leave it out")
-        if self.frozen != "fp32" and self.mode not in ("bf16", "fp16"):
-            problems.append(
-                f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out"
-            )
+        if self.frozen == "half" and self.mode not in ("bf16", "fp16"):
+            problems.append(f"frozen: half is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out")
         elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
             problems.append("frozen: half has no effect, since no technique freezes a base; leave it out, or use auto")
         if self.keep_fp32 and self.claimed() and Tag.REDUCED_GRADIENTS in context.tags:

@@ -488,10 +488,15 @@ def _order(
 def reset_memory_baseline(device: Device) -> int:
     """Prepares the process for a run: frees memory, limits a GPU to `hardware.memory`, resets the peak counter.
 
+    What exists now is left out of further garbage collections until the next run: torch and transformers are 400,000
+    objects, and a step that scans them takes 0.1 to 0.3 s longer.
+
     Returns:
         Bytes not available to the run: those of this process before the build (CPU) or of other processes (GPU).
     """
+    gc.unfreeze()  # what an earlier run in this process left behind is collected
     gc.collect()
+    gc.freeze()
     if device.kind == "cuda":
         limit_memory(device)
         reset_peak("cuda")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from preheat.ops import rowwise_cuda
 from preheat.ops.distributed.dtensor_utils import Runs
 from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits
 from preheat.ops.optim.half_adamw import half_adamw_
@@ -31,22 +31,85 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("by", ["triton", "bitsandbytes"])
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("shape", [(4096, 1024), (5, 7), (300, 60)])
-def test_nf4_is_dequantized_as_on_a_cpu(by: str, double: bool, shape: tuple[int, int]) -> None:
-    if by == "bitsandbytes" and find_spec("bitsandbytes") is None:
-        pytest.skip("bitsandbytes is not installed")
+def test_nf4_is_dequantized_as_on_a_cpu(double: bool, shape: tuple[int, int]) -> None:
     packed = nf4.quantize(draw(*shape) * 0.02, double=double)
-    kernel = nf4.by_triton if by == "triton" else nf4.by_bitsandbytes
     there = [None if t is None else t.cuda() for t in (*packed, *nf4.tables())]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         plain = nf4.dequantize(packed, shape, dtype, nf4.tables())
-        out = kernel(*there, dtype)[: plain.numel()].view(shape).cpu()  # type: ignore[arg-type]
-        if by == "triton":
-            assert torch.equal(out, plain), "products and sums are rounded apart, as on a CPU"
-        else:
-            assert relative(out, plain) < (1e-6 if dtype == torch.float32 else 2e-3)
+        out = nf4.by_triton(*there, dtype)[: plain.numel()].view(shape).cpu()  # type: ignore[arg-type]
+        assert torch.equal(out, plain), "products and sums are rounded apart, as on a CPU"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gated_silu_is_that_of_fp64(dtype: torch.dtype) -> None:
+    a, b, grad = (draw(3, 5001, seed=n).mul(4).to(dtype) for n in range(3))
+    wide = [t.double().requires_grad_() for t in (a, b)]
+    truth = functional.silu(wide[0]) * wide[1]
+    slopes = torch.autograd.grad(truth, wide, grad.double())
+    close = 1e-6 if dtype == torch.float32 else 4e-3
+    there = [t.cuda().requires_grad_() for t in (a, b)]
+    out = rowwise_cuda.gated_silu(*there)
+    assert relative(out, truth) < close
+    for one, other in zip(torch.autograd.grad(out, there, grad.cuda()), slopes, strict=True):
+        assert relative(one, other) < close
+    given = grad.cuda()
+    for one, other in zip(rowwise_cuda.gated_silu_backward_(given, *(t.detach() for t in there)), slopes, strict=True):
+        assert relative(one, other) < close
+    assert relative(given, truth) < close
+
+
+@pytest.mark.parametrize("angles", [torch.bfloat16, torch.float32])
+def test_rotary_embedding_is_that_of_fp64(angles: torch.dtype) -> None:
+    q, k = (draw(2, 33, n, 128, seed=n).bfloat16().transpose(1, 2) for n in (8, 2))
+    turn = draw(1, 33, 64, seed=9).repeat(1, 1, 2)
+    cos, sin = turn.cos().to(angles), turn.sin().to(angles)
+    wide = [t.double().requires_grad_() for t in (q, k)]
+    truth = rowwise_cuda.rotary(*wide, cos.double(), sin.double())
+    slopes = torch.autograd.grad(truth, wide, [t.detach() for t in truth])
+    there = [t.cuda().requires_grad_() for t in (q, k)]
+    ours = rowwise_cuda.rotary(*there, cos.cuda(), sin.cuda())
+    back = torch.autograd.grad(ours, there, [t.detach().bfloat16().cuda() for t in truth])
+    assert max(relative(one, other) for one, other in zip(ours + back, truth + slopes, strict=True)) < 4e-3
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_adapters_together_are_as_close_to_fp32_as_each_alone(four_bits: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from preheat.ops.adapters.peft_layers import under_autocast
+    from preheat.techniques.fused_operators import fuse_operators
+    from preheat.techniques.lora import add_lora
+    from preheat.techniques.nf4 import to_nf4
+
+    config = LlamaConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512,
+        vocab_size=500, attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.arange(256).view(2, 128).cuda() % 499
+    results = []
+    for kind in ("fp32", "alone", "together"):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+        if four_bits:
+            to_nf4(model)
+        add_lora(model, rank=8)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.05)
+            elif kind != "fp32" and not p.requires_grad and p.dtype == torch.float32:
+                p.data = p.data.bfloat16()
+        model.cuda()
+        if kind != "fp32":
+            under_autocast(model)
+        if kind == "together":
+            fuse_operators(model, rotary=True, adapters=True, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind != "fp32"):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    truth, alone, together = results
+    assert relative(together, truth) < 1.1 * relative(alone, truth) + 1e-3
 
 
 @pytest.mark.parametrize("kind", [StochasticAdamW, MasterAdamW])
