@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator
@@ -497,6 +498,9 @@ def reset_memory_baseline(device: Device) -> int:
     gc.unfreeze()  # what an earlier run in this process left behind is collected
     gc.collect()
     gc.freeze()
+    # At the end of the process extensions report what is not collected as leaks.
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)
     if device.kind == "cuda":
         limit_memory(device)
         reset_peak("cuda")
