@@ -388,6 +388,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
     out: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"id": row["id"]}
     try:
         roofline, timed = roofline_of(row["gpu"], gpus)
+        roofline = replace(roofline, alone=whole(row, "n_gpus") == 1)
         roofline = on_its_network(row, roofline)
         opened, row = leaves_open(row), filled(row)
         recipe = recipe_of(row)

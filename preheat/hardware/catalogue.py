@@ -71,11 +71,15 @@ class Accelerator:
             rates["tf32"] = self.bf16 / 2
         return {dtype: rate for dtype, rate in rates.items() if rate}
 
-    def sustained(self) -> dict[str, float]:
-        """Returns {dtype: FLOP/s} of large matmuls in training, where power limits lower the clocks."""
+    def sustained(self, *, alone: bool = False) -> dict[str, float]:
+        """Returns {dtype: FLOP/s} of large matmuls in training, where power limits lower the clocks.
+
+        Args:
+            alone: no collectives run beside them.
+        """
         # Achieved figures are for bf16, and fp16 runs at the same rate.
         achieved = {"bf16": self.achieved_bf16, "fp16": self.achieved_bf16, "float8": self.achieved_fp8}
-        share = _SUSTAINED.get(self.generation, 0.75)
+        share = (_SUSTAINED | _ALONE if alone else _SUSTAINED).get(self.generation, 0.75)
         return {
             # fp32 without TF32 does not use the matrix units, so their achievable fraction does not apply.
             dtype: share * (achieved.get(dtype) or peak * (1.0 if dtype == "fp32" else _ACHIEVED))
@@ -93,6 +97,9 @@ _TF32 = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
 # results (0.55) and eight of NVIDIA's; 0.62 to 0.74 fit about equally well. No published run is on a workstation's
 # Blackwell: it has Ada's, whose kind of matrix instruction (warp-wide, from registers) it shares.
 _SUSTAINED = {"ampere": 0.92, "ada": 0.85, "hopper": 0.72, "blackwell": 0.65, "blackwell-rtx": 0.85, "cdna": 0.7}
+# The same on one device, where no collective takes multiprocessors, bandwidth and power: all matmuls of an 8B LoRA and
+# of an 8B QLoRA step together, on one H100 (benchmarks/results/gpu_layer.md).
+_ALONE = {"hopper": 0.92}
 
 # Sources:
 # - Bandwidth, bf16, fp8 and link of data-centre devices: the accelerator and network chapters of

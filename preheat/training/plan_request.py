@@ -224,6 +224,7 @@ def request_of(
     """
     import preheat.planning.plan  # noqa: F401  # count its memory as in use, as a run does
     from preheat.planning.request import Request
+    from preheat.planning.speed.roofline import Roofline
 
     # A missing model or tokenizer is reported before this machine is benchmarked, which takes a minute.
     source_config = configs.source(recipe)
@@ -231,6 +232,8 @@ def request_of(
     if count_rows or source_config is None or recipe.model.add_tokens or not lacks_tokenizer(recipe):
         vocabulary = vocabulary_of(recipe, source_config)
     device, rates, used = hardware(gpu, recipe, per_host)
+    if isinstance(rates, Roofline):
+        rates = replace(rates, alone=world == 1)
     return Request(
         recipe,
         device=device,

@@ -89,7 +89,7 @@ _POINTWISE = frozenset(
 )
 _TILE = 128  # rows and columns of the output tile of one SM
 # Fraction of the peak matmul rate, forward and backward, counting causal work only.
-_ATTENTION: Mapping[str, tuple[float, float]] = {
+_ATTENTION: dict[str, tuple[float, float]] = {
     # FlashAttention-2 (arXiv:2307.08691, figures 4 and 6: head dim 128, 2k to 8k tokens, A100 and H100);
     # FlashAttention-3 (2407.08608) is not assumed.
     "ampere": (0.62, 0.52),
@@ -99,6 +99,9 @@ _ATTENTION: Mapping[str, tuple[float, float]] = {
     "blackwell-rtx": (0.62, 0.52),  # runs FlashAttention-2 as Ada does
     "cdna": (0.45, 0.35),
 }
+# The same of cuDNN's attention, in steps of 8,192 and 2,048 tokens on an H100: 0.54 and 0.48 forward, 0.44 and 0.33
+# backward (benchmarks/results/gpu_layer.md).
+_CUDNN: dict[str, tuple[float, float]] = {"hopper": (0.52, 0.41)}
 _CAPABILITY = {  # lowest CUDA compute capability of a generation
     "volta": (7, 0),
     "turing": (7, 5),
@@ -161,6 +164,9 @@ class Seconds:
 class Roofline:
     """An accelerator of the catalogue, in hosts of `per_host` devices.
 
+    Attributes:
+        alone: the run has one device: no collective slows its matmuls down.
+
     Example:
         >>> Roofline.of("H100").peak_matrix_rate["bf16"] / 1e12
         989.0
@@ -168,6 +174,7 @@ class Roofline:
 
     device: Accelerator
     per_host: int = 8
+    alone: bool = False
     contended = False
     pace = 1.0
     now = None
@@ -195,7 +202,7 @@ class Roofline:
 
     @cached_property
     def _sustained(self) -> Mapping[str, float]:
-        return self.device.sustained()
+        return self.device.sustained(alone=self.alone)
 
     def _rate(self, dtype: str) -> float:
         rates = self._sustained
@@ -214,8 +221,9 @@ class Roofline:
             self.moving(kernel.bytes_read + kernel.bytes_written),
         )
 
-    def _attention(self, kernel: Kernel) -> float:
-        forward, backward = _ATTENTION.get(self.device.generation, (0.45, 0.38))
+    def _attention(self, kernel: Kernel, cudnn: bool = False) -> float:
+        shares = _ATTENTION | _CUDNN if cudnn else _ATTENTION
+        forward, backward = shares.get(self.device.generation, (0.45, 0.38))
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
         # The fractions above count causal work only, i.e. half of the score matrix.
@@ -257,6 +265,8 @@ class Roofline:
         """Returns the seconds of one optimizer step, by cause."""
         products = attention = moved = waiting = overlapped = 0.0
         launches = 0
+        # Beside cuDNN's kernel, packed rows are attended by flash attention's.
+        cudnn = any(change.kernel == "cudnn" for changes in observation.changes.values() for change in changes)
         for kernel, count in observation.kernels.items():
             if kernel.where != "device":
                 continue  # `_link` counts these
@@ -275,7 +285,8 @@ class Roofline:
                 continue
             launches += count
             if kernel.flops and "attention" in kernel.operator:
-                attention += (self._attention(kernel) + _LAUNCH) * count
+                dense = cudnn and "varlen" not in kernel.operator
+                attention += (self._attention(kernel, dense) + _LAUNCH) * count
             elif kernel.operator.startswith(FUSED):
                 attention += (self._fused(kernel) + _LAUNCH) * count
             elif kernel.flops:
