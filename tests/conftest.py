@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,14 @@ SLOW += [
     "distributed/",
     "e2e/",
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignores warnings inside of torch if it is another release than the locked one, whose warnings are all known."""
+    locked = re.search(r"^torch==(\S+)", (Path(__file__).parents[1] / "requirements.lock").read_text(), re.MULTILINE)
+    assert locked is not None
+    if metadata.version("torch").partition("+")[0] != locked[1]:
+        config.addinivalue_line("filterwarnings", r"ignore:::torch(\.|$)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

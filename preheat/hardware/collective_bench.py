@@ -261,6 +261,8 @@ def _call(name: str, size: int, place: _Topology, device: torch.device) -> Calla
     import torch
     import torch.distributed as dist
 
+    from preheat.torch_compat import all_gather_single, reduce_scatter_single
+
     # fp32 elements; each rank contributes or receives a share of the full buffer.
     count = _real(size, place) // 4
     share = count // place.world
@@ -271,15 +273,12 @@ def _call(name: str, size: int, place: _Topology, device: torch.device) -> Calla
     if name == "all_reduce":
         full = buffer(count)
         return lambda: dist.all_reduce(full)
-    # torch 2.13 renamed these two and deprecates the old names.
     if name == "all_gather":
         full, part = buffer(count), buffer(share)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(full, part)
+        return lambda: all_gather_single(full, part)
     if name == "reduce_scatter":
         full, part = buffer(count), buffer(share)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter(part, full)
+        return lambda: reduce_scatter_single(part, full)
     if name == "all_to_all":
         there, back = buffer(count), buffer(count)
         return lambda: dist.all_to_all_single(back, there)

@@ -55,9 +55,11 @@ def set_segments(setting: str) -> tuple[bool, str]:
         return False, f"segments of the GPU's allocator have fixed sizes (hardware.segments: auto): {why}"
     import torch
 
+    from preheat.torch_compat import has_expandable_segments
+
     grow = setting != "fixed"
     # An earlier run in this process.
-    if grow or "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings():
+    if grow or has_expandable_segments():
         # The call gets the environment's other settings too, so that they stay in force.
         settings = f"expandable_segments:{grow}"
         torch._C._accelerator_setAllocatorSettings(f"{environment},{settings}" if environment else settings)

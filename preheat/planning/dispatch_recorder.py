@@ -21,6 +21,7 @@ from preheat.ops.attention.causal_cpu import scratch_bytes
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.fake_tensor_cache import run, tensors
 from preheat.planning.speed.flop_formulas import flops_of, formula_of
+from preheat.torch_compat import fake_device
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -361,7 +362,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0]._fake_device  # more than half of all calls
+            return fake_device(args[0])  # more than half of all calls
         # Waiting for a collective returns its result itself; only torch's fake version makes a new tensor.
         if func is _WAIT and type(args[0]) is FakeTensor:
             return args[0]

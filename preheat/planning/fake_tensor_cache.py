@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from preheat.torch_compat import fake_device
+
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -201,7 +203,7 @@ def _sign(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like
                 or value.dtype.is_complex
             ):
                 raise _Unknown
-            key.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
+            key.append((value.shape, value.stride(), value.storage_offset(), value.dtype, fake_device(value)))
         elif kind in _PLAIN:
             key.append(value)
         elif kind is float or kind is bool:
@@ -245,7 +247,7 @@ def _result(t: object, inputs: Sequence[Tensor]) -> _Result | None:
         if each is t:
             return _Result(n, None)
     storage = t.untyped_storage()
-    what: _Layout = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.fake_device)
+    what: _Layout = (tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, fake_device(t))
     for n, each in enumerate(inputs):
         # A view must share the storage, because the recorder follows memory by storages.
         if each.untyped_storage()._cdata == storage._cdata:

@@ -56,7 +56,7 @@ def chunked_cross_entropy(
             own chunks.
 
     Raises:
-        ValueError: unknown kernel.
+        ValueError: unknown kernel, or torch is too old for its own.
 
     Example:
         >>> import torch
@@ -65,9 +65,12 @@ def chunked_cross_entropy(
         >>> loss.backward()
     """
     from preheat.ops.losses.cross_entropy import CrossEntropy
+    from preheat.torch_compat import missing_linear_cross_entropy
 
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: {kernel} is none of {', '.join(_KERNELS)}")
+    if kernel == "torch" and (missing := missing_linear_cross_entropy()):
+        raise ValueError(f"kernel: {missing}")
     return _kernel(kernel, rows, hidden.is_cuda)(hidden, head, CrossEntropy(), labels)
 
 
@@ -108,13 +111,10 @@ class ChunkedLoss(Searchable):
             elif importlib.util.find_spec("liger_kernel") is None:
                 problems.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
         if self.kernel == "torch":
-            import torch
+            from preheat.torch_compat import missing_linear_cross_entropy
 
-            # Chunks are requested through these options, which torch has from 2.13 on.
-            if "LinearCrossEntropyOptions" not in vars(torch.nn):
-                problems.append(
-                    f"kernel: torch {torch.__version__} has no chunked linear_cross_entropy; use ours, or torch 2.13"
-                )
+            if missing := missing_linear_cross_entropy():
+                problems.append(f"kernel: {missing}")
         if self.kernel in ("torch", "liger"):
             # These kernels fuse plain cross entropy: another row loss would be ignored.
             adds = [t.name() for t in context.recipe.techniques.values() if Slot.ROW_LOSS in t.claimed()]

@@ -100,6 +100,11 @@ class FSDP(Searchable):
             )
         if self.offload and context.device.kind == "cpu":
             problems.append("offload: the weights are already on the host; leave it out")
+        if Tag.QUANTIZED_BASE in context.tags:
+            from preheat.torch_compat import missing_integer_shards
+
+            if missing := missing_integer_shards():
+                problems.append(missing)
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:

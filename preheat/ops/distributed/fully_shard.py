@@ -20,12 +20,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import Shard
 
 from preheat.ops.memory.host_transfer import to_device
 from preheat.ops.memory.selective_checkpoint import unobserved
+from preheat.torch_compat import fsdp_groups, unsharded_like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -276,7 +277,7 @@ def traced_unsharded(module: nn.Module) -> Iterator[None]:
     """
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     states = list({id(state): state for m in inner for state in [m._get_fsdp_state()]}.values())
-    sharded = [group for state in states for group in state._fsdp_param_groups if group.is_sharded]
+    sharded = [group for state in states for group in fsdp_groups(state) if group.is_sharded]
     training = [state._training_state for state in states]
     try:
         for state in states:
@@ -298,9 +299,7 @@ def traced_unsharded(module: nn.Module) -> Iterator[None]:
 def _fake_of_full_size(p: FSDPParam, device: torch.device) -> nn.Parameter:
     """Returns a parameter like the gathered one, in the active fake mode."""
     full = torch.empty(p._orig_size, dtype=p.param_dtype or p.orig_dtype, device=device)
-    if p._unsharded_dtensor_spec is not None:
-        full = _from_local_no_grad(full, p._get_unsharded_dtensor_spec(full))
-    return nn.Parameter(full, requires_grad=p.sharded_param.requires_grad)
+    return nn.Parameter(unsharded_like(p, full), requires_grad=p.sharded_param.requires_grad)
 
 
 class _Chunks:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 )
 
 from preheat.core import Batch
+from preheat.torch_compat import KNOWS_RECEIVED_SHAPES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -130,7 +131,9 @@ def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None
 
 
 def _empty(received: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
-    """Copies a stage's receive infos without their buffers."""
+    """Copies a stage's receive infos without their buffers; if only these know the shapes, they stay."""
+    if not KNOWS_RECEIVED_SHAPES:
+        return tuple(received)
     infos = tuple(copy.copy(info) for info in received)
     for info in infos:
         info.buffer = None
@@ -170,7 +173,7 @@ class _Stage(PipelineStage):
 
     # torch allocates receive buffers for every micro-batch of a step, both ways, and keeps all of them: with many
     # micro-batches more than a stage's activations. Here each is allocated just before it is filled and freed after
-    # the micro-batch's backward pass.
+    # the micro-batch's backward pass. torch 2.11 needs them to know shapes: there they are kept, and plans count them.
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         # For one micro-batch, whose buffers are dropped at once; the infos of all others are copies of it.
         super()._setup_forward_recv_info(1, has_backward)
@@ -181,7 +184,7 @@ class _Stage(PipelineStage):
         return _empty(super()._create_grad_recv_info(act_send_info))
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
-        for info in recv_infos:
+        for info in recv_infos if KNOWS_RECEIVED_SHAPES else ():
             if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
         return super()._get_recv_ops(recv_infos)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from preheat.ops.dry_run_loops import fold_identical
+from preheat.torch_compat import add_product_
 
 __all__ = ["LogitAdapter", "sum_product"]
 
@@ -25,7 +26,7 @@ def sum_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool, at_o
         at_once: on CUDA, uses one matmul that accumulates into `total` in fp32 without intermediate rounding.
     """
     if at_once:
-        torch.addmm(total, left.t(), right, out_dtype=total.dtype, beta=float(not first), out=total)
+        add_product_(total, left.t(), right, beta=float(not first))
         return
     for start in fold_identical(range(0, total.shape[0], _SOME_ROWS)):
         rows = slice(start, start + _SOME_ROWS)

@@ -16,6 +16,7 @@ from preheat.ops.adapters.tied_head import pair_of
 from preheat.ops.distributed.dtensor_utils import full_tensor
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.losses.chunked_grads import LogitAdapter, sum_product
+from preheat.torch_compat import linear_cross_entropy
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -414,20 +415,15 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
     if is_in_torch_dispatch_mode():
         return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
     dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _tensors(head), aligned
-    # By default torch does not chunk, so the chunk size is explicit.
-    options = torch.nn.LinearCrossEntropyOptions(  # type: ignore[attr-defined]
-        batch_chunk_size=rows, chunking_method=None
-    )
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-        return functional.linear_cross_entropy(  # type: ignore[attr-defined]
+        return linear_cross_entropy(
             flat,
             weight.to(dtype),
             labels.reshape(-1),
-            linear_bias=bias.to(dtype) if bias is not None else None,
-            reduction="sum",
+            bias=bias.to(dtype) if bias is not None else None,
             ignore_index=IGNORED,
-            options=options,
+            rows=rows,
         ).float()
 
 

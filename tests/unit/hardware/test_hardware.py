@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from preheat import torch_compat
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import openmp, segments
@@ -146,7 +147,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", heard.append)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: heard[-1] if heard else "")
+    monkeypatch.setattr(torch_compat, "has_expandable_segments", lambda: heard[-1:] == ["expandable_segments:True"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     facts = SimpleNamespace(name="a GPU", total_memory=1 << 30, major=9, minor=0)

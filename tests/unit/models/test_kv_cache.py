@@ -171,7 +171,6 @@ def test_a_kept_cache_in_eight_bits_goes_on(stories: LoadedModel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # in torch's own compiler
 def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: LoadedModel) -> None:
     """For prompts and texts of other lengths, too."""
     from torch._dynamo.utils import counters

@@ -140,7 +140,8 @@ def test_gradients_are_the_same_to_the_bit_however_late_copies_end(checkpointed:
     if checkpointed:
         checkpoint_layers(model)
     link = LateLink()
-    ActivationOffload(list(model), stay=2, least=0, link=link)
+    # Not empty tensors, which checkpoints of torch 2.11 save beside the input.
+    ActivationOffload(list(model), stay=2, least=1, link=link)
     for _ in range(2):  # and a second pass finds nothing left of the first
         assert all(torch.equal(a, b) for a, b in zip(run(model, x), plain, strict=True))
         assert not link.open["back"]
