@@ -11,14 +11,18 @@ INSTALLED := $(if $(filter .venv/%,$(RUN)),.venv/installed-dev)
 # Python compiles what it imports and keeps it: to compile all packages beforehand takes longer than the demo's start.
 # Where this variable is set, as in many containers, it would keep nothing and compile at each start.
 unexport PYTHONDONTWRITEBYTECODE
+# Another release of torch, which `make test-torch` tests in an environment of its own.
+TORCH ?= 2.11.0
+OTHER := .venv-torch-$(TORCH)
 PIP := .venv/bin/python -m pip install --quiet --no-compile
 
-.PHONY: help .venv demo test test-slow test-pairs test-presets test-scale architectures check bench gpu-check docs
+.PHONY: help .venv demo test test-slow test-torch test-pairs test-presets test-scale architectures check bench gpu-check docs
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests: notebooks, a fine-tuning, an ablation"
+	@echo "make test-torch test what runs on another torch: planning, training, resume, export (TORCH=2.11.0, the oldest)"
 	@echo "make test-pairs test all pairs of techniques that can be combined"
 	@echo "make test-presets dry-run all public models of 'preheat models' with all layers"
 	@echo "make test-scale compare all techniques on several processes with one; read checkpoints across layouts; two hosts and their faults"
@@ -52,6 +56,27 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	@$(RUN) -m pytest -n $(JOBS) -m slow
+
+# All locked versions but torch's, and that of setuptools, which older releases of torch limit.
+$(OTHER)/installed: requirements.lock requirements-dev.lock pyproject.toml
+	@echo "installing torch $(TORCH) and what preheat needs into $(OTHER) (1.2 GiB, more with CUDA)"
+	@$(PYTHON) -m venv $(OTHER)
+	@grep --invert-match --extended-regexp '^(torch|setuptools)==' requirements.lock >$(OTHER)/requirements.txt
+	@$(OTHER)/bin/python -m pip install --quiet --no-compile --requirement $(OTHER)/requirements.txt \
+	  --constraint requirements-dev.lock torch==$(TORCH) setuptools pytest pytest-xdist
+	@$(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-torch: $(OTHER)/installed
+	@$(OTHER)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" $(TORCH_TESTS)
+	@$(OTHER)/bin/python benchmarks/gpu_check.py correct --device cpu --only $(TORCH_CASES) >/dev/null
+
+# Names of torch; its allocator; planning; a loss with torch's own kernel; a training, its resume, and exports.
+TORCH_TESTS := $(addprefix tests/unit/,core/test_torch_compat.py hardware/test_hardware.py ops/test_loss_kernels.py \
+  planning/test_planning.py planning/test_fake_tensor_cache.py planning/test_roofline.py) $(addprefix tests/e2e/, \
+  test_commands.py::test_plan_train_report_eval_generate_export test_commands.py::test_lora_run_exports_merged \
+  test_commands.py::test_a_run_can_be_lengthened)
+TORCH_CASES := operators techniques/chunked_loss techniques/nf4 recipes/demo recipes/fine-tune resume/deterministic
 
 test-pairs: $(INSTALLED)
 	@PREHEAT_PAIRS=all $(RUN) -m pytest tests/contract -k "pairs or together"

@@ -32,7 +32,8 @@ __all__ = [
     "unsharded_like",
 ]
 
-_IS_2_12, _IS_2_13 = torch.__version__ >= (2, 12), torch.__version__ >= (2, 13)
+# `torch.__version__` compares itself with texts by version: 2.9 is older than 2.11, 2.13.0a0 older than 2.13.
+_IS_2_12, _IS_2_13 = torch.__version__ >= "2.12", torch.__version__ >= "2.13"
 
 KNOWS_RECEIVED_SHAPES = _IS_2_12
 """Stages of a pipeline know the shape of a tensor that they will receive without a buffer for it."""

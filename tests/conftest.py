@@ -70,7 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: at the end all processes that share the tests still have something to do."""
+    """Files that take long come first: at the end all processes that share the tests still have something to do.
+
+    Recipes that the installed torch is too old for are skipped.
+    """
+    for item in items:
+        asked = str(item.callspec.params).replace("'", "") if hasattr(item, "callspec") else ""
+        if "kernel: torch" in asked:
+            from preheat.torch_compat import missing_linear_cross_entropy as missing
+        elif "fsdp: " in asked and "nf4: " in asked:
+            from preheat.torch_compat import missing_integer_shards as missing
+        else:
+            continue
+        if reason := missing():
+            item.add_marker(pytest.mark.skip(reason=reason))
 
     def rank(item: pytest.Item) -> int:
         return next((n for n, part in enumerate(SLOW) if part in item.nodeid), len(SLOW))
@@ -102,6 +115,15 @@ def data_folder() -> Path:
     if not (folder / "README.md").exists():
         pytest.skip("the real data is not beside this clone (set PREHEAT_DATA)")
     return folder
+
+
+@pytest.fixture
+def torchs_loss() -> None:
+    """Skips a test of torch's own kernel of the loss if torch is too old for it."""
+    from preheat.torch_compat import missing_linear_cross_entropy
+
+    if reason := missing_linear_cross_entropy():
+        pytest.skip(reason)
 
 
 class TooLong(BaseException):

@@ -155,9 +155,12 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     from torch.nn import functional
 
     from preheat.ops.losses import cross_entropy
+    from preheat.torch_compat import missing_linear_cross_entropy
 
     if kernel == "liger" and (where.kind == "cpu" or importlib.util.find_spec("liger_kernel") is None):
         raise Skip("liger-kernel is not installed" if where.kind == "cuda" else "liger's kernels need a CUDA device")
+    if kernel == "torch" and (missing := missing_linear_cross_entropy()):
+        raise Skip(missing)
     rows, width, vocabulary = (50, 32, 96) if where.tiny else (4096, 2048, 32000)
     hidden, weight = _drawn(where, rows, width), _drawn(where, vocabulary, width) / math.sqrt(width)
     labels = torch.arange(rows, device=_device(where)) * 7 % vocabulary

@@ -345,10 +345,14 @@ def test_a_method_that_does_not_know_gpt2s_maps_says_so(folders: dict[str, Path]
 
 
 def test_a_tied_head_is_not_adapted(folders: dict[str, Path]) -> None:
-    with pytest.raises(RecipeError, match="embedding_rank adds to it"):
-        made(folders["tied"], "{lora: {embedding_rank: 2}, chunked_loss: {kernel: torch}}")
     with pytest.raises(RecipeError, match="shares its weight"):
         made(folders["gpt2"], "{lora: {target_modules: [lm_head]}}")
+
+
+@pytest.mark.usefixtures("torchs_loss")
+def test_torchs_loss_would_leave_out_an_adapter_on_a_tied_head(folders: dict[str, Path]) -> None:
+    with pytest.raises(RecipeError, match="embedding_rank adds to it"):
+        made(folders["tied"], "{lora: {embedding_rank: 2}, chunked_loss: {kernel: torch}}")
 
 
 # --- NF4 ------------------------------------------------------------------------------------------------------------

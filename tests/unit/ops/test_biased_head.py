@@ -117,6 +117,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name: str, by: str, inputs:
     assert max(map(relative, grads, wanted)) < bound
 
 
+@pytest.mark.usefixtures("torchs_loss")
 def test_the_kernel_of_torch_agrees(inputs: Any) -> None:
     hidden, head, labels = inputs
     parts = [hidden, head.weight, head.bias]

@@ -140,6 +140,7 @@ def _is_of_head(kernel: Kernel) -> bool:
     return kernel.operator in ("mm", "addmm") and any(96 in shape for shape in kernel.shapes)
 
 
+@pytest.mark.usefixtures("torchs_loss")
 def test_torchs_own_kernel_agrees(inputs: Any) -> None:
     hidden, head, labels = inputs
     found = []
