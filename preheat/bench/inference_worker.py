@@ -181,6 +181,7 @@ class InferenceWorker:
         from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
         from preheat.models.generation.kv_cache import cache_nbytes
+        from preheat.models.token_mixers import pass_cache
 
         class Clock(StoppingCriteria):
             def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
@@ -199,7 +200,7 @@ class InferenceWorker:
             attention_mask=torch.ones_like(ids),
             generation_config=config,
             stopping_criteria=StoppingCriteriaList([Clock()]),
-            past_key_values=cache,
+            **pass_cache(self.model, cache),
         )
         timed.cache_bytes = cache_nbytes(cache)
         return list(output[:, ids.shape[1] :].tolist())

@@ -79,21 +79,21 @@ def _once(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, f
     import torch
     from transformers import DynamicCache
 
+    from preheat.models.token_mixers import pass_cache
+
     device = model.device
     # A new cache for each call: positions would go beyond the last call's.
-    cache, prompt = DynamicCache(config=model.config), prompt.to(device)
+    cache, prompt = pass_cache(model, DynamicCache(config=model.config)), prompt.to(device)
     with torch.no_grad():
         start = time.perf_counter()
         # The logits of the last position only, as generation computes them.
-        token = (
-            model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        )
+        token = model(input_ids=prompt, use_cache=True, logits_to_keep=1, **cache).logits[:, -1:].argmax(-1)
         int(token)  # synchronizes with the GPU
         first = time.perf_counter() - start
         # The token stays on the device, so that the loop synchronizes once, at its end.
         start = time.perf_counter()
         for _ in range(tokens):
-            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            token = model(input_ids=token, use_cache=True, **cache).logits[:, -1:].argmax(-1)
         int(token)
         return first, tokens / (time.perf_counter() - start)
 

@@ -17,7 +17,7 @@ import contextvars
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
@@ -25,7 +25,7 @@ from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PretrainedConfig
+    from transformers import Cache, PretrainedConfig
 
     from preheat.core import MaskSpec
 
@@ -34,17 +34,22 @@ __all__ = [
     "attentions_of",
     "compilable_parts",
     "documents_handed",
+    "find_cache",
     "keep_within_documents",
     "kernel_packages",
     "missing_kernels",
+    "pass_cache",
     "recurrent_mixers",
     "require_known_mixers",
     "special_mixers",
     "split_documents",
 ]
 
-CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past"})
-"""Names under which a token mixer of transformers takes the cache of earlier tokens."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
+"""Names under which models of transformers and their token mixers take the cache of earlier tokens.
+
+`cache` is the name since transformers 5.24, where the older ones are deprecated, and so the first to look up.
+"""
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """transformers' types of layers with a recurrent mixer, with or without attention beside it."""
 _DOCUMENTS = "preheat_documents"
@@ -61,13 +66,26 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(type(module).forward)
 
 
+def pass_cache(model: nn.Module, cache: Cache) -> dict[str, Cache]:
+    """Returns a cache as the keyword argument that the model's forward and `generate` take."""
+    name = _cache_parameter(type(model).forward)
+    assert name is not None, f"{type(model).__name__} takes no cache"
+    return {name: cache}
+
+
+def find_cache(values: Mapping[str, Any]) -> Cache | None:
+    """Returns the cache in the keyword arguments or the output of a model or layer; None if there is none."""
+    return next((values[name] for name in CACHE_ARGUMENTS if values.get(name) is not None), None)
+
+
 def _takes_cache(module: nn.Module) -> bool:
-    return _has_cache_parameter(type(module).forward)
+    return _cache_parameter(type(module).forward) is not None
 
 
 @functools.cache  # a model has many modules of few classes
-def _has_cache_parameter(forward: Callable[..., Any]) -> bool:
-    return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(inspect.unwrap(forward)).parameters)
+def _cache_parameter(forward: Callable[..., Any]) -> str | None:
+    parameters = inspect.signature(inspect.unwrap(forward)).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
 def _is_attention(module: nn.Module) -> bool:

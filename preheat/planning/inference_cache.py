@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault, quiet
 from preheat.models import hf
+from preheat.models.token_mixers import find_cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +150,7 @@ def _observed(key: _Config) -> tuple[LayerCache, ...]:
             result = model.eval()(input_ids=ids, use_cache=True, **more)
     except (*FAULTS, StrictDataclassError, RuntimeError) as error:
         raise RecipeError(f"model: {config.model_type}: its cache cannot be sized: {fault(error, 200)}") from None
-    cache = result.get("past_key_values", result.get("cache_params"))
+    cache = find_cache(result)
     if cache is None:
         raise RecipeError(f"model: {config.model_type}: it has no cache, so generating from it cannot be planned")
     return tuple(_layers(cache))

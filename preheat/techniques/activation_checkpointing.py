@@ -131,9 +131,11 @@ class Checkpointed:
         import torch
         from torch.utils.checkpoint import checkpoint
 
+        from preheat.models.token_mixers import find_cache
+
         if not torch.is_grad_enabled():  # evaluation and generation have no backward pass
             return self.forward(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None:
+        if find_cache(kwargs) is not None:
             raise ValueError(
                 "a layer that is computed twice would fill the KV cache twice; call the model with use_cache=False"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from preheat.models.encoder_decoder import start_token
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.generation.detokenizer import Ended, IncrementalDetokenizer, Written, alike
 from preheat.models.hf import PATTERN, STANDALONE, head
+from preheat.models.token_mixers import pass_cache
 from preheat.models.vision import set_attention
 from preheat.recipe import Sample
 
@@ -287,7 +287,7 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
     with _writing(model, _attention(model, settings, alone), alone):
         # One row per pass, so that each row has a cache of its own and none needs padding.
         for row in rows.to(model.device):
-            cache: dict[str, Cache] = {} if alone else {"past_key_values": make_cache(model.config, settings, len(row))}
+            cache = {} if alone else pass_cache(model, make_cache(model.config, settings, len(row)))
             # Logits [length - 1, vocabulary]: the last token of a row has no successor to predict.
             logits = model(input_ids=row[None], use_cache=bool(cache), **cache).logits[0, :-1]
             total += float(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="sum"))
@@ -363,9 +363,10 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
 
 
 def _has_own_cache(model: PreTrainedModel) -> bool:
-    """True for a model whose cache is a class of its own (MiniMax), or an argument of another name (Mamba)."""
-    names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    return not model._supports_default_dynamic_cache() or "past_key_values" not in names
+    """True for a model whose cache is a class of its own (MiniMax), or has no tokens to keep or drop (Mamba)."""
+    from preheat.models.generation.kv_cache import caches_tokens
+
+    return not model._supports_default_dynamic_cache() or not caches_tokens(model.config)
 
 
 def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
@@ -503,18 +504,19 @@ def _write(
             else {}
         ),
     )
-    more: dict[str, Any] = {}
+    cache: Cache | None = None
     # transformers manages the two caches of an encoder-decoder, and those of models with a cache of their own.
     if cached and not encoder and not _has_own_cache(model):
         tokens = width + room - 1 if caches is None else longest  # the last token is not read
         empty = functools.partial(make_cache, model.config, settings, tokens)
         if caches is None:
-            more["past_key_values"] = empty() if kept is None else kept.begin(prompts[0], settings, empty)
+            cache = empty() if kept is None else kept.begin(prompts[0], settings, empty)
         elif len(prompts) in caches:  # the memory that the CUDA graph was captured with
-            more["past_key_values"] = caches[len(prompts)]
-            caches[len(prompts)].reset()
+            cache = caches[len(prompts)]
+            cache.reset()
         else:
-            more["past_key_values"] = caches[len(prompts)] = empty()
+            cache = caches[len(prompts)] = empty()
+    more: dict[str, Any] = {} if cache is None else {**pass_cache(model, cache)}
     # Drafts and prompt lookup replace transformers' decoding loop by one that verifies proposals.
     if settings.speculates:
         more["custom_generate"] = _speculation(model, settings, draft)
@@ -535,8 +537,8 @@ def _write(
         raise
     if kept is not None and cached:  # the last token was sampled and not read
         kept.end([*prompts[0], *texts[0].tokens])
-    if timed is not None and "past_key_values" in more:
-        timed.cache_bytes = cache_nbytes(more["past_key_values"])
+    if timed is not None and cache is not None:
+        timed.cache_bytes = cache_nbytes(cache)
 
 
 def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None) -> Callable[..., Tensor]:

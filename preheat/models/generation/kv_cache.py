@@ -36,6 +36,7 @@ __all__ = [
     "cache_nbytes",
     "cache_tensors",
     "cache_windows",
+    "caches_tokens",
     "dequantize",
     "has_recurrent_state",
     "make_cache",
@@ -202,7 +203,16 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
 
 def has_recurrent_state(config: PretrainedConfig) -> bool:
     """True if the cache of a model has recurrent states, which cannot be cut back to earlier tokens."""
-    return not set(_STATEFUL).isdisjoint(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
+    return not _layer_types(config).isdisjoint(_STATEFUL)
+
+
+def caches_tokens(config: PretrainedConfig) -> bool:
+    """True if the cache of a model has keys and values of tokens, and not recurrent states alone."""
+    return _layer_types(config) != {"linear_attention"}
+
+
+def _layer_types(config: PretrainedConfig) -> set[str]:
+    return set(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
 
 
 _STEP = 128

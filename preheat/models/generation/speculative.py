@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from preheat.models.generation.detokenizer import alike
+from preheat.models.token_mixers import find_cache, pass_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +101,7 @@ def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, *, keep
 
     ids = torch.tensor([tokens], device=model.device)
     more: dict[str, int] = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
-    output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+    output = model(input_ids=ids, use_cache=True, **pass_cache(model, cache), **more)
     return output.logits[0, -keep:].float()
 
 
@@ -120,7 +121,7 @@ def speculate(
         input_ids: [1, tokens], whose first ones may be in the cache.
         logits_processor: changes logits [1, vocabulary] by the tokens before them, such as a repetition penalty.
         stopping_criteria: called after each pass, which may add several tokens.
-        model_kwargs: `past_key_values` is the cache. (As a named parameter, transformers would not pass it.)
+        model_kwargs: with the cache. (As a named parameter, transformers would not pass it.)
 
     Returns:
         [1, tokens] with the generated ones.
@@ -129,7 +130,8 @@ def speculate(
 
     assert input_ids.shape[0] == 1, "proposals are checked for one row at a time"
     ends = frozenset(generation_config.eos_token_id or ())
-    cache, text, proposed = model_kwargs["past_key_values"], input_ids[0].tolist(), list[int]()
+    cache, text, proposed = find_cache(model_kwargs), input_ids[0].tolist(), list[int]()
+    assert cache is not None, "proposals are checked with a cache"
     recording, limit = False, generation_config.max_length
     while True:
         # One pass over the unread tokens and all proposals. Row n of [proposals + 1, vocabulary] predicts the token

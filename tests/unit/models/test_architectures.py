@@ -17,7 +17,7 @@ from preheat.engine.builder import context_of
 from preheat.errors import RecipeError
 from preheat.models import hf, moe
 from preheat.models.sinks import in_chunks, with_sinks
-from preheat.models.token_mixers import attentions_of, recurrent_mixers, split_documents
+from preheat.models.token_mixers import attentions_of, find_cache, pass_cache, recurrent_mixers, split_documents
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.recipe import parse
 
@@ -56,6 +56,18 @@ def test_packed_rows_are_their_documents_in_every_architecture(name: str, parent
 def test_an_architecture_that_cannot_be_trained_says_why(name: str, parent: Path) -> None:
     with pytest.raises(RecipeError, match=REFUSED[name]):
         Subject(name, parent).compare(TECHNIQUES)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_5_text", "mamba2"])
+def test_a_cache_continues_a_text(name: str) -> None:
+    model, tokens = create_model(tiny_config(name)).eval(), torch.arange(1, 13)[None]
+    with torch.no_grad():
+        cache = find_cache(model(tokens[:, :8], use_cache=True))
+        assert cache is not None
+        assert find_cache(pass_cache(model, cache)) is cache
+        parts = [model(tokens[:, n : n + 1], use_cache=True, **pass_cache(model, cache)).logits for n in range(8, 12)]
+        whole = model(tokens, use_cache=False).logits[:, 8:]
+    assert (torch.cat(parts, 1) - whole).norm() / whole.norm() < 1e-5
 
 
 def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> None:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from preheat.inference.load import LoadedModel, load_model
 from preheat.models.generation.generate import PrefixCache, Timed, generate
 from preheat.models.generation.kv_cache import Int8Layer, dequantize, make_cache, quantize
+from preheat.models.token_mixers import pass_cache
 from preheat.planning.inference_cache import CACHES, cache_bytes
 from preheat.recipe import Sample
 
@@ -119,12 +120,11 @@ def test_eight_bits_change_the_loss_by_little_and_the_text_not_by_pieces(stories
     try:
         with torch.no_grad():
             plain = model(input_ids=tokens, use_cache=False).logits
-            whole = model(
-                input_ids=tokens, past_key_values=make_cache(model.config, Sample(cache="int8"), 0), use_cache=True
-            ).logits
-            cache, parts = make_cache(model.config, Sample(cache="int8"), 0), []
+            cache = pass_cache(model, make_cache(model.config, Sample(cache="int8"), 0))
+            whole = model(input_ids=tokens, use_cache=True, **cache).logits
+            cache, parts = pass_cache(model, make_cache(model.config, Sample(cache="int8"), 0)), []
             for piece in tokens.split(5, dim=1):
-                parts.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+                parts.append(model(input_ids=piece, use_cache=True, **cache).logits)
     finally:
         model.set_attn_implementation(before)
         model.train()

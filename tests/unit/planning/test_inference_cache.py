@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from preheat.models.generation.kv_cache import cache_tensors
+from preheat.models.token_mixers import find_cache
 from preheat.planning.analytic import ModelSize, prefill_flops, serving, size_of
 from preheat.planning.inference_cache import cache_bytes, layer_caches
 from preheat.recipe import parse
@@ -37,7 +38,8 @@ def test_the_cache_of_every_kind_of_layer_is_sized_to_the_byte(name: str) -> Non
     for length in (5, 24):
         with torch.no_grad():
             result = model(torch.full((2, length), 3), use_cache=True)
-        cache = result.get("past_key_values", result.get("cache_params"))
+        cache = find_cache(result)
+        assert cache is not None
         planned = cache_bytes(model.config, length, rows=2, size=4, latent=False)
         # transformers drops a window's oldest token as soon as the text is read; the next pass needs it again.
         dropped = sum(length >= window for window in windows) * 2 * layer_caches(model.config)[0].elements * 4
