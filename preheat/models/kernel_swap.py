@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,7 +116,7 @@ def _gated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _rotating_by(attention: nn.Module, rotary: Rotary) -> Callable[..., object]:
     """Rebinds the rotary function, which transformers calls by a global name, in a copy of this module's `forward`."""
-    plain: Any = type(attention).forward
+    plain: Any = inspect.unwrap(type(attention).forward)  # without decorators, which do not call the function
     name = "apply_rotary_pos_emb"
     if name not in plain.__code__.co_names:
         raise RecipeError(f"model: {type(attention).__name__} does not call {name}; switch the rotary kernel off")

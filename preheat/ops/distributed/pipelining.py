@@ -188,11 +188,15 @@ class _Stage(PipelineStage):
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[_RecvInfo, ...]:
         return _empty(super()._create_grad_recv_info(act_send_info))
 
-    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+    def _get_recv_ops(
+        self,
+        recv_infos: tuple[_RecvInfo, ...],
+        *group: Any,  # since torch 2.14: of this direction
+    ) -> list[dist.P2POp]:
         for info in recv_infos if KNOWS_RECEIVED_SHAPES else ():
             if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
+        return super()._get_recv_ops(recv_infos, *group)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # `forward_maybe_with_nosync` is not given the number.

@@ -113,6 +113,11 @@ def whole_model(family: str, folder: Path, **more: Any) -> Any:
     return model
 
 
+def logits_of(whole: Any) -> torch.Tensor:
+    # transformers 5.24 cannot run its class for all of Llama 4; its language model computes the logits of text.
+    return plain_logits(whole.language_model if whole.config.model_type == "llama4" else whole, TOKENS)
+
+
 def built(folder: Path, **model: Any) -> Build:
     settings = json.dumps({"path": str(folder), **model})
     recipe = parse(f"model: {settings}\nstop: {{max_steps: 1}}\nbatch: {{seq_len: 40, size: 2}}")
@@ -144,7 +149,7 @@ def test_the_text_part_computes_the_logits_of_the_whole(family: str, tmp_path: P
     whole = whole_model(family, tmp_path)
     result = built(tmp_path, **part_of(family))
     assert not any("vis" in name for name, _ in result.trained[0].named_parameters())
-    torch.testing.assert_close(plain_logits(result.trained[0], TOKENS), plain_logits(whole, TOKENS))
+    torch.testing.assert_close(plain_logits(result.trained[0], TOKENS), logits_of(whole))
     assert f"the text part of {family} alone" in result.changes["text_part"][0].what
     assert not result.weights.notes
 
@@ -162,7 +167,7 @@ def test_a_changed_text_part_is_written_back_in_its_layout(family: str, tmp_path
     (tmp_path / "out").mkdir()
     assert layout.write(model, tmp_path / "out", "float32") == ""
     reloaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(plain_logits(reloaded, TOKENS), plain_logits(model, TOKENS))
+    torch.testing.assert_close(logits_of(reloaded), plain_logits(model, TOKENS))
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("in", "out"))
     assert before.keys() == after.keys()
     others = [key for key in before if name_in_text(key) is None]
