@@ -36,6 +36,7 @@ from preheat.models.module_lookup import (
 from preheat.models.presets.preset import NOT_TRAINED
 from preheat.models.reference_logits import plain_logits
 from preheat.models.sinks import chunk_of, in_chunks, with_sinks
+from preheat.models.tested_versions import warn_of_untested
 from preheat.models.token_mixers import (
     documents_handed,
     keep_within_documents,
@@ -204,6 +205,7 @@ def _has_sinks(kind: type) -> bool:
 @functools.cache
 def _register_attention() -> None:
     """Registers our attention function under its own name in transformers; nothing of theirs is replaced."""
+    warn_of_untested()
     with quiet_torchao():
         from transformers import AttentionInterface
 

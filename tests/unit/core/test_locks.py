@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import preheat
+from preheat.models import tested_versions
 
 HOUSE = Path(preheat.__file__).parent
 ROOT = HOUSE.parent
@@ -111,3 +112,19 @@ def test_make_demo_installs_the_running_lock_alone() -> None:
     recipe = rules.split("\n.venv/installed: ")[1].split("\n\n")[0]
     assert "requirements.lock" in recipe
     assert "requirements-dev.lock" not in recipe
+
+
+def test_the_locked_releases_are_tested_ones_and_newer_ones_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks = locked("requirements.lock")
+    monkeypatch.setattr(tested_versions, "version", lambda name: next(iter(locks[name].specifier)).version)
+    tested_versions.warn_of_untested()
+    assert caplog.messages == []
+    newest = tested_versions.NEWEST_TESTED["transformers"]
+    releases = {"torch": f"{tested_versions.NEWEST_TESTED['torch']}.9+cpu", "transformers": "99.0.0.dev0"}
+    monkeypatch.setattr(tested_versions, "version", releases.__getitem__)
+    tested_versions.warn_of_untested()
+    (message,) = caplog.messages
+    assert message.startswith(f"transformers 99.0.0.dev0 is newer than {newest}, ")
+    assert Requirement(message.rpartition("'")[0].rpartition("'")[2]).specifier.contains(f"{newest}.9")
