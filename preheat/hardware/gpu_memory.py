@@ -18,8 +18,8 @@ __all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "other_proces
 CONTEXT = 805 << 20
 """Bytes of a CUDA context in plans, with the kernels of cuBLAS, cuDNN and Triton that training loads.
 
-Measured beyond reserved memory and 32 MiB of workspaces with torch 2.11: 805 MiB on an H100, 735 on an H200; the context
-alone is 527 on both (benchmarks/results/gpu_layer.md).
+Measured beyond reserved memory and 32 MiB of workspaces with torch 2.11: 805 MiB on an H100, 735 on an H200; the
+context alone is 527 on both (benchmarks/results/gpu_layer.md).
 """
 _limited: set[int] = set()  # devices with a limit set by `limit_memory`
 

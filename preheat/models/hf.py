@@ -35,9 +35,10 @@ from preheat.models.module_lookup import (
 )
 from preheat.models.presets.preset import NOT_TRAINED
 from preheat.models.reference_logits import plain_logits
-from preheat.models.sinks import chunk_of, in_chunks, with_sinks
+from preheat.models.sinks import CHUNK, in_chunks, set_chunks, with_sinks
 from preheat.models.tested_versions import warn_of_untested
 from preheat.models.token_mixers import (
+    attentions_of,
     documents_handed,
     keep_within_documents,
     require_known_mixers,
@@ -251,7 +252,7 @@ def _attention(
     mask = preheat_mask
     if sliding_window is not None:  # kernels compare it with the full row, which context parallelism splits
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
-    if chunk := chunk_of(module):
+    if (chunk := getattr(module, CHUNK, None)) is not None:
         mask = in_chunks(mask, chunk, query.shape[0], query.shape[2])
     # A pattern wraps the kernel of this layer alone, and sees the layer's final mask.
     if (pattern := getattr(module, PATTERN, None)) is not None:
@@ -416,6 +417,7 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
         require_known_mixers(model, base_of(model), layers)
         _require_linear_head(model)
         keep_within_documents(layers)
+        set_chunks(attention for layer in layers for attention in attentions_of(layer))
     return model.train()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,24 @@ from preheat.core import MaskSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["chunk_of", "in_chunks", "with_sinks"]
+__all__ = ["CHUNK", "in_chunks", "set_chunks", "with_sinks"]
+
+CHUNK = "preheat_chunk"
+"""Attribute of an attention module whose tokens stay in chunks: their length."""
 
 
-def chunk_of(module: nn.Module) -> int | None:
-    """The chunk that an attention module's tokens stay in (Llama 4's layers with rotary positions); None: no chunks."""
-    config: Any = getattr(module, "config", None)
-    kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
-    number = getattr(module, "layer_idx", None)
-    if chunk is None or not kinds or not isinstance(number, int) or kinds[number] != "chunked_attention":
-        return None
-    return int(chunk)
+def set_chunks(attentions: Iterable[nn.Module]) -> None:
+    """Sets `CHUNK` on the attention modules of the layers whose tokens stay in chunks (most layers of Llama 4).
+
+    Done once, when the model is built: a forward pass that read the number of its layer could not be compiled into one
+    graph for all layers, because the compiler makes it a constant of the graph.
+    """
+    for module in attentions:
+        config: Any = getattr(module, "config", None)
+        kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
+        number = getattr(module, "layer_idx", None)
+        if chunk is not None and kinds and isinstance(number, int) and kinds[number] == "chunked_attention":
+            setattr(module, CHUNK, int(chunk))
 
 
 def in_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:

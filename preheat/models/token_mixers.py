@@ -120,9 +120,9 @@ def compilable_parts(layer: nn.Module) -> list[nn.Module]:
     """
     from torch import nn
 
-    from preheat.models.sinks import chunk_of
+    from preheat.models.sinks import CHUNK
 
-    cutting = [m for m in attentions_of(layer) if "sinks" in m._parameters or chunk_of(m) is not None]
+    cutting = [m for m in attentions_of(layer) if "sinks" in m._parameters or hasattr(m, CHUNK)]
     apart = {id(m) for m in (*recurrent_mixers(layer), *cutting)}
 
     def parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,9 +1,11 @@
 """Compile: compiles each layer with torch.compile and fuses its small operators.
 
 What: torch.compile traces a transformer layer and generates code; one graph serves all layers and all batches of one
-shape. Attention is one opaque operator in it that takes document boundaries as data, so packed batches cause no
+shape. Each kind of layer (windows, no rotary positions) has a graph of its own, and so have evaluation, batches whose
+rows are one document each, and the first layer if only adapters are trained, because its input needs no gradient. For
+packed batches, attention is one opaque operator that takes document boundaries as data, so other boundaries cause no
 recompilation. Generation with a KV cache runs uncompiled. The run counts recompilations, and reports when it stops
-compiling.
+compiling, or when layers do not share their graphs.
 Helps: norms, rotary embedding, activation and residual additions are memory-bound, and read and write once when fused;
 fewer activations are kept for the backward pass.
 Hurts: the first step waits for the compiler (tens of seconds on a CPU), which also takes tens of MiB of host memory
@@ -21,9 +23,10 @@ import functools
 import math
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from preheat.core import Build, Change, Context, Device, Numerics, Searchable, Slot, Stage, Tag, Technique, conflicts_of
 from preheat.errors import RunError
@@ -46,18 +49,22 @@ _ONE_GRAPH = frozenset(
     ("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 )
 # Seconds to compile the training and evaluation graphs: 15 to 25 measured on a CPU; a minute assumed on a GPU with a
-# cold compiler cache.
+# cold compiler cache. On the host of an H100 the first step of an 8B Llama took 48 s with 16 graphs, 3 s for each; few
+# models need more than 6.
 _COMPILE_SECONDS = {"cpu": 25.0, "cuda": 60.0}
+# Kinds of layers that a model may have, with a graph each: with a window or without, with rotary positions or without.
+_KINDS = 4
 
 
 class CompiledLayers:
     """Layers that share a compiled function, and its statistics; created by `compile_layers`.
 
     Attributes:
-        graphs: number of compiled graphs: one per batch shape, with and without gradients.
+        graphs: number of compiled graphs: one per batch shape and kind of layer, with and without gradients.
+        compilations: how often calls of equal inputs compiled, by the `_Inputs` of the call: once per kind of layer.
         modules: what is compiled: the layers, or parts of them.
         apart: number of layers of which parts are compiled.
-        limit: after this many graphs, calls that would need another one run uncompiled.
+        limit: after this many graphs, calls that would need another one run uncompiled; those that have one keep it.
         planned: replacement forwards of the layers' modules in a dry run, as returned by `models.kernel_swap.forwards`.
     """
 
@@ -68,6 +75,8 @@ class CompiledLayers:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
+        self.compilations = Counter[_Inputs]()
+        self._reported: set[str] = set()
         self.modules: list[nn.Module] = []
         self.apart = 0
         self._generating = False
@@ -92,8 +101,8 @@ class CompiledLayers:
         finally:
             self._generating = before
 
-    def run(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Calls `forward(*args, **kwargs)`, compiled if possible."""
+    def run(self, kind: type, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Calls `forward(*args, **kwargs)` of a module of type `kind`, compiled if possible."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
         # Nothing compiles under a dispatch mode (e.g. fake tensors), and a growing KV cache changes shape with each
@@ -122,25 +131,50 @@ class CompiledLayers:
             prepare(args, kwargs)  # which cannot be traced
         # torch counts graphs per process; the difference is what this call compiled.
         before = counters["stats"]["unique_graphs"]
+        traced_kwargs = self._opaque_attention(args, kwargs)
         try:
             with self._recompile_limit(), warnings.catch_warnings():
                 # Hides torch's own deprecation warnings, and those of .grad access, which torch's filter does not hide
                 # under -W error.
                 warnings.filterwarnings("ignore", module=r"torch\.")
-                return self._compiled()(forward, args, self._opaque_attention(args, kwargs))
+                return self._compiled()(forward, args, traced_kwargs)
         except Unsupported as error:
             raise RunError(
                 "techniques.compile.fullgraph: torch.compile cannot make one graph of a "
                 f"layer ({str(error).strip().splitlines()[0]}); use fullgraph: false"
             ) from error
         finally:
-            self.graphs += counters["stats"]["unique_graphs"] - before
+            if graphs := counters["stats"]["unique_graphs"] - before:
+                self.graphs += graphs
+                self.compilations[_inputs_of(kind, args, traced_kwargs)] += 1
+
+    def expected_compilations(self) -> int:
+        """Returns the compilations so far, less those that equal inputs and few kinds of layers do not explain."""
+        return sum(min(count, _KINDS) for count in self.compilations.values())
+
+    def new_notices(self) -> list[str]:
+        """Returns what a user should know about the graphs, each once."""
+        notices = {}
+        if (most := max(self.compilations.values(), default=0)) > _KINDS:
+            notices["kinds"] = (
+                f"techniques.compile: layers were compiled {most} times for inputs of one shape, because they differ in "
+                f"a value that is part of a graph; this takes long and soon reaches limit: {self.limit}; "
+                "TORCH_LOGS=recompiles names the value; leave compile out if it belongs to the model"
+            )
+        if self.graphs >= self.limit:
+            notices["limit"] = (
+                f"techniques.compile.limit: {self.graphs} graphs are compiled; layers and batch shapes that have a "
+                "graph keep it, and those that need another run uncompiled from here on; a higher limit compiles more"
+            )
+        new = [message for key, message in notices.items() if key not in self._reported]
+        self._reported |= notices.keys()
+        return new
 
     def _recompile_limit(self) -> AbstractContextManager[None]:
         """Replaces torch's recompile limit, which counts layers and silently falls back to eager, by our own."""
         import torch
 
-        # No further graph: known shapes keep theirs, new ones run eagerly.
+        # No further graph: calls whose guards hold for a graph keep using it, all others run eagerly.
         if self.graphs >= self.limit:
             return torch.compiler.set_stance("eager_on_recompile")
         return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
@@ -171,6 +205,28 @@ class CompiledLayers:
         return kwargs | {"preheat_attention": self._attention, "preheat_mask": OpaqueMask.of(mask, rows, length)}
 
 
+class _Inputs(NamedTuple):
+    """Inputs of a call that need a graph of their own for each kind of layer."""
+
+    module: type
+    shape: tuple[int, ...]
+    requires_grad: bool
+    """False for the first layer if only adapters are trained."""
+    grad_enabled: bool
+    opaque_attention: bool
+
+
+def _inputs_of(module: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Inputs:
+    import torch
+
+    from preheat.ops.attention.custom_op import OpaqueMask
+
+    opaque = isinstance(kwargs.get("preheat_mask"), OpaqueMask)
+    # Of a layer the first tensor is the hidden states [rows, length, width].
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return _Inputs(module, tuple(hidden.shape), hidden.requires_grad, torch.is_grad_enabled(), opaque)
+
+
 def _has_cache(kwargs: Mapping[str, object]) -> bool:
     from preheat.models.token_mixers import CACHE_ARGUMENTS
 
@@ -195,7 +251,8 @@ def compile_layers(
         backend, mode: as in torch.compile.
         dynamic: one graph for all shapes, slower code.
         fullgraph: raise an error on graph breaks.
-        limit: maximum number of graphs; calls that would need another one run uncompiled.
+        limit: maximum number of graphs; calls that would need another one run uncompiled, and those that have one do
+            not.
 
     Returns:
         The compilation statistics.
@@ -217,7 +274,7 @@ def compile_layers(
     for layer in layers:
         parts = compilable_parts(layer)
         for module in parts:
-            module.forward = functools.partial(compiled.run, module.forward)  # type: ignore[method-assign]
+            module.forward = functools.partial(compiled.run, type(module), module.forward)  # type: ignore[method-assign]
         if layer not in parts:
             compiled.apart += 1
             layer.forward = functools.partial(compiled.around, layer.forward)  # type: ignore[method-assign]
@@ -248,8 +305,8 @@ class Compile(Searchable):
     fullgraph: bool = True
     """Reject layers with graph breaks."""
     limit: Annotated[int, Bound(2)] = 16
-    """Maximum number of graphs. Each batch shape needs one, evaluation another; further shapes run uncompiled, and the
-    run reports it."""
+    """Maximum number of graphs. Each batch shape needs one per kind of layer (most models have one or two kinds),
+    evaluation as many again; what needs another graph then runs uncompiled, and the run reports it."""
 
     def check(self, context: Context) -> list[str]:
         from preheat.hardware.cpp_build import uncompiled
@@ -328,21 +385,19 @@ class Compile(Searchable):
             # Only inside the layers: the final norm is not compiled.
             within = {id(m) for module in compiled.modules for m in module.modules()}
             compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
-        # The first graph is expected, or the first of each kind of part; every further one is a recompilation.
-        expected = len({type(module) for module in compiled.modules}) if compiled.apart else 1
-        build.state.counters["recompilations"] = lambda: max(0, compiled.graphs - expected)
-        reported: list[int] = []
+        # The first step compiles each kind of layer; later graphs, and those of layers that share none, are
+        # recompilations.
+        first_step: list[int] = []
+        build.state.counters["recompilations"] = lambda: (
+            compiled.compilations.total() - first_step[0] if first_step else 0
+        )
 
-        def report_limit(build: Build) -> None:
-            if compiled.graphs >= self.limit and not reported:
-                reported.append(build.state.step)
-                message = (
-                    f"techniques.compile.limit: {compiled.graphs} graphs are compiled; "
-                    "batches of other shapes run uncompiled from here on"
-                )
-                build.state.events.append({"kind": "notice", "message": message})
+        def report(build: Build) -> None:
+            if not first_step:
+                first_step.append(compiled.expected_compilations())
+            build.state.events += [{"kind": "notice", "message": message} for message in compiled.new_notices()]
 
-        build.hooks.after_update.append(report_limit)
+        build.hooks.after_update.append(report)
         but = f"; {compiled.apart} of them without their mixers, which cut rows by documents" * bool(compiled.apart)
         return Change(f"{len(layers)} layers compiled when they first run{but}", len(layers))
 

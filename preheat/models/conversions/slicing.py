@@ -18,6 +18,7 @@ from preheat.errors import RecipeError
 from preheat.models.conversions.architecture import beyond_transformers
 from preheat.models.conversions.modules import DynamicRotary, LongRotary, replace_rotary
 from preheat.models.hf import PATTERN, SOFTCAP, anatomy, facts
+from preheat.models.sinks import CHUNK
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -265,7 +266,7 @@ def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
             # Buffers such as rotary frequencies depend on the head dimension only, which does not change.
             for key, _ in list(module.named_buffers(recurse=False)):
                 module._buffers[key] = old._buffers[key].clone()
-            for attribute in (SOFTCAP, PATTERN):  # preheat's own attributes of modules
+            for attribute in (SOFTCAP, PATTERN, CHUNK):  # preheat's own attributes of modules
                 if hasattr(old, attribute):
                     setattr(module, attribute, getattr(old, attribute))
     # A tied head was sliced as a parameter of its own; from here it shares the embedding's again.

@@ -171,8 +171,8 @@ class _Stage(PipelineStage):
             return torch.tensor([1])
         return super()._warmup_backward_result(received_result)
 
-    # Before its first step, torch sends a number between neighboring stages. 2.11 does so also between two stages of one
-    # rank, which gloo cannot.
+    # Before its first step, torch sends a number between neighboring stages. 2.11 does so also between two stages of
+    # one rank, which gloo cannot.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 

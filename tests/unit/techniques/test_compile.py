@@ -6,6 +6,7 @@ The compiler's front half is used (`aot_eager`: graphs, guards, the split into f
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -221,6 +224,110 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
     assert [e["kind"] for e in events] == ["notice"]
     assert len(told) == 1
     assert "compile.limit: 2 graphs" in told[0]
+
+
+Backend = Callable[..., object]
+
+
+@pytest.fixture
+def counting() -> tuple[Backend, list[int]]:
+    """A backend, and a list with the number of calls of compiled forward passes."""
+    calls = [0]
+
+    def forward_code(graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            calls[0] += 1
+            return graph(*arguments)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=forward_code, bw_compiler=lambda graph, _: make_boxed_func(graph)), calls
+
+
+LAYERS = 6
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {},
+    "gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "smollm3": {"no_rope_layers": [1, 1, 0] * 2},
+    # Five layers are compiled whole. Of the last, whose attention is in chunks, a norm and the feed-forward block are.
+    "llama4_text": {
+        "layer_types": ["full_attention"] * 5 + ["chunked_attention"],
+        "no_rope_layers": [0] * 5 + [1],
+        "moe_layers": [],
+        "interleave_moe_layer_step": 0,
+    },
+}
+
+
+def _of_kinds(family: str, techniques: str, folder: Path) -> Build:
+    tiny_config(family, num_hidden_layers=LAYERS, **KINDS[family]).save_pretrained(folder)
+    recipe = parse(
+        f"model: {{path: {folder}, weights: random}}\nstop: {{max_steps: 1}}\nbatch: {{size: 4, seq_len: 32}}\n"
+        f"techniques: {{efficient_attention: {{}}{techniques}}}"
+    )
+    return build(recipe, vocabulary=96, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("family", "techniques", "graphs", "calls"),
+    [
+        ("llama", "", 1, LAYERS),
+        ("llama", ", activation_checkpointing: {}", 1, LAYERS),
+        ("llama", ", lora: {rank: 2}", 2, LAYERS),  # the first layer's input needs no gradient
+        ("gpt2", "", 1, LAYERS),
+        ("gemma2", "", 2, LAYERS),  # with and without a window
+        ("smollm3", "", 2, LAYERS),  # with and without rotary positions
+        ("llama4_text", "", 3, 5 + 2 + 1),  # layers, norms, feed-forward blocks
+    ],
+)
+def test_one_graph_serves_all_layers_of_a_kind(
+    family: str, techniques: str, graphs: int, calls: int, counting: tuple[Backend, list[int]], tmp_path: Path
+) -> None:
+    """Of more layers than the limit: the number of a layer is no constant of its graph."""
+    plain, other = (_of_kinds(family, techniques, tmp_path) for _ in range(2))
+    backend, called = counting
+    compiled = compile_layers(anatomy(other.trained[0]).layers, backend=backend, limit=4)  # type: ignore[arg-type]
+    for step, cuts in enumerate(((1, 2, 3, 4), (0, 9, 31, 16)), start=1):
+        assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 2e-5
+        assert compiled.graphs == graphs
+        assert called == [calls * step]
+    assert compiled.compilations.total() == compiled.expected_compilations()
+    assert compiled.new_notices() == []
+
+
+def test_evaluation_and_rows_of_one_document_have_graphs_of_their_own(counting: tuple[Backend, list[int]]) -> None:
+    plain, other, compiled = _pair("{efficient_attention: {}}", backend=counting[0])
+    for cuts, graphs in (((1, 2, 3, 4), 1), ((0, 0, 0, 0), 2), ((5, 6, 7, 8), 2), ((0, 0, 0, 0), 2)):
+        assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 1e-6
+        assert compiled.graphs == graphs
+    with torch.no_grad():
+        assert forward(other, _cut(1, 2, 3, 4)).total == pytest.approx(forward(plain, _cut(1, 2, 3, 4)).total)
+    assert compiled.graphs == 3
+    assert counting[1] == [5 * 3]
+
+
+def test_layers_that_share_no_graph_are_reported_and_those_with_one_keep_it(
+    counting: tuple[Backend, list[int]], tmp_path: Path
+) -> None:
+    """The scale of attention differs in each layer here, so that each needs a graph."""
+    made = {}
+    for name in ("plain", "other"):
+        tiny_config("gpt2", num_hidden_layers=LAYERS, scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
+        recipe = override(tiny("{}", family="gpt2"), f"model={{path: {tmp_path}, weights: random}}")
+        made[name] = build(recipe, vocabulary=96, device=DEVICE)
+    backend, called = counting
+    layers = anatomy(made["other"].trained[0]).layers  # type: ignore[arg-type]
+    compiled = compile_layers(layers, backend=backend, limit=5)
+    for step in (1, 2):
+        assert difference(_grads(made["other"], uneven()), _grads(made["plain"], uneven())) < 1e-5
+        assert called == [5 * step]
+    assert compiled.compilations.total() == 5
+    assert compiled.expected_compilations() == 4
+    kinds, limit = compiled.new_notices()
+    assert kinds.startswith("techniques.compile: layers were compiled 5 times for inputs of one shape")
+    assert limit.startswith("techniques.compile.limit: 5 graphs are compiled")
+    assert compiled.new_notices() == []
 
 
 def test_what_cannot_be_one_graph_is_refused() -> None:
