@@ -145,6 +145,8 @@ def _run(task: str, recipe: Any, where: Where) -> dict[str, Any]:
     except RecipeError as error:
         raise Skip(str(error)) from None
     figures = _figures(timed_run["seconds"], timed_run["tokens"], timed_run["losses"]) | _memory(where)
+    if timed_run["notices"]:
+        figures["notices"] = "; ".join(timed_run["notices"])
     return like_the_first(figures, Path(where.folder) / f"{task} losses.json")
 
 

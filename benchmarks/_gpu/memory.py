@@ -155,6 +155,8 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
         "planned seconds": plan["seconds_per_step"],
         "tokens/s": taken["tokens"][-1] / seconds,
     }
+    if taken["notices"]:
+        figures["notices"] = "; ".join(taken["notices"])
     figures["spread"] = (max(timed) - min(timed)) / seconds
     figures["speed off"] = plan["seconds_per_step"] / seconds - 1
     if where.kind == "cuda":

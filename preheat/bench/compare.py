@@ -100,7 +100,8 @@ def bench(
 
     Returns:
         {name, machine, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second,
-        spread, ratio, ratio_spread, mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed, fits}.
+        spread, ratio, ratio_spread, mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed, fits,
+        changes, notices}.
 
     Raises:
         RunError: the folder cannot be written, or the baseline failed.
@@ -263,6 +264,7 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
         "loss": c.turns[0]["losses"][-1],
         "gradient_cosine": cosine,
         "changes": c.turns[0]["changes"],
+        "notices": c.turns[0]["notices"],
     }
 
 

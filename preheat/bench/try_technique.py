@@ -164,8 +164,8 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
 
     Returns:
         {technique, model_size, model, batch: {rows, length, accumulation_steps}, steps, rows: [{name,
-        tokens_per_second, ratio, peak_gib, loss, gradient_cosine, predicted, not_run, changes}], verdicts: summary of
-        each comparison, notes: limits of this device, gpu: {name: peak_gib}, seconds}.
+        tokens_per_second, ratio, peak_gib, loss, gradient_cosine, predicted, not_run, changes, notices}], verdicts:
+        summary of each comparison, notes: limits of this device, gpu: {name: peak_gib}, seconds}.
 
     Raises:
         RecipeError: the options contradict each other.
@@ -303,6 +303,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
                 "loss": turn["losses"][common - 1],  # at the last step that all contenders took
                 "gradient_cosine": cosine,
                 "changes": turn["changes"],
+                "notices": turn["notices"],
             }
         rows.append(row)
     compare(rows)

@@ -35,7 +35,7 @@ def take_steps(job: JsonObject) -> JsonObject:
     Returns:
         {seconds: of each step, losses, startup_seconds: from the start of the process to the end of the first step,
         peak_gib and on a GPU its parts (`preheat.hardware.gpu_memory`), tokens: of each step,
-        changes: {technique: [text]}}.
+        changes: {technique: [text]}, notices: what techniques reported about the run}.
     """
     import torch
 
@@ -124,6 +124,7 @@ def take_steps(job: JsonObject) -> JsonObject:
         **memory_peak(device.kind, imports).figures(),
         "tokens": tokens,
         "changes": {name: [c.what for c in changes] for name, changes in model_build.changes.items()},
+        "notices": [event["message"] for event in model_build.state.events if "message" in event],
     }
 
 

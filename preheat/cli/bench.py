@@ -148,6 +148,8 @@ def bench(
     for row in result["rows"]:
         if row["failed"]:
             screen.print(f"{row['name']} was not run: {row['failed']}", soft_wrap=True)
+        for notice in row.get("notices", ()):
+            screen.note(f"{row['name']}: {notice}")
     screen.print(f"report: {page}", soft_wrap=True)
 
 

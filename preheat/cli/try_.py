@@ -124,6 +124,9 @@ def try_(
             )
     for line in result["verdicts"]:
         screen.print(f"- {line}", soft_wrap=True)
+    for row in result["rows"]:
+        for notice in row.get("notices", ()):
+            screen.note(f"{row['name']}: {notice}")
     for line in result["notes"]:
         screen.note(line)
 

@@ -41,12 +41,14 @@ def write_bench(folder: str | Path) -> Path:
 
 def _page(result: JsonObject) -> str:
     verdicts = [nbsp_units(v["message"]) for v in result["verdicts"]]
+    # Results of older versions have no notices.
+    notices = [nbsp_units(f"{row['name']}: {notice}") for row in result["rows"] for notice in row.get("notices", ())]
     return page.document(
         f"{result['name']} · preheat bench",
         f"""{page.header("preheat bench", headline(result["name"]), _headline(result))}
 {page.section("verdicts", "Verdicts", page.bullets(verdicts) if verdicts else page.small(_NO_VERDICT))}
 {page.section("give", "Gain of each technique", _waterfalls(result))}
-{page.section("contenders", "Every contender", _table(result))}
+{page.section("contenders", "Every contender", _table(result) + (page.bullets(notices) if notices else ""))}
 <footer>{escape(result["repeats"])} turns of {escape(result["steps"])} steps each, every turn in a process of its \
 own, in alternation. Speed: median over the turns
 of the median step; ratios within a round. Memory: the greatest of the turns, less what the imports took. Cosine: of \

@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from preheat.bench.compare import verdicts
+from preheat.bench.worker import take_steps
+from preheat.recipe import dump, load, override
 from preheat.report.bench_page import _waterfalls
 
 from .conftest import Command
@@ -101,6 +104,16 @@ def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> 
     assert "<svg" in page
     kept = json.loads((preheat.folder / "b" / "bench.json").read_text())
     assert [r["name"] for r in kept["rows"]] == list(rows)
+
+
+def test_a_turn_has_the_notices_of_its_techniques(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters the first layer has a graph of its own: then there are as many as the limit."""
+    monkeypatch.chdir(preheat.folder)
+    recipe = override(load("r.yaml"), "techniques={lora: {}, compile: {limit: 2}}")
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        turn = take_steps({"recipe": dump(recipe), "steps": 1, "gradient": None})
+    (notice,) = turn["notices"]
+    assert notice.startswith("techniques.compile.limit: 2 graphs are compiled")
 
 
 @pytest.mark.slow

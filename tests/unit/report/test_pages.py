@@ -39,7 +39,7 @@ SMALL = {"peak_gib": 0.02, "tokens_per_second": 4000.0}
 
 def bench_row(name: str) -> dict[str, Any]:
     return {"name": name, "techniques": ["lora"], "failed": "", "predicted": SMALL, **SMALL, "speeds": [1.0, 2.0], "spread": [1.0, 2.0], "ratio": 1.0, "ratio_spread": [1.0, 1.0],
-            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None}  # fmt: skip
+            "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"]}  # fmt: skip
 
 
 SIDE = {"perplexity": 75.8, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0}  # fmt: skip
