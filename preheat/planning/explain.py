@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,6 +55,9 @@ def energy_of(plan: JsonObject, devices: int) -> dict[str, float | None] | None:
 def explain(result: SearchResult, *, devices: int, price: float | None = None) -> JsonObject:
     """Returns the JSON of a search: the keys of a plan, and cost, energy, recipe, alternatives, rejected.
 
+    `compile_pays_from_steps` says how long a run must be for `compile` to finish it sooner; None if it never does, or
+    if no such plan was dry-run.
+
     Args:
         price: dollars per device hour.
     """
@@ -76,6 +80,7 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
         "devices": devices,
         "chosen": describe_techniques(best.added, best.micro),
         "numerics": best.trades,
+        "compile_pays_from_steps": _compile_pays_from(best, result.other_start),
         "recipe": recipes.as_values(best.recipe),
         "alternatives": [alternative(s) for s in result.alternatives],
         "rejected": [{"recipe": what, "reason": why} for what, why in result.rejected],
@@ -86,6 +91,17 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
             "interrupted": result.interrupted,
         },
     }
+
+
+def _compile_pays_from(best: EvaluatedPlan, other_start: EvaluatedPlan | None) -> int | None:
+    """Returns the steps of a run from which on compiling finishes it sooner; None if that makes no step faster."""
+    if other_start is None:
+        return None
+    plain, compiled = sorted((best.plan, other_start.plan), key=lambda plan: plan["seconds_to_start"])
+    gain = plain["seconds_per_step"] - compiled["seconds_per_step"]
+    later = compiled["seconds_to_start"] - plain["seconds_to_start"]
+    # later + n * compiled <= n * plain
+    return math.ceil(later / gain) if gain > 0 else None
 
 
 def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:

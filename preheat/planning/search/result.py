@@ -82,6 +82,7 @@ class SearchResult:
         confirmed: True if the best was dry-run with all its layers.
         guesses: estimates of the candidates, fastest first; a sample if there are many.
         interrupted: True if Ctrl-C ended the search early: `best` is the best so far.
+        other_start: the fastest candidate that compiles if the best does not, and vice versa; None: none fits safely.
     """
 
     best: EvaluatedPlan
@@ -92,6 +93,7 @@ class SearchResult:
     confirmed: bool = False
     guesses: list[EstimatedPlan] = field(default_factory=list)
     interrupted: bool = False
+    other_start: EvaluatedPlan | None = None
 
 
 def fits_safely(plan: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from signal import SIGINT
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
@@ -36,6 +36,9 @@ from preheat.planning.search.result import (
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.run_dir import is_tight
+
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
 __all__ = ["AIMS", "Aim", "least_estimate", "passes_for", "search"]
 
@@ -184,11 +187,14 @@ class _Search:
 
     def run(self, confirm: bool) -> SearchResult:
         confirmed = interrupted = False
+        other_start = None
         try:
             self._explore()
             best = self._preferred()
             if confirm and best.plan["fits"]:
                 best, confirmed = self._confirm(best)
+            if best.plan["fits"]:
+                other_start = self._with_other_start(best)
         except Interrupted as signal:
             # Ctrl-C asks for the best so far. Other signals, and a second one, end the command.
             if signal.number != SIGINT or not self.seen:
@@ -203,6 +209,7 @@ class _Search:
             confirmed,
             self._guesses(self.candidates),
             interrupted,
+            other_start,
         )
 
     def _explore(self) -> None:
@@ -737,8 +744,7 @@ class _Search:
 
     def _may_gain(self, c: Candidate, best: EvaluatedPlan) -> bool:
         """True if a candidate that is estimated to be slower is better than the best in something else."""
-        device = self.space.device
-        start, others = (sum(t.startup_seconds(device) for t in added) for added in (c.added, best.added))
+        start, others = self._start(c.added), self._start(best.added)
         milder = NUMERICS.index(worst(c.added)) < NUMERICS.index(best.trades)
         faster = self._corrected(c)[1] > self._speed(best)  # with smaller micro-batches, for example
         return faster or milder or start < others or self._corrected(c)[0] < LESS_MEMORY * best.plan["peak_gib"] * GIB
@@ -839,6 +845,57 @@ class _Search:
             names.add(s.names)
             least = min(least, s.plan["peak_gib"])
         return alternatives
+
+    def _with_other_start(self, best: EvaluatedPlan) -> EvaluatedPlan | None:
+        """Returns the fastest candidate that compiles if the best does not, and vice versa; None: none fits safely.
+
+        In a run that is too short to compile for, none was a candidate: then the best is dry-run with it.
+        """
+
+        if self._start(tuple(self.space.recipe.techniques.values())):
+            return None  # the recipe itself compiles, and so does every candidate
+
+        def compiles(plan: JsonObject) -> bool:
+            return bool(plan["seconds_to_start"] > 0)
+
+        seen = [s for s in self.seen if fits_safely(s.plan) and compiles(s.plan) != compiles(best.plan)]
+        if seen:
+            return min(seen, key=lambda s: s.plan["seconds_per_step"])
+        if compiles(best.plan):
+            plain = (c for c in self._viable(self.candidates) if not self._start(c.added))
+            settings = [c.added for c in sorted(plain, key=self._estimated_rank)]
+        else:
+            settings = self._with_later_start(best)
+        for added in settings[:1]:
+            request = self.space.having(added)
+            self.tell(describe_techniques(added, best.micro))
+            try:
+                plan = describe(request, observe_cached(request, how="few"))
+            except RecipeError:  # found by the build only
+                return None
+            if fits_safely(plan) and compiles(plan) != compiles(best.plan):
+                return EvaluatedPlan(request.recipe, plan, worst(added), best.micro, added)
+        return None
+
+    def _with_later_start(self, best: EvaluatedPlan) -> list[Settings]:
+        """Returns the settings of the best with a technique that takes time to start, without one that excludes it."""
+        context = self.space.context(best.recipe)
+        settings: list[Settings] = []
+        for cls in self.space.searched():
+            for t in self.space.settings_of(cls).options(context):
+                if not self.space.allowed(t) or not t.startup_seconds(self.space.device):
+                    continue
+                others = tuple(other for other in best.added if type(other) is not cls)
+                fewer = (tuple(o for o in others if o is not left_out) for left_out in others)
+                settings += [
+                    (*kept, t)
+                    for kept in (others, *fewer)
+                    if not candidate_problems(self.space, self.space.having((*kept, t)))
+                ]
+        return settings
+
+    def _start(self, added: Settings) -> float:
+        return sum(t.startup_seconds(self.space.device) for t in added)
 
     def _refusals(self, best: EvaluatedPlan) -> list[tuple[str, str]]:
         """Returns (settings, reason) of the refused techniques that the best recipe refuses too, with its reason."""

@@ -195,6 +195,21 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.parametrize(
+    ("start", "pays", "text"),
+    [
+        (60.0, 1500, "the first step comes 60 s later, after compiling, which pays from 1,500 steps on"),
+        (0.0, 1500, "compile pays from 1,500 steps on"),
+        (60.0, None, "the first step comes 60 s later, after compiling"),
+    ],
+)
+def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: int | None, text: str) -> None:
+    plan = PLANS["qlora"]()[1] | {"seconds_to_start": start, "compile_pays_from_steps": pays}
+    entries = Answer(plan, "a model")._entries(None)
+    (said,) = (entry.text for entry in entries if entry.label == "time")
+    assert said.split("; ")[-1] == text
+
+
+@pytest.mark.parametrize(
     ("alone", "text"),
     [
         (False, ", because other processes use 1.5 of 2 cores; the speed above is with the machine to itself"),
