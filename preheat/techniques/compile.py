@@ -157,8 +157,8 @@ class CompiledLayers:
         notices = {}
         if (most := max(self.compilations.values(), default=0)) > _KINDS:
             notices["kinds"] = (
-                f"techniques.compile: layers were compiled {most} times for inputs of one shape, because they differ in "
-                f"a value that is part of a graph; this takes long and soon reaches limit: {self.limit}; "
+                f"techniques.compile: layers were compiled {most} times for inputs of one shape, because they differ "
+                f"in a value that is part of a graph; this takes long and soon reaches limit: {self.limit}; "
                 "TORCH_LOGS=recompiles names the value; leave compile out if it belongs to the model"
             )
         if self.graphs >= self.limit:
@@ -368,6 +368,7 @@ class Compile(Searchable):
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.hf import anatomy
         from preheat.models.kernel_swap import KERNEL_FAMILIES, forwards, gates
+        from preheat.ops import rowwise_cpu, rowwise_cuda
         from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
         layers = anatomy(part).layers
@@ -381,7 +382,10 @@ class Compile(Searchable):
         )
         # A dry run cannot compile: it computes these modules by fused operators, which save the same activations.
         if part.config.model_type in KERNEL_FAMILIES and not compiled.apart:
-            overrides = forwards(part, norm=rms_norm, gate=gated_silu if gates(part) else None)
+            cuda = build.device.kind == "cuda"
+            gate = rowwise_cuda.gated_silu if cuda else gated_silu
+            rotary = rowwise_cuda.rotary if cuda else rowwise_cpu.rotary
+            overrides = forwards(part, norm=rms_norm, rotary=rotary, gate=gate if gates(part) else None)
             # Only inside the layers: the final norm is not compiled.
             within = {id(m) for module in compiled.modules for m in module.modules()}
             compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
