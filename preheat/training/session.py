@@ -490,7 +490,7 @@ def reset_memory_baseline(device: Device) -> int:
     """Prepares the process for a run: frees memory, limits a GPU to `hardware.memory`, resets the peak counter.
 
     What exists now is left out of further garbage collections until the next run: torch and transformers are 400,000
-    objects, and a step that scans them takes 0.1 to 0.3 s longer.
+    objects, and a step that scans them takes 0.3 s longer.
 
     Returns:
         Bytes not available to the run: those of this process before the build (CPU) or of other processes (GPU).
