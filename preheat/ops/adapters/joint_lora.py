@@ -11,7 +11,7 @@ layer. Sources: the sums are those of LoRA (arXiv:2106.09685); recomputing the g
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -200,7 +200,7 @@ def is_joinable(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     if torch.compiler.is_compiling() or keeps_results() or type(x) not in _PLAIN:
         return False
     dtype = _dtype(x)
-    return all(_is_plain(layer, dtype, autocast=dtype != x.dtype or _autocasts(x)) for layer in layers)
+    return all(_is_plain(layer, dtype, autocast=_autocasts(x)) for layer in layers)
 
 
 def _autocasts(x: Tensor) -> bool:
@@ -211,19 +211,17 @@ def _dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if _autocasts(x) else x.dtype
 
 
-def _is_plain(layer: Any, dtype: torch.dtype, *, autocast: bool) -> bool:
-    if type(layer) is not added_linear() or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
+    layer: Any = module
+    if type(module) is not added_linear() or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return False
     (name,) = layer.active_adapters
     base = layer.base_layer
     if type(base) not in (nn.Linear, PackedLinear) or not layer.is_plain(name):
         return False
-    (first, last, dropout), packed = (
-        (layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]),
-        type(base) is PackedLinear,
-    )
+    first, last, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    packed = type(base) is PackedLinear
     weight = base.nf4_codes if packed else base.weight
-    modules = (base, first, last)
     return (
         (isinstance(dropout, nn.Identity) or not dropout.training)
         and type(weight) in _PLAIN
@@ -232,7 +230,7 @@ def _is_plain(layer: Any, dtype: torch.dtype, *, autocast: bool) -> bool:
         and (base.bias is None or (type(base.bias) in _PLAIN and not base.bias.requires_grad))
         and (autocast or first.weight.dtype == dtype)
         and type(first.weight) in _PLAIN
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in (base, first, last))
     )
 
 
@@ -291,7 +289,7 @@ class SharedInput:
         return first
 
 
-def join_adapters(layers: Sequence[Any], *, blocks: bool = True) -> int:
+def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
     """Joins the LoRA layers of transformer layers (Llama-like), in place. Returns the number of joined groups.
 
     Queries, keys and values are joined, so is the output projection with its own adapter, and the three of the
