@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,8 +54,8 @@ def energy_of(plan: JsonObject, devices: int) -> dict[str, float | None] | None:
 def explain(result: SearchResult, *, devices: int, price: float | None = None) -> JsonObject:
     """Returns the JSON of a search: the keys of a plan, and cost, energy, recipe, alternatives, rejected.
 
-    `compile_pays_from_steps` says how long a run must be for `compile` to finish it sooner; None if it never does, or
-    if no such plan was dry-run.
+    `startup` is {techniques: names of those that delay the first step, pays_from_steps: how long a run must be for them
+    to finish it sooner; None: no run is long enough}, or None if no plan differs from the best in such techniques.
 
     Args:
         price: dollars per device hour.
@@ -80,7 +79,8 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
         "devices": devices,
         "chosen": describe_techniques(best.added, best.micro),
         "numerics": best.trades,
-        "compile_pays_from_steps": _compile_pays_from(best, result.other_start),
+        "startup": result.startup
+        and {"techniques": list(result.startup.techniques), "pays_from_steps": result.startup.pays_from_steps()},
         "recipe": recipes.as_values(best.recipe),
         "alternatives": [alternative(s) for s in result.alternatives],
         "rejected": [{"recipe": what, "reason": why} for what, why in result.rejected],
@@ -91,17 +91,6 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
             "interrupted": result.interrupted,
         },
     }
-
-
-def _compile_pays_from(best: EvaluatedPlan, other_start: EvaluatedPlan | None) -> int | None:
-    """Returns the steps of a run from which on compiling finishes it sooner; None if that makes no step faster."""
-    if other_start is None:
-        return None
-    plain, compiled = sorted((best.plan, other_start.plan), key=lambda plan: plan["seconds_to_start"])
-    gain = plain["seconds_per_step"] - compiled["seconds_per_step"]
-    later = compiled["seconds_to_start"] - plain["seconds_to_start"]
-    # later + n * compiled <= n * plain
-    return math.ceil(later / gain) if gain > 0 else None
 
 
 def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:

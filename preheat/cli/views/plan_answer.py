@@ -281,13 +281,11 @@ def _time(plan: Mapping[str, Any]) -> str:
         parts.append(f"{hours(_BILLION / plan['tokens_per_second'])} per billion tokens")
         if plan["seconds_total"]:
             parts.append(f"ends after {hours(plan['seconds_total'])}")
-    # Plans that no search made do not have it.
-    pays = plan.get("compile_pays_from_steps")
     if plan.get("seconds_to_start"):
-        compiling = f"the first step comes {plan['seconds_to_start']:.0f} s later, after compiling"
-        parts.append(f"{compiling}, which pays from {pays:,} steps on" if pays else compiling)
-    elif pays:
-        parts.append(f"compile pays from {pays:,} steps on")
+        parts.append(f"the first step comes {plan['seconds_to_start']:.0f} s later, after compiling")
+    # Plans that no search made do not have it.
+    if (startup := plan.get("startup")) and startup["pays_from_steps"]:
+        parts.append(f"{', '.join(startup['techniques'])} pays from {startup['pays_from_steps']:,} steps on")
     return "; ".join(parts)
 
 

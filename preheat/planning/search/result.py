@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -20,6 +21,7 @@ __all__ = [
     "EstimatedPlan",
     "EvaluatedPlan",
     "SearchResult",
+    "Startup",
     "falls_short",
     "fits_safely",
     "fragmentation_hint",
@@ -68,6 +70,26 @@ class EvaluatedPlan:
         return frozenset(t.name() for t in self.added if t.is_parallel() or t.micro_batch_count() == 1)
 
 
+class Startup(NamedTuple):
+    """The best candidates without and with techniques that delay the first step to make all steps faster.
+
+    Attributes:
+        techniques: names of these techniques.
+    """
+
+    techniques: tuple[str, ...]
+    without: EvaluatedPlan
+    with_them: EvaluatedPlan
+
+    def pays_from_steps(self) -> int | None:
+        """Returns the steps of a run from which on they finish it sooner; None if they make no step faster."""
+        later, gain = (
+            sign * (self.with_them.plan[key] - self.without.plan[key])
+            for key, sign in (("seconds_to_start", 1), ("seconds_per_step", -1))
+        )
+        return math.ceil(later / gain) if gain > 0 else None
+
+
 @dataclass
 class SearchResult:
     """Result of a search.
@@ -82,7 +104,8 @@ class SearchResult:
         confirmed: True if the best was dry-run with all its layers.
         guesses: estimates of the candidates, fastest first; a sample if there are many.
         interrupted: True if Ctrl-C ended the search early: `best` is the best so far.
-        other_start: the fastest candidate that compiles if the best does not, and vice versa; None: none fits safely.
+        startup: the best beside a candidate that differs in techniques that delay the first step; None: none fits
+            safely.
     """
 
     best: EvaluatedPlan
@@ -93,7 +116,7 @@ class SearchResult:
     confirmed: bool = False
     guesses: list[EstimatedPlan] = field(default_factory=list)
     interrupted: bool = False
-    other_start: EvaluatedPlan | None = None
+    startup: Startup | None = None
 
 
 def fits_safely(plan: Mapping[str, Any]) -> bool:

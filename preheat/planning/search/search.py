@@ -28,6 +28,7 @@ from preheat.planning.search.result import (
     EstimatedPlan,
     EvaluatedPlan,
     SearchResult,
+    Startup,
     fits_safely,
     is_better_in_something,
     is_tradeoff,
@@ -187,14 +188,14 @@ class _Search:
 
     def run(self, confirm: bool) -> SearchResult:
         confirmed = interrupted = False
-        other_start = None
+        startup = None
         try:
             self._explore()
             best = self._preferred()
             if confirm and best.plan["fits"]:
                 best, confirmed = self._confirm(best)
             if best.plan["fits"]:
-                other_start = self._with_other_start(best)
+                startup = self._startup(best)
         except Interrupted as signal:
             # Ctrl-C asks for the best so far. Other signals, and a second one, end the command.
             if signal.number != SIGINT or not self.seen:
@@ -209,7 +210,7 @@ class _Search:
             confirmed,
             self._guesses(self.candidates),
             interrupted,
-            other_start,
+            startup,
         )
 
     def _explore(self) -> None:
@@ -846,35 +847,41 @@ class _Search:
             least = min(least, s.plan["peak_gib"])
         return alternatives
 
-    def _with_other_start(self, best: EvaluatedPlan) -> EvaluatedPlan | None:
-        """Returns the fastest candidate that compiles if the best does not, and vice versa; None: none fits safely.
+    def _startup(self, best: EvaluatedPlan) -> Startup | None:
+        """Compares the best with the fastest candidate that starts later, or sooner if the best starts late.
 
-        In a run that is too short to compile for, none was a candidate: then the best is dry-run with it.
+        If the run is too short for any that starts late, the best is dry-run with such a technique.
         """
 
-        if self._start(tuple(self.space.recipe.techniques.values())):
-            return None  # the recipe itself compiles, and so does every candidate
-
-        def compiles(plan: JsonObject) -> bool:
+        def delayed(plan: JsonObject) -> bool:
             return bool(plan["seconds_to_start"] > 0)
 
-        seen = [s for s in self.seen if fits_safely(s.plan) and compiles(s.plan) != compiles(best.plan)]
-        if seen:
-            return min(seen, key=lambda s: s.plan["seconds_per_step"])
-        if compiles(best.plan):
-            plain = (c for c in self._viable(self.candidates) if not self._start(c.added))
-            settings = [c.added for c in sorted(plain, key=self._estimated_rank)]
+        if self._start(tuple(self.space.recipe.techniques.values())):
+            return None  # the recipe itself delays the start of every candidate
+        seen = [s for s in self.seen if fits_safely(s.plan) and delayed(s.plan) != delayed(best.plan)]
+        other = min(seen, key=lambda s: s.plan["seconds_per_step"]) if seen else self._with_other_start(best)
+        if other is None or delayed(other.plan) == delayed(best.plan):
+            return None
+        without, with_them = (other, best) if delayed(best.plan) else (best, other)
+        names = tuple(t.name() for t in with_them.added if self._start((t,)))
+        return Startup(names, without, with_them)
+
+    def _with_other_start(self, best: EvaluatedPlan) -> EvaluatedPlan | None:
+        """Dry-runs a candidate without the techniques that delay the best, or the best with one; None: none fits."""
+        if best.plan["seconds_to_start"]:
+            candidates = (c for c in self._viable(self.candidates) if not self._start(c.added))
+            settings = [(c.added, c.micro) for c in sorted(candidates, key=self._estimated_rank)]
         else:
-            settings = self._with_later_start(best)
-        for added in settings[:1]:
+            settings = [(added, best.micro) for added in self._with_later_start(best)]
+        for added, micro in settings[:1]:
             request = self.space.having(added)
-            self.tell(describe_techniques(added, best.micro))
+            self.tell(describe_techniques(added, micro))
             try:
                 plan = describe(request, observe_cached(request, how="few"))
             except RecipeError:  # found by the build only
                 return None
-            if fits_safely(plan) and compiles(plan) != compiles(best.plan):
-                return EvaluatedPlan(request.recipe, plan, worst(added), best.micro, added)
+            if fits_safely(plan):
+                return EvaluatedPlan(request.recipe, plan, worst(added), micro, added)
         return None
 
     def _with_later_start(self, best: EvaluatedPlan) -> list[Settings]:

@@ -612,13 +612,15 @@ def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool
     assert ("compile" in made.best.recipe.techniques) is compiled
     total = steps * made.best.plan["seconds_per_step"]
     assert made.best.plan["seconds_total"] == pytest.approx(total + (60 if compiled else 0))
-    # Both answers say how long a run must be: it then ends as soon with compile, and one step earlier without.
-    assert made.other_start is not None
-    plain, faster = (s.plan["seconds_per_step"] for s in ((made.other_start, made.best)[:: 1 if compiled else -1]))
-    pays = explain(made, devices=1)["compile_pays_from_steps"]
+    # Both answers say how long a run must be: it then ends no later with compile, and one step fewer is too few.
+    assert made.startup is not None
+    pays = explain(made, devices=1)["startup"]["pays_from_steps"]
+    plain, faster = (s.plan["seconds_per_step"] for s in (made.startup.without, made.startup.with_them))
+    assert made.startup.techniques == ("compile",)
+    assert made.best in (made.startup.without, made.startup.with_them)
     assert 60 + pays * faster <= pays * plain
     assert 60 + (pays - 1) * faster > (pays - 1) * plain
-    assert steps < pays if not compiled else steps >= pays
+    assert (steps >= pays) is compiled
     exact = found(recipe, 8192, "exact")
     assert not {"compile", "fused_operators", "mixed_precision"} & exact.best.recipe.techniques.keys()
 
