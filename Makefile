@@ -68,7 +68,7 @@ $(OTHER)/installed: requirements.lock requirements-dev.lock pyproject.toml
 	@touch $@
 
 test-torch: $(OTHER)/installed
-	@$(OTHER)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" $(TORCH_TESTS)
+	@$(OTHER)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" -k "not crew" $(TORCH_TESTS)
 	@$(OTHER)/bin/python benchmarks/gpu_check.py correct --device cpu --only $(TORCH_CASES) >/dev/null
 
 # Names of torch; its allocator; planning; a loss with torch's own kernel; a training, its resume, and exports.

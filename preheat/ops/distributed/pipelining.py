@@ -171,8 +171,7 @@ class _Stage(PipelineStage):
             return torch.tensor([1])
         return super()._warmup_backward_result(received_result)
 
-    # Before its first step, torch sends a number between neighboring stages. 2.11 does so also between two stages of
-    # one rank, which gloo cannot.
+    # Before its first step, torch sends a number between neighboring stages; 2.11 also within a rank, but gloo cannot.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -188,15 +187,11 @@ class _Stage(PipelineStage):
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[_RecvInfo, ...]:
         return _empty(super()._create_grad_recv_info(act_send_info))
 
-    def _get_recv_ops(
-        self,
-        recv_infos: tuple[_RecvInfo, ...],
-        *group: Any,  # since torch 2.14: of this direction
-    ) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...], *group: Any) -> list[dist.P2POp]:
         for info in recv_infos if KNOWS_RECEIVED_SHAPES else ():
             if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos, *group)
+        return super()._get_recv_ops(recv_infos, *group)  # a group from torch 2.14 on
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # `forward_maybe_with_nosync` is not given the number.
