@@ -15,7 +15,7 @@ __all__ = ["NEWEST_TESTED", "warn_of_untested"]
 _log = logging.getLogger(__name__)
 
 NEWEST_TESTED: Mapping[str, str] = {"torch": "2.14", "transformers": "5.24"}
-"""Newest minor releases that all tests ran with; raise them after the workflow `newest` has passed."""
+"""Newest minor releases that preheat was tested with; raise them after the workflow `newest` has passed."""
 
 
 def warn_of_untested() -> None:
