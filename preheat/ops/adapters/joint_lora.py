@@ -222,6 +222,7 @@ def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
     first, last, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     packed = type(base) is PackedLinear
     weight = base.nf4_codes if packed else base.weight
+    parts = (base, first, last)
     return (
         (isinstance(dropout, nn.Identity) or not dropout.training)
         and type(weight) in _PLAIN
@@ -230,8 +231,14 @@ def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
         and (base.bias is None or (type(base.bias) in _PLAIN and not base.bias.requires_grad))
         and (autocast or first.weight.dtype == dtype)
         and type(first.weight) in _PLAIN
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in (base, first, last))
+        # Something else to do in a call of it: a cast (`keep_fp32`), a gather.
+        and not any(part._forward_hooks or part._forward_pre_hooks or _is_replaced(part) for part in parts)
     )
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """True if this module has a `forward` of its own, which hides that of its class."""
+    return "forward" in vars(module)
 
 
 def joined(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -303,7 +310,7 @@ def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
         attention, block = layer.self_attn, layer.mlp
         for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
             group = [getattr(attention, name) for name in names]
-            if all(type(module) is added_linear() for module in group):
+            if all(type(module) is added_linear() and not _is_replaced(module) for module in group):
                 shared = SharedInput(group)
                 for number, module in enumerate(group):
                     module.forward = functools.partial(shared.call, number)
@@ -317,4 +324,6 @@ def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
 
 def _block_forward(block: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     group = (block.gate_proj, block.up_proj, block.down_proj)
-    return gated_block(x, *group) if is_joinable(x, group) else plain(x)
+    # Asked in each call: a later technique may replace the `forward` of one.
+    alone = any(map(_is_replaced, group)) or not is_joinable(x, group)
+    return plain(x) if alone else gated_block(x, *group)

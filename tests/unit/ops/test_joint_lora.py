@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from preheat.ops.adapters import joint_lora
 from preheat.ops.adapters.peft_layers import under_autocast
 from preheat.techniques.fused_operators import fuse_operators
 from preheat.techniques.lora import add_lora
+from preheat.techniques.mixed_precision import keep_in_fp32
 from preheat.techniques.nf4 import to_nf4
 
 from ...conftest import difference
@@ -106,6 +108,7 @@ def test_the_product_behind_the_gate_is_not_saved() -> None:
         "switched off",
         "trained base",
         "hook",
+        "forward of its own",
     ],
 )
 def test_what_cannot_be_joined_is_computed_alone(unlike: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +126,10 @@ def test_what_cannot_be_joined_is_computed_alone(unlike: str, monkeypatch: pytes
                 for projection in ("k_proj", "o_proj"):
                     getattr(layer.self_attn, projection).base_layer.weight.requires_grad_(True)
                 layer.mlp.up_proj.base_layer.weight.requires_grad_(True)
+            if unlike == "forward of its own":  # as keep_fp32 does
+                for projection in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj):
+                    base = projection.base_layer
+                    base.forward = functools.partial(lambda forward, x: forward(x) * 2, base.forward)
             if unlike == "hook":
                 for projection in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.gate_proj):
                     projection.base_layer.register_forward_hook(lambda module, args, out: out * 2)
@@ -152,3 +159,31 @@ def test_another_input_between_the_calls_gets_its_own_result() -> None:
         torch.testing.assert_close(attention.k_proj(x), expected[0])
         torch.testing.assert_close(attention.v_proj(x), expected[1])
     assert torch.equal(queries, again)
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    together = fused(model())
+    other = copy.deepcopy(together)
+    for p in other.parameters():
+        p.data.mul_(1.5)
+    alone = model()
+    alone.load_state_dict(other.state_dict())
+    assert difference(gradients(other), gradients(alone)) < 1e-5
+    assert difference(gradients(together), gradients(model())) < 1e-5
+
+
+def test_modules_that_are_kept_in_fp32_are_not_joined_in_half_precision() -> None:
+    kept, alone = model(), model()
+    for built in (kept, alone):
+        for p in built.parameters():
+            if not p.requires_grad:
+                p.data = p.data.bfloat16()
+        under_autocast(built)
+        for name, module in built.named_modules():
+            if name.endswith(("up_proj", "k_proj", "o_proj")):
+                module.float()
+    fused(kept)
+    fuse_operators(alone, norm=False, device="cuda")
+    for built in (kept, alone):
+        keep_in_fp32(built, ["up_proj$", "k_proj$", "o_proj$"])
+    assert difference(gradients(kept, autocast=True), gradients(alone, autocast=True)) < 1e-5
