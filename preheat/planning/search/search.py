@@ -39,7 +39,7 @@ from preheat.planning.speed.roofline import Roofline
 from preheat.run_dir import is_tight
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.recipe import Recipe
 
 __all__ = ["AIMS", "Aim", "least_estimate", "passes_for", "search"]
 
@@ -61,6 +61,7 @@ _DEGREES = 2  # other degrees of the best layout to dry-run at once
 _WITH_ROOM = 2  # candidates to dry-run that may be as fast as one that fits tightly
 _TOLERANCE = 1.1  # error of estimates within the same layout
 _LESS = 0.95  # of the memory of every better candidate: what another micro-batch must save to be an alternative
+_EXCHANGED = 2  # dry runs that only say when techniques that delay the start pay
 _REFUSED = 12  # candidates that the build may refuse before nothing is said to fit
 _PLOTTED = 300  # candidates in the plot of the report
 
@@ -850,56 +851,60 @@ class _Search:
     def _startup(self, best: EvaluatedPlan) -> Startup | None:
         """Compares the best with the fastest candidate that starts later, or sooner if the best starts late.
 
-        If the run is too short for any that starts late, the best is dry-run with such a technique.
+        The search may have dry-run none of them, or slow ones only, because they cannot be the answer for a run of this
+        length. So the best is dry-run with such techniques exchanged, too.
         """
-
-        def delayed(plan: JsonObject) -> bool:
-            return bool(plan["seconds_to_start"] > 0)
-
         if self._start(tuple(self.space.recipe.techniques.values())):
             return None  # the recipe itself delays the start of every candidate
-        seen = [s for s in self.seen if fits_safely(s.plan) and delayed(s.plan) != delayed(best.plan)]
-        other = min(seen, key=lambda s: s.plan["seconds_per_step"]) if seen else self._with_other_start(best)
-        if other is None or delayed(other.plan) == delayed(best.plan):
+        late = bool(self._start(best.added))
+        exchanged = self._without_delay(best) if late else self._with_delay(best)
+        others = [s for s in self.seen if bool(self._start(s.added)) != late]
+        others += [s for added in exchanged[:_EXCHANGED] if (s := self._planned(added, best.micro)) is not None]
+        others = [s for s in others if fits_safely(s.plan)]
+        if not others:
             return None
-        without, with_them = (other, best) if delayed(best.plan) else (best, other)
-        names = tuple(t.name() for t in with_them.added if self._start((t,)))
-        return Startup(names, without, with_them)
+        other = min(others, key=lambda s: s.plan["seconds_per_step"])
+        without, with_them = (other, best) if late else (best, other)
+        return Startup(tuple(t.name() for t in with_them.added if self._start((t,))), without, with_them)
 
-    def _with_other_start(self, best: EvaluatedPlan) -> EvaluatedPlan | None:
-        """Dry-runs a candidate without the techniques that delay the best, or the best with one; None: none fits."""
-        if best.plan["seconds_to_start"]:
-            candidates = (c for c in self._viable(self.candidates) if not self._start(c.added))
-            settings = [(c.added, c.micro) for c in sorted(candidates, key=self._estimated_rank)]
-        else:
-            settings = [(added, best.micro) for added in self._with_later_start(best)]
-        for added, micro in settings[:1]:
-            request = self.space.having(added)
-            self.tell(describe_techniques(added, micro))
-            try:
-                plan = describe(request, observe_cached(request, how="few"))
-            except RecipeError:  # found by the build only
-                return None
-            if fits_safely(plan):
-                return EvaluatedPlan(request.recipe, plan, worst(added), micro, added)
-        return None
-
-    def _with_later_start(self, best: EvaluatedPlan) -> list[Settings]:
-        """Returns the settings of the best with a technique that takes time to start, without one that excludes it."""
-        context = self.space.context(best.recipe)
+    def _with_delay(self, best: EvaluatedPlan) -> list[Settings]:
+        """Returns the settings of the best with a technique that delays the start, without one that excludes it."""
         settings: list[Settings] = []
-        for cls in self.space.searched():
-            for t in self.space.settings_of(cls).options(context):
-                if not self.space.allowed(t) or not t.startup_seconds(self.space.device):
-                    continue
-                others = tuple(other for other in best.added if type(other) is not cls)
-                fewer = (tuple(o for o in others if o is not left_out) for left_out in others)
-                settings += [
-                    (*kept, t)
-                    for kept in (others, *fewer)
-                    if not candidate_problems(self.space, self.space.having((*kept, t)))
-                ]
+        for t in self._searched_settings(best.recipe):
+            others = tuple(other for other in best.added if type(other) is not type(t))
+            fewer = (tuple(o for o in others if o is not left_out) for left_out in others)
+            if self._start((t,)):
+                settings += [(*kept, t) for kept in (others, *fewer) if self._is_valid((*kept, t))]
         return settings
+
+    def _without_delay(self, best: EvaluatedPlan) -> list[Settings]:
+        """Returns the settings of the best without the techniques that delay the start: first with one that these
+        exclude, then alone."""
+        kept = tuple(t for t in best.added if not self._start((t,)))
+        instead = (
+            t
+            for t in self._searched_settings(self.space.having(kept).recipe)
+            if t.name() not in {other.name() for other in best.added} and not self._is_valid((*best.added, t))
+        )
+        return [settings for settings in (*((*kept, t) for t in instead), kept) if self._is_valid(settings)]
+
+    def _searched_settings(self, recipe: Recipe) -> Iterator[Technique]:
+        context = self.space.context(recipe)
+        for cls in self.space.searched():
+            yield from (t for t in self.space.settings_of(cls).options(context) if self.space.allowed(t))
+
+    def _is_valid(self, added: Settings) -> bool:
+        return not candidate_problems(self.space, self.space.having(added))
+
+    def _planned(self, added: Settings, micro: int) -> EvaluatedPlan | None:
+        """Returns a candidate that only a comparison needs, by a dry run; None if the build refuses it."""
+        self.tell(describe_techniques(added, micro))
+        request = self.space.having(added)
+        try:
+            plan = describe(request, observe_cached(request, how="few"))
+        except RecipeError:
+            return None
+        return EvaluatedPlan(request.recipe, plan, worst(added), micro, added)
 
     def _start(self, added: Settings) -> float:
         return sum(t.startup_seconds(self.space.device) for t in added)
