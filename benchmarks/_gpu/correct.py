@@ -40,7 +40,7 @@ BOUNDS = {"exact": (0.99999, 1e-3), "rounding": (0.99, 0.05), "fp8": (0.95, 0.2)
 
 LONGEST = {"distillation": 64, "rope_scaling": 32}
 """The longest rows of techniques whose trial settings limit them: the positions of the small teacher; twice 16 positions."""
-MISSING = re.compile("which is not installed|compute capability|[Ll]inux only")
+MISSING = re.compile(r"which is not installed|compute capability|[Ll]inux only|torch \d\S+ (has no|cannot) ")
 """Refusals because of the machine, not of the recipe."""
 
 
