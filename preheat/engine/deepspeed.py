@@ -105,13 +105,15 @@ class DeepSpeed(Technique):
 
     def check(self, context: Context) -> list[str]:
         problems = []
-        if importlib.util.find_spec("deepspeed") is None:
+        # A plan of another device needs neither the package nor a rate.
+        here = context.device.at_hand
+        if here and importlib.util.find_spec("deepspeed") is None:
             problems.append("is not installed: pip install 'preheat[deepspeed]', or use parallel.engine: native")
         if context.sizes[Axis.REPLICATE] < 2:
             problems.append("splits rows across devices, and there is one; start several with --nproc")
         if context.recipe.checkpoint.every:
             problems.append("checkpoint.every: a DeepSpeed run cannot resume from our checkpoints; set it to 0")
-        if self.zero == 3 and context.recipe.optimizer.lr == "auto":
+        if here and self.zero == 3 and context.recipe.optimizer.lr == "auto":
             problems.append("optimizer.lr: auto counts the parameters, which parallel.zero_stage: 3 shards; set a rate")
         return problems
 

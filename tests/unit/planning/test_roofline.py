@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.core import Axis
+from preheat.core import Axis, Change
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.dry_run_loops import counting, fold_identical
@@ -154,6 +154,43 @@ def test_a_product_is_limited_by_flops_or_by_bytes() -> None:
     )  # whole waves of 132 units
     assert narrow == pytest.approx((2 * (8192 * 16 + 16 * 8448) + 2 * 8192 * 8448) / (3.35e12 * 0.85), rel=1e-3)
     assert seconds(128, 8192, 128) > large / 64 / 66 * 50  # one tile leaves 131 of 132 units idle
+
+
+@pytest.mark.parametrize(
+    ("operator", "flops", "moved", "cudnn", "milliseconds"),
+    [
+        ("mm", 2 * 8192 * 4096 * 14336, 2 * (8192 * 4096 + 4096 * 14336 + 8192 * 14336), False, 1.33),
+        ("attention", 4 * 32 * 8192**2 * 128, 0, True, 1.03),
+        ("attention_backward", 10 * 32 * 8192**2 * 128, 0, True, 3.06),
+        ("preheat::varlen_attention", 4 * 32 * 8192**2 * 128, 0, True, 1.70),
+        ("preheat::gated_silu", 0, 6 * 8192 * 14336, False, 0.23),
+    ],
+)
+def test_one_h100_takes_about_what_was_measured(
+    operator: str, flops: int, moved: int, cudnn: bool, milliseconds: float
+) -> None:
+    """Kernels of an 8B LoRA step on one (benchmarks/results/gpu_layer.md); flash attention alone, by itself."""
+    sizes = {"shapes": ((8192, 4096), (4096, 14336)), "bytes_read": moved}
+    only = Counter({kernel(operator, flops=flops, **sizes): 1})
+    chosen = {"efficient_attention": [Change("attention of 32 layers", 32, kernel="cudnn")]} if cudnn else {}
+    one = Observation({}, {}, only, {}, 0, 0, 0, 0, changes=chosen)
+    spent = replace(Roofline.of("H100"), alone=True).seconds(one)
+    assert (spent.total - spent.host) * 1e3 == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_deepspeed_is_planned_for_another_machine_without_the_package_and_a_rate() -> None:
+    stated = "batch: {{size: 8, seq_len: 64}}\nstop: {{max_steps: 9}}\ncheckpoint: {{every: 0}}\n{}"
+    h100 = Roofline.of("H100")
+    memory = []
+    for sharding in (
+        "parallel: {engine: deepspeed, zero_stage: 3, devices: 2}",
+        "parallel: {devices: 2}\ntechniques: {fsdp: {}}",
+    ):
+        text = stated.format(sharding) + "\nmodel: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 96}"
+        recipe = recipes.parse(text)
+        assert recipe.optimizer.lr == "auto"
+        memory.append(plan(Request(recipe, h100.as_device, world=2, rates=h100))["allocated_gib"])
+    assert memory[0] == memory[1]
 
 
 def measured(gpu: Roofline, launch: float = 4.5e-6) -> Rates:
@@ -318,10 +355,8 @@ def test_what_shares_out_rows_hides_behind_computing_and_exchanges_within_a_laye
 
     def waiting(operator: str, axis: Axis, **more: Any) -> float:
         sent = kernel(operator, group=(8, 1), bytes_read=1 << 20, bytes_written=1 << 20, **more)
-        seen = SimpleNamespace(
-            kernels=Counter({work: 1, sent: 1}), groups={(8, 1): (axis,)}, compiled=False, slowed=1.0, idle=0.0
-        )
-        return h100.seconds(seen).waiting  # type: ignore[arg-type]
+        both = Counter({work: 1, sent: 1})
+        return h100.seconds(Observation({}, {}, both, {}, 0, 0, 0, 0, groups={(8, 1): (axis,)})).waiting
 
     assert waiting("c10d::_allgather_base_", Axis.SHARD) == 0
     # ZeRO-1 gathers new weights in the update, after everything was computed.
