@@ -1,13 +1,12 @@
 """Gated SiLU and rotary embedding on CUDA, each pass one Triton kernel.
 
-torch's operators are 7 kernels for the gate and about 30 for the rotary embedding of one layer. On an H100, at 8,192
+torch's operators are 8 kernels for the gate and about 30 for the rotary embedding of one layer. On an H100, at 8,192
 tokens of a model of 8 billion parameters, they take 1.25 and 1.34 ms (benchmarks/results/gpu_layer.md).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from preheat.ops import rowwise_cpu
 from preheat.ops.cuda_kernels import Operator, is_plain, named_failures
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["gated_silu", "gated_silu_backward_", "launch_gate", "launch_gate_backward", "launch_rotary", "rotary"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a DTensor is a view of other devices' data
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a DTensor holds only this rank's part
 _LANES = 2048  # elements of a program of the gate: 16 a thread, 16 bytes a load
 
 

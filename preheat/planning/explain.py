@@ -188,7 +188,8 @@ def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) ->
         flops[name] += kernel.unmasked_flops * count
         moved[name] += (kernel.bytes_read + kernel.bytes_written) * count
         # An observation of this kernel alone, so that the same model gives its seconds.
-        one = Observation({}, {}, type(observation.kernels)({kernel: count}), {}, 0, 0, 0, 0, groups=observation.groups)
+        only = type(observation.kernels)({kernel: count})
+        one = Observation({}, {}, only, {}, 0, 0, 0, 0, groups=observation.groups, cudnn=observation.cudnn)
         time[name] += seconds(one, rates)
     total = sum(time.values()) or 1.0
     points = [

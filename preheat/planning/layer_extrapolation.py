@@ -226,6 +226,7 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
         reserved=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
         groups=two.groups,
         compiled=two.compiled,
+        cudnn=two.cudnn,
         slowed=one.slowed,
         idle=one.idle,
     )

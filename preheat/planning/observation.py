@@ -44,6 +44,7 @@ class Observation:
         streams: {block: stream} for the blocks in the log that are not allocated on the main stream.
         groups: {group of a kernel: mesh axes that the process group spans}.
         compiled: True if the compiler fuses the layers' small operators in the real run.
+        cudnn: True if attention over rows of one document is cuDNN's.
         slowed: factor on the host time per operator, from techniques that run Python between operators.
         idle: idle time of this device as a fraction of its busy time: the bubble of a pipeline, and waiting for devices
             with more to compute.
@@ -67,6 +68,7 @@ class Observation:
     streams: dict[int, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
+    cudnn: bool = False
     slowed: float = 1.0
     idle: float = 0.0
 

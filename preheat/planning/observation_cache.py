@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["clear", "is_cached", "observe_cached", "prefetch"]
 
-_FORMAT = 6
+_FORMAT = 7
 # Sections of a recipe that no dry run depends on.
 _IRRELEVANT = (
     "name",
@@ -78,11 +78,15 @@ def observe_cached(request: Request, *, how: str = "few", rank: int | None = Non
     if observation is None and not logged:
         observation = _load(path)
     if observation is None or (logged and not observation.log):
-        gc.freeze()  # otherwise garbage collection scans all of torch repeatedly: a third of the time
+        # Otherwise garbage collection scans all of torch repeatedly: a third of the time. A run has frozen it already.
+        freezes = not gc.get_freeze_count()
+        if freezes:
+            gc.freeze()
         try:
             observation = _DRY_RUNS[how](request, rank=ranks[0])
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
         # Before it is stored, because a replay needs the log, which is not.
         # Estimates do not ask for it.
         if observation.log and observation.reserved is None and how != "step":
@@ -206,6 +210,7 @@ def _values(observation: Observation) -> JsonObject:
         "passing",
         "slots",
         "compiled",
+        "cudnn",
         "slowed",
         "idle",
         "reserved",

@@ -83,12 +83,16 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
     import transformers.modeling_utils  # noqa: F401  # imported before the fork, so that the workers share it
 
     # Not collected first: that takes a fifth of a second, for little garbage.
-    gc.freeze()  # garbage collection would touch, and so copy, shared pages
+    # Garbage collection would touch, and so copy, shared pages. A run has frozen them already.
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     _helpers.extend(_Worker(do) for _ in range((size or processes()) - 1 if _can_fork() else 0))
     try:
         yield
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         while _helpers:
             _helpers.pop().end()
 

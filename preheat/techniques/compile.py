@@ -49,8 +49,7 @@ _ONE_GRAPH = frozenset(
     ("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 )
 # Seconds to compile the training and evaluation graphs: 15 to 25 measured on a CPU; a minute assumed on a GPU with a
-# cold compiler cache. On the host of an H100 the first step of an 8B Llama took 48 s with 16 graphs, 3 s for each; few
-# models need more than 6.
+# cold compiler cache. The first step of an 8B Llama with shared graphs took 14 s on an H100 (gpu_layer.md).
 _COMPILE_SECONDS = {"cpu": 25.0, "cuda": 60.0}
 # Kinds of layers that a model may have, with a graph each: with a window or without, with rotary positions or without.
 _KINDS = 4

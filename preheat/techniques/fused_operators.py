@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
+from preheat.errors import RecipeError
 from preheat.hardware.cpp_build import compiler
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["FusedOperators", "fuse_operators"]
+
+_GROUPS = "groups of LoRA layers"
 
 
 def fuse_operators(
@@ -77,7 +80,7 @@ def fuse_operators(
         gate=(rowwise_cuda.gated_silu if cuda else fused_norm_gate.gated_silu) if gate else None,
     )
     if adapters and (groups := join_adapters(anatomy(model).layers, blocks=gate)):
-        counts["groups of LoRA layers"] = groups
+        counts[_GROUPS] = groups
     return counts
 
 
@@ -107,8 +110,8 @@ class FusedOperators(Searchable):
         problems = []
         if context.model.family not in KERNEL_FAMILIES:
             problems.append(f"is for {', '.join(KERNEL_FAMILIES)}, not {context.model.family}; leave it out")
-        if not (self.norm or self.gate):
-            problems.append("norm, gate: both are false; leave fused_operators out")
+        if not (self.norm or self.gate or (self.adapters and context.device.kind == "cuda")):
+            problems.append("norm, gate, adapters: none applies here; leave fused_operators out")
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
@@ -122,14 +125,19 @@ class FusedOperators(Searchable):
             part,
             norm=self.norm,
             gate=self.gate,
-            # Without a compiler a CPU has no operator for it.
-            rotary=kind == "cuda" or (kind == "cpu" and compiler() is not None),
+            # Without a compiler a CPU has no operator for it. With neither of the others, only adapters are meant.
+            rotary=(self.norm or self.gate) and (kind == "cuda" or compiler() is not None),
             adapters=self.adapters and kind == "cuda",
             device=kind,
         )
-        return Change(
-            ", ".join(f"{n} {what}" for what, n in counts.items()) + " save only their inputs", sum(counts.values())
-        )
+        groups = counts.pop(_GROUPS, 0)
+        parts = [", ".join(f"{n} {what}" for what, n in counts.items()) + " save only their inputs"] if counts else []
+        parts += [f"{groups} groups of LoRA layers are computed together"] if groups else []
+        if not parts:
+            raise RecipeError(
+                "techniques.fused_operators.adapters: no LoRA layers can be computed together; leave it out"
+            )
+        return Change("; ".join(parts), sum(counts.values()) + groups)
 
     def options(self, context: Context) -> Iterable[Technique]:
         # On a CPU without a compiler they are barely faster, and their plans have not been validated.

@@ -489,13 +489,13 @@ def _order(
 def reset_memory_baseline(device: Device) -> int:
     """Prepares the process for a run: frees memory, limits a GPU to `hardware.memory`, resets the peak counter.
 
-    What exists now is left out of further garbage collections until the next run: torch and transformers are 400,000
-    objects, and a step that scans them takes 0.3 s longer.
+    Excludes all objects that exist now from garbage collection until the next run: torch and transformers create
+    400,000, and scanning them adds 0.3 s to a step.
 
     Returns:
         Bytes not available to the run: those of this process before the build (CPU) or of other processes (GPU).
     """
-    gc.unfreeze()  # what an earlier run in this process left behind is collected
+    gc.unfreeze()  # so that the garbage of an earlier run in this process is collected
     gc.collect()
     gc.freeze()
     # At the end of the process extensions report what is not collected as leaks.

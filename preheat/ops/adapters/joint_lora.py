@@ -3,9 +3,9 @@
 Each alone reads the input for its adapter, adds the adapter's product to the base's in a pass over the output, and in
 backward gives a gradient of the whole input, which autograd adds to the others' in further passes. Together one matmul
 computes all adapters' low-rank inputs, the base's matmul adds to the adapter's product while it writes, and all
-gradients of the input are summed in the matmuls that compute them. Behind silu(a) * b the product is not saved for the
-adapter of the next layer, but computed again with the gradients of a and b: a tensor of the intermediate size less a
-layer. Sources: the sums are those of LoRA (arXiv:2106.09685); recomputing the gate's product, as unsloth does.
+gradients of the input are summed in the matmuls that compute them. The product silu(a) * b is not saved for the down
+projection but recomputed in backward, which saves one tensor [tokens, intermediate size] per layer. Sources: the sums
+are those of LoRA (arXiv:2106.09685); unsloth recomputes the gate's product too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # a DTensor is a view of other devices' data
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # a DTensor holds only this rank's part
 
 
 class _Map(NamedTuple):
-    """What of a LoRA layer is no tensor.
+    """The settings of a LoRA layer that are no tensors.
 
     Attributes:
         scale: alpha / rank.
@@ -57,8 +57,8 @@ class _Operands(NamedTuple):
 _COUNT = 8  # tensors of a layer: A, B, bias, and the five of an NF4 weight
 
 
-def _taken_apart(layer: Any) -> tuple[_Map, list[Tensor | None]]:
-    """Returns what autograd functions take of a layer that `is_joinable` accepts: its `_Map`, and `_COUNT` tensors."""
+def _split_layer(layer: Any) -> tuple[_Map, list[Tensor | None]]:
+    """Returns the `_Map` of a LoRA layer that `is_joinable` accepts, and its `_COUNT` tensors."""
     (name,) = layer.active_adapters
     base = layer.base_layer
     packed = isinstance(base, PackedLinear)
@@ -222,6 +222,8 @@ def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
     first, last, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     packed = type(base) is PackedLinear
     weight = base.nf4_codes if packed else base.weight
+    if type(first) is not nn.Linear or type(last) is not nn.Linear:  # in eight bits
+        return False
     parts = (base, first, last)
     return (
         (isinstance(dropout, nn.Identity) or not dropout.training)
@@ -231,14 +233,20 @@ def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
         and (base.bias is None or (type(base.bias) in _PLAIN and not base.bias.requires_grad))
         and (autocast or first.weight.dtype == dtype)
         and type(first.weight) in _PLAIN
-        # Something else to do in a call of it: a cast (`keep_fp32`), a gather.
-        and not any(part._forward_hooks or part._forward_pre_hooks or _is_replaced(part) for part in parts)
+        # Replaced forwards (`keep_fp32`) and hooks (gathers) run only if the module itself is called.
+        and not any(_is_replaced(part) or _is_hooked(part) for part in parts)
     )
 
 
 def _is_replaced(module: nn.Module) -> bool:
     """True if this module has a `forward` of its own, which hides that of its class."""
     return "forward" in vars(module)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def joined(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -250,18 +258,18 @@ def joined(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     Returns:
         [..., out] of each layer, in autocast's dtype if it is on.
     """
-    maps, tensors = _flat(layers)
+    maps, tensors = _split_layers(layers)
     return _Joined.apply(x.to(_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def gated_block(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) of LoRA layers that `is_joinable` accepts; x: [..., in]."""
-    maps, tensors = _flat((gate, up, down))
+    maps, tensors = _split_layers((gate, up, down))
     return _Block.apply(x.to(_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _flat(layers: Sequence[nn.Module]) -> tuple[tuple[_Map, ...], list[Tensor | None]]:
-    parts = [_taken_apart(layer) for layer in layers]
+def _split_layers(layers: Sequence[nn.Module]) -> tuple[tuple[_Map, ...], list[Tensor | None]]:
+    parts = [_split_layer(layer) for layer in layers]
     return tuple(map_ for map_, _ in parts), [t for _, tensors in parts for t in tensors]
 
 
@@ -286,14 +294,24 @@ class SharedInput:
             if not self._ready:
                 self._input = None
             return result
-        # Another input, or another order: nothing of the earlier one is kept.
-        self._input, self._ready = None, {}
+        self._clear()  # another input, or another order
         if number or args or kwargs or not is_joinable(x, self.layers):
             return self._plain[number](x, *args, **kwargs)  # type: ignore[no-any-return]
         first, *others = joined(x, self.layers)
         if others:
             self._input, self._ready = x, dict(enumerate(others, 1))
         return first
+
+    def around(self, forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+        """Calls the `forward` of the module whose layers these are."""
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            # After an error between two of the calls (out of memory) they would keep the whole graph alive.
+            self._clear()
+
+    def _clear(self) -> None:
+        self._input, self._ready = None, {}
 
 
 def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
@@ -310,20 +328,30 @@ def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
         attention, block = layer.self_attn, layer.mlp
         for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
             group = [getattr(attention, name) for name in names]
-            if all(type(module) is added_linear() and not _is_replaced(module) for module in group):
+            if all(_may_join(module) and not _is_replaced(module) for module in group):
                 shared = SharedInput(group)
                 for number, module in enumerate(group):
                     module.forward = functools.partial(shared.call, number)
+                if len(group) > 1:
+                    attention.forward = functools.partial(shared.around, attention.forward)
                 count += 1
         group = [getattr(block, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-        if blocks and all(type(module) is added_linear() for module in group):
+        if blocks and all(map(_may_join, group)):
             block.forward = functools.partial(_block_forward, block, block.forward)
             count += 1
     return count
 
 
+def _may_join(module: nn.Module | None) -> bool:
+    """True if it is a LoRA layer without variants (DoRA) and dropout, which are computed alone in training."""
+    layer: Any = module
+    if type(module) is not added_linear() or layer.lora_variant:
+        return False
+    return not any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
+
+
 def _block_forward(block: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     group = (block.gate_proj, block.up_proj, block.down_proj)
-    # Asked in each call: a later technique may replace the `forward` of one.
-    alone = any(map(_is_replaced, group)) or not is_joinable(x, group)
+    # Checked in each call, because a later technique may replace a projection's `forward`.
+    alone = any(_is_replaced(part) or _is_hooked(part) for part in group) or not is_joinable(x, group)
     return plain(x) if alone else gated_block(x, *group)

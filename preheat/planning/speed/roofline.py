@@ -99,8 +99,8 @@ _ATTENTION: dict[str, tuple[float, float]] = {
     "blackwell-rtx": (0.62, 0.52),  # runs FlashAttention-2 as Ada does
     "cdna": (0.45, 0.35),
 }
-# The same of cuDNN's attention, in steps of 8,192 and 2,048 tokens on an H100: 0.54 and 0.48 forward, 0.44 and 0.33
-# backward (benchmarks/results/gpu_layer.md).
+# The same of cuDNN's attention: nearer to rows of 8,192 tokens (0.54 and 0.44 in steps on an H100), where attention
+# takes a quarter of the time, than to rows of 2,048 (0.48 and 0.33; benchmarks/results/gpu_layer.md).
 _CUDNN: dict[str, tuple[float, float]] = {"hopper": (0.52, 0.41)}
 _CAPABILITY = {  # lowest CUDA compute capability of a generation
     "volta": (7, 0),
@@ -265,8 +265,6 @@ class Roofline:
         """Returns the seconds of one optimizer step, by cause."""
         products = attention = moved = waiting = overlapped = 0.0
         launches = 0
-        # Beside cuDNN's kernel, packed rows are attended by flash attention's.
-        cudnn = any(change.kernel == "cudnn" for changes in observation.changes.values() for change in changes)
         for kernel, count in observation.kernels.items():
             if kernel.where != "device":
                 continue  # `_link` counts these
@@ -285,7 +283,8 @@ class Roofline:
                 continue
             launches += count
             if kernel.flops and "attention" in kernel.operator:
-                dense = cudnn and "varlen" not in kernel.operator
+                # Where cuDNN computes rows of one document, flash attention computes packed rows.
+                dense = observation.cudnn and "varlen" not in kernel.operator
                 attention += (self._attention(kernel, dense) + _LAUNCH) * count
             elif kernel.operator.startswith(FUSED):
                 attention += (self._fused(kernel) + _LAUNCH) * count

@@ -120,7 +120,7 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
         machine = environment.get("machine") or {}
         if not {"device", "memory_gib"} <= machine.keys():
             raise RunError("environment.json of the run does not name its GPU; run this on a machine with that GPU")
-        roofline = Roofline.of(machine["device"])
+        roofline = replace(Roofline.of(machine["device"]), alone=environment.get("processes", 1) == 1)
         memory = round(machine["memory_gib"] * GIB)
         segments = environment.get("segments") or recipe.hardware.segments
         expandable = grows(segments, amd=roofline.device.generation == "cdna")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -150,9 +152,10 @@ def test_another_input_between_the_calls_gets_its_own_result() -> None:
     attention = fused(model()).model.layers[0].self_attn
     x, other = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
     with torch.no_grad():
-        expected = attention.k_proj(x), attention.v_proj(x)  # without the call that would compute all three
+        # Without the call that computes all three.
+        expected, of_other = (attention.k_proj(x), attention.v_proj(x)), attention.k_proj(other)
         queries = attention.q_proj(x)
-        assert torch.equal(attention.k_proj(other), attention.k_proj(other))
+        torch.testing.assert_close(attention.k_proj(other), of_other)
         assert not torch.equal(attention.k_proj(other), expected[0])
         torch.testing.assert_close(attention.k_proj(x), expected[0])
         again = attention.q_proj(x)
@@ -187,3 +190,55 @@ def test_modules_that_are_kept_in_fp32_are_not_joined_in_half_precision() -> Non
     for built in (kept, alone):
         keep_in_fp32(built, ["up_proj$", "k_proj$", "o_proj$"])
     assert difference(gradients(kept, autocast=True), gradients(alone, autocast=True)) < 1e-5
+
+
+def test_an_error_between_the_calls_keeps_no_graph_alive() -> None:
+    together = fused(model())
+    attention = together.model.layers[1].self_attn
+    results = []
+
+    def fail(x: Tensor) -> Tensor:
+        results.append(weakref.ref(x))
+        raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.k_proj, "forward", fail)  # q_proj has computed all three
+        with pytest.raises(RuntimeError):
+            together(input_ids=TOKENS)
+    gc.collect()
+    assert results[0]() is None
+    assert difference(gradients(copy.deepcopy(together)), gradients(model())) < 1e-5
+
+
+def test_hooks_of_whole_layers_run() -> None:
+    alone = model()
+    together = fused(copy.deepcopy(alone))
+    for built in (alone, together):
+        for layer in built.model.layers:
+            for projection in (layer.self_attn.k_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                projection.register_forward_hook(lambda module, args, out: out * 2)
+    assert difference(gradients(together), gradients(alone)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_recomputed_layers_and_evaluation_have_the_same_results(checkpointed: bool) -> None:
+    together = fused(model())
+    if checkpointed:
+        together.gradient_checkpointing_enable({"use_reentrant": False})
+    together.train()
+    assert difference(gradients(together), gradients(model())) < 1e-5
+    with torch.no_grad():
+        torch.testing.assert_close(
+            together(input_ids=TOKENS).logits, model()(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_dora_is_computed_alone_and_not_counted() -> None:
+    torch.manual_seed(0)
+    built = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16)
+    )
+    add_lora(built, rank=4, variant="dora")
+    counts = fuse_operators(built, norm=False, adapters=True, device="cuda")
+    assert counts == {"gated activations": 1}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
-from preheat.core import Axis, Change
+from preheat.core import Axis
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.dry_run_loops import counting, fold_identical
@@ -172,10 +172,21 @@ def test_one_h100_takes_about_what_was_measured(
     """Kernels of an 8B LoRA step on one (benchmarks/results/gpu_layer.md); flash attention alone, by itself."""
     sizes = {"shapes": ((8192, 4096), (4096, 14336)), "bytes_read": moved}
     only = Counter({kernel(operator, flops=flops, **sizes): 1})
-    chosen = {"efficient_attention": [Change("attention of 32 layers", 32, kernel="cudnn")]} if cudnn else {}
-    one = Observation({}, {}, only, {}, 0, 0, 0, 0, changes=chosen)
+    one = Observation({}, {}, only, {}, 0, 0, 0, 0, cudnn=cudnn)
     spent = replace(Roofline.of("H100"), alone=True).seconds(one)
     assert (spent.total - spent.host) * 1e3 == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_few_layers_know_which_attention_all_have() -> None:
+    h100 = Roofline.of("H100")
+    recipe = recipes.parse(
+        "model: {num_layers: 5, hidden_size: 256, num_heads: 4, vocab_size: 96}\nbatch: {size: 1, seq_len: 512}\n"
+        "stop: {max_steps: 9}\ntechniques: {mixed_precision: {}, efficient_attention: {}}"
+    )
+    request = Request(recipe, h100.as_device, vocabulary=96, rates=h100)
+    attention = [h100.seconds(seen).attention for seen in (observe(request), observe_few_layers(request))]
+    assert attention[0] > 0
+    assert attention[1] == pytest.approx(attention[0])
 
 
 def test_deepspeed_is_planned_for_another_machine_without_the_package_and_a_rate() -> None:
