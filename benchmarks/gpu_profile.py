@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-KINDS = {  # the first whose words are part of a kernel's name
+KINDS = {  # the first kind with a pattern in the kernel's name
     "matmuls": ("nvjet", "splitKreduce", "gemm", "cutlass_80"),
     "attention": ("flash_", "cudnn", "fmha"),
     "gate": ("silu", "_fg_kernel", "DWf_DW"),
@@ -34,7 +34,7 @@ UNTIMED = 4
 
 def kind_of(kernel: str) -> str:
     """The kind of work of a kernel of torch, Triton, cuBLAS, cuDNN, bitsandbytes or unsloth, by its name."""
-    return next((kind for kind, words in KINDS.items() if any(word in kernel for word in words)), "other")
+    return next((kind for kind, patterns in KINDS.items() if any(pattern in kernel for pattern in patterns)), "other")
 
 
 def by_kind(kernels: list[tuple[int, int, str]]) -> dict[str, tuple[float, int]]:

@@ -75,10 +75,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Recipes that the installed torch is too old for are skipped.
     """
     for item in items:
-        asked = str(item.callspec.params).replace("'", "") if hasattr(item, "callspec") else ""
-        if "kernel: torch" in asked:
+        parameters = str(item.callspec.params).replace("'", "") if hasattr(item, "callspec") else ""
+        if "kernel: torch" in parameters:
             from preheat.torch_compat import missing_linear_cross_entropy as missing
-        elif "fsdp: " in asked and "nf4: " in asked:
+        elif "fsdp: " in parameters and "nf4: " in parameters:
             from preheat.torch_compat import missing_integer_shards as missing
         else:
             continue

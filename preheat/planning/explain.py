@@ -54,8 +54,8 @@ def energy_of(plan: JsonObject, devices: int) -> dict[str, float | None] | None:
 def explain(result: SearchResult, *, devices: int, price: float | None = None) -> JsonObject:
     """Returns the JSON of a search: the keys of a plan, and cost, energy, recipe, alternatives, rejected.
 
-    `startup` is {techniques: names of those that delay the first step, pays_from_steps: how long a run must be for them
-    to finish it sooner; None: no run is long enough}, or None if no plan differs from the best in such techniques.
+    `startup` is {techniques, pays_from_steps}: the techniques that delay the first step, and the number of steps from
+    which a run with them ends sooner (None: never). It is None if no other plan can be compared.
 
     Args:
         price: dollars per device hour.

@@ -148,11 +148,11 @@ class CompiledLayers:
                 self.compilations[_inputs_of(kind, args, traced_kwargs)] += 1
 
     def expected_compilations(self) -> int:
-        """Returns the compilations so far, less those that equal inputs and few kinds of layers do not explain."""
+        """Returns the number of compilations so far, counting at most `_KINDS` for each `_Inputs`."""
         return sum(min(count, _KINDS) for count in self.compilations.values())
 
     def new_notices(self) -> list[str]:
-        """Returns what a user should know about the graphs, each once."""
+        """Returns notices about the graphs for the user, each once."""
         notices = {}
         if (most := max(self.compilations.values(), default=0)) > _KINDS:
             notices["kinds"] = (

@@ -860,7 +860,8 @@ class _Search:
         exchanged = self._without_delay(best) if late else self._with_delay(best)
         others = [s for s in self.seen if bool(self._start(s.added)) != late]
         others += [s for added in exchanged[:_EXCHANGED] if (s := self._planned(added, best.micro)) is not None]
-        others = [s for s in others if fits_safely(s.plan)]
+        # Of two answers that the aim ranks apart (by batch, or by numerics), the start explains only a part.
+        others = [s for s in others if fits_safely(s.plan) and self._rank(s)[:-1] == self._rank(best)[:-1]]
         if not others:
             return None
         other = min(others, key=lambda s: s.plan["seconds_per_step"])
@@ -874,19 +875,19 @@ class _Search:
             others = tuple(other for other in best.added if type(other) is not type(t))
             fewer = (tuple(o for o in others if o is not left_out) for left_out in others)
             if self._start((t,)):
-                settings += [(*kept, t) for kept in (others, *fewer) if self._is_valid((*kept, t))]
+                settings += [(*rest, t) for rest in (others, *fewer) if self._is_valid((*rest, t))]
         return settings
 
     def _without_delay(self, best: EvaluatedPlan) -> list[Settings]:
         """Returns the settings of the best without the techniques that delay the start: first with one that these
         exclude, then alone."""
-        kept = tuple(t for t in best.added if not self._start((t,)))
+        remaining = tuple(t for t in best.added if not self._start((t,)))
         instead = (
             t
-            for t in self._searched_settings(self.space.having(kept).recipe)
+            for t in self._searched_settings(self.space.having(remaining).recipe)
             if t.name() not in {other.name() for other in best.added} and not self._is_valid((*best.added, t))
         )
-        return [settings for settings in (*((*kept, t) for t in instead), kept) if self._is_valid(settings)]
+        return [settings for settings in (*((*remaining, t) for t in instead), remaining) if self._is_valid(settings)]
 
     def _searched_settings(self, recipe: Recipe) -> Iterator[Technique]:
         context = self.space.context(recipe)

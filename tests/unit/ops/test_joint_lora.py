@@ -176,8 +176,8 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 
 def test_modules_that_are_kept_in_fp32_are_not_joined_in_half_precision() -> None:
-    kept, alone = model(), model()
-    for built in (kept, alone):
+    together, alone = model(), model()
+    for built in (together, alone):
         for p in built.parameters():
             if not p.requires_grad:
                 p.data = p.data.bfloat16()
@@ -185,11 +185,11 @@ def test_modules_that_are_kept_in_fp32_are_not_joined_in_half_precision() -> Non
         for name, module in built.named_modules():
             if name.endswith(("up_proj", "k_proj", "o_proj")):
                 module.float()
-    fused(kept)
+    fused(together)
     fuse_operators(alone, norm=False, device="cuda")
-    for built in (kept, alone):
+    for built in (together, alone):
         keep_in_fp32(built, ["up_proj$", "k_proj$", "o_proj$"])
-    assert difference(gradients(kept, autocast=True), gradients(alone, autocast=True)) < 1e-5
+    assert difference(gradients(together, autocast=True), gradients(alone, autocast=True)) < 1e-5
 
 
 def test_an_error_between_the_calls_keeps_no_graph_alive() -> None:
