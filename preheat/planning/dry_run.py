@@ -204,7 +204,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         streams=recorder.streams,
         groups={key: build.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag.COMPILED_LAYERS in build.tags,
-        cudnn=any(change.kernel == "cudnn" for change in build.changes.get("efficient_attention", ())),
+        cudnn=any(change.kernel == "cudnn" for changes in build.changes.values() for change in changes),
         slowed=math.prod(t.host_overhead() for t in recipe.techniques.values()),
         idle=build.parallel.bubble_fraction(len(micros)),
     )

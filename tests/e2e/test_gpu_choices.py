@@ -36,4 +36,5 @@ def test_a_grouped_model_is_planned_with_efficient_attention_whatever_the_precis
     for allow in ("exact", "rounding"):
         chosen, _ = _SCRIPT["searched"](case, "RTX-4090", passes=2, allow=allow)
         assert "efficient_attention" in chosen.techniques, (allow, chosen.what)
-        assert ("compile" in chosen.techniques) is (allow == "rounding")
+        # Either fuses small operators.
+        assert bool({"compile", "fused_operators"} & chosen.techniques) is (allow == "rounding")
