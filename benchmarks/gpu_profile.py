@@ -1,4 +1,4 @@
-"""Where the time of a training step on a GPU goes: milliseconds and kernels by kind of work.
+"""Profiles a training step on a GPU: milliseconds and number of kernels by kind of work.
 
     python benchmarks/gpu_profile.py RECIPE.yaml [--set KEY=VALUE ...] [--steps 9] [--out FOLDER]
 

@@ -38,8 +38,8 @@ _IS_2_12, _IS_2_13 = torch.__version__ >= "2.12", torch.__version__ >= "2.13"
 KNOWS_RECEIVED_SHAPES = _IS_2_12
 """Stages of a pipeline know the shape of a tensor that they will receive without a buffer for it."""
 
-# Device that a fake tensor stands for. From 2.13 on `fake_device` is a property, and this attribute is what it reads:
-# a dry run asks so often that the call of a property matters.
+# Returns the device that a fake tensor represents. From 2.13 on `fake_device` is a property that reads `_fake_device`;
+# dry runs read it so often that the property's call takes noticeable time.
 fake_device: Callable[[FakeTensor], torch.device] = attrgetter("_fake_device" if _IS_2_13 else "fake_device")
 
 

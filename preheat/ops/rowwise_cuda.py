@@ -24,7 +24,7 @@ _LANES = 2048  # elements of a program of the gate: 16 a thread, 16 bytes a load
 
 
 def _serves(operator: Operator, *tensors: Tensor) -> bool:
-    """True if the kernels take these tensors: plain ones on CUDA, or a dry run's, which stand for such."""
+    """True if the kernels support these tensors: unsharded CUDA tensors, or the fake tensors of a dry run."""
     if torch.compiler.is_compiling() or any(type(t) not in _PLAIN or t.dtype not in _DTYPES for t in tensors):
         return False
     if detect_fake_mode(tensors) is not None:

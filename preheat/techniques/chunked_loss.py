@@ -91,9 +91,9 @@ class ChunkedLoss(Searchable):
     rows: Annotated[int, Bound(1)] | None = None
     """Rows of logits in memory at a time; if not given, 512 on a CPU and 4096 on a GPU (liger chooses its own)."""
     kernel: Literal["auto", "ours", "torch", "liger"] = "auto"
-    """What computes a chunk: ours, torch's linear_cross_entropy (torch 2.13), or Liger's Triton kernel (CUDA). auto
-    takes ours, the fastest measured on a CPU (benchmarks/results/loss_kernels.md); the others have not been compared
-    with it on CUDA."""
+    """The kernel that computes a chunk: ours, torch's linear_cross_entropy (torch 2.13), or Liger's Triton kernel
+    (CUDA). auto takes ours, the fastest measured on a CPU (benchmarks/results/loss_kernels.md); the others have not
+    been compared with it on CUDA."""
 
     def _rows(self, kind: str) -> int:
         return self.rows or _ROWS[kind]

@@ -283,7 +283,7 @@ class Roofline:
                 continue
             launches += count
             if kernel.flops and "attention" in kernel.operator:
-                # Where cuDNN computes rows of one document, flash attention computes packed rows.
+                # cuDNN supports only rows of one document; packed rows use flash attention.
                 dense = observation.cudnn and "varlen" not in kernel.operator
                 attention += (self._attention(kernel, dense) + _LAUNCH) * count
             elif kernel.operator.startswith(FUSED):

@@ -311,16 +311,16 @@ def test_layers_that_share_no_graph_are_reported_and_those_with_one_keep_it(
     counting: tuple[Backend, list[int]], tmp_path: Path
 ) -> None:
     """The scale of attention differs in each layer here, so that each needs a graph."""
-    made = {}
+    builds = {}
     for name in ("plain", "other"):
         tiny_config("gpt2", num_hidden_layers=LAYERS, scale_attn_by_inverse_layer_idx=True).save_pretrained(tmp_path)
         recipe = override(tiny("{}", family="gpt2"), f"model={{path: {tmp_path}, weights: random}}")
-        made[name] = build(recipe, vocabulary=96, device=DEVICE)
+        builds[name] = build(recipe, vocabulary=96, device=DEVICE)
     backend, called = counting
-    layers = anatomy(made["other"].trained[0]).layers  # type: ignore[arg-type]
+    layers = anatomy(builds["other"].trained[0]).layers  # type: ignore[arg-type]
     compiled = compile_layers(layers, backend=backend, limit=5)
     for step in (1, 2):
-        assert difference(_grads(made["other"], uneven()), _grads(made["plain"], uneven())) < 1e-5
+        assert difference(_grads(builds["other"], uneven()), _grads(builds["plain"], uneven())) < 1e-5
         assert called == [5 * step]
     assert compiled.compilations.total() == 5
     assert compiled.expected_compilations() == 4
