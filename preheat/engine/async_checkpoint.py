@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,10 +32,10 @@ def room(build: Build) -> int:
     """Bytes of host memory that writing a checkpoint takes on top of the build's tensors, set by its largest file."""
     # The largest file alone counts: files are written one after the other.
     sizes = {name: t.nbytes for name, t in checkpoint._tensors(build).items()}
-    numbers = checkpoint._files(sizes)
-    return round(
-        _PEAK_FACTOR * max(sum(n for name, n in sizes.items() if numbers[name] == file) for file in numbers.values())
-    )
+    files: Counter[int] = Counter()
+    for name, file in checkpoint._files(sizes).items():
+        files[file] += sizes[name]
+    return round(_PEAK_FACTOR * max(files.values()))
 
 
 @dataclass(frozen=True)

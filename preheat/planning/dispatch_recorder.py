@@ -366,6 +366,11 @@ class Recorder(TorchDispatchMode):
         # Waiting for a collective returns its result itself; only torch's fake version makes a new tensor.
         if func is _WAIT and type(args[0]) is FakeTensor:
             return args[0]
+        if func in _RANGES:  # without tensors: FSDP opens several in each pass of a layer
+            if self._resized:
+                self.look_at_gathered()
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         # Only plain tensors own storages.
         for kind in types:
@@ -381,7 +386,7 @@ class Recorder(TorchDispatchMode):
             self.look_at_gathered()
         operator = _operator(func)
         outputs = tensors(out)
-        # Without tensors nothing runs on the device: a range for torch's profiler, a question about dtypes.
+        # Without tensors nothing runs on the device: a question about dtypes.
         if operator.free or not (inputs or outputs):
             return out
         # Layouts alone decide what else follows, unless a storage is on the host.
@@ -546,6 +551,10 @@ _COPIES = ("split_with_sizes_copy", "chunk_cat")  # FSDP2's own, around its coll
 _operators: dict[int, _Operator] = {}  # by the id of the operator
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_RANGES = (  # of torch's profiler
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
 _CHUNK = 1 << 16
 """Elements per block of torch's foreach kernels (kChunkSize of MultiTensorApply.cuh)."""
 # FSDP2 operators whose outputs are allocated on a side stream.

@@ -102,7 +102,8 @@ _CHANGING = {"aten::set_", "aten::set_data", "aten::resize_", "aten::resize_as_"
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 # They make a new tensor, also of one that is not fake: a parameter on meta.
 _LIKE = {"aten::empty_like", "aten::zeros_like"}
-_OURS = ("aten", "preheat")  # namespaces whose operators are functions of their arguments
+# Namespaces whose operators are functions of their arguments. Collectives of c10d also return an object to wait for.
+_OURS = ("aten", "preheat", "fsdp", "_c10d_functional")
 
 
 def tensors(values: object) -> list[Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import hashlib
 import importlib.metadata
 import json
@@ -31,7 +30,7 @@ from preheat.planning.layer_extrapolation import fullest_ranks, observe_few_laye
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
-from preheat.planning.worker_pool import run_tasks
+from preheat.planning.worker_pool import garbage_frozen, run_tasks
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -78,15 +77,9 @@ def observe_cached(request: Request, *, how: str = "few", rank: int | None = Non
     if observation is None and not logged:
         observation = _load(path)
     if observation is None or (logged and not observation.log):
-        # Otherwise garbage collection scans all of torch repeatedly: a third of the time. A run has frozen it already.
-        freezes = not gc.get_freeze_count()
-        if freezes:
-            gc.freeze()
-        try:
+        # Otherwise garbage collection takes a third of the time.
+        with garbage_frozen():
             observation = _DRY_RUNS[how](request, rank=ranks[0])
-        finally:
-            if freezes:
-                gc.unfreeze()
         # Before it is stored, because a replay needs the log, which is not.
         # Estimates do not ask for it.
         if observation.log and observation.reserved is None and how != "step":
