@@ -189,6 +189,7 @@ class Recorder(TorchDispatchMode):
         self.groups: dict[tuple[int, int], list[int]] = {}  # key of a process group -> its ranks
         self.streams: dict[int, str] = {}  # number -> stream, for storages not allocated on the main stream
         self.rounded: dict[int, int] = {}  # number -> bytes added by rounding
+        self.unrounded: dict[int, int] = {}  # number -> bytes before rounding
         self.gathered: set[int] = set()  # numbers of storages that held gathered weights
         self._host: set[int] = set()  # ids of living storages in host memory, which the device log ignores
 
@@ -237,6 +238,7 @@ class Recorder(TorchDispatchMode):
         self._made += 1
         self._numbers[id(storage)] = number
         self.rounded[number] = size - storage.nbytes()
+        self.unrounded[number] = storage.nbytes()
         self._log_event(number, size)
 
         # Arguments by default value, because a closure over `storage` would keep it alive.
@@ -262,9 +264,10 @@ class Recorder(TorchDispatchMode):
 
     def _log_temporary(self, size: int) -> None:
         """Logs a temporary that lives only while an operator runs."""
-        number, size = self._made, -(-size // self.rounding) * self.rounding
+        number = self._made
         self._made += 1
-        self.rounded[number] = 0
+        self.rounded[number], self.unrounded[number] = 0, size
+        size = -(-size // self.rounding) * self.rounding
         self._log_event(number, size)
         self._log_event(number, -size)
 

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["build_dry", "highest", "observe", "peaks"]
+    from preheat.core import Device
+
+__all__ = ["allocator_rounding", "build_dry", "highest", "observe", "peaks"]
 
 _SENT = ("c10d::send", "c10d::recv_")
 """Operators between the passes of a pipeline's micro-batches, which `Recorder.later` lacks."""
@@ -88,14 +90,20 @@ def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluate
         return _observe(request, by_layer, evaluated)
 
 
+def allocator_rounding(device: Device) -> int:
+    """Returns the bytes to which the device's allocator rounds sizes: torch's on a CPU aligns to 64, CUDA's to 512."""
+    return 64 if device.kind == "cpu" else 512
+
+
 def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # Constants that modules hold as real tensors (small tables, for example) may mix with fake ones.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Sizes are rounded as the target's allocator does: torch's CPU allocator aligns to 64 bytes, CUDA's to 512.
     recipe, cpu = request.observed, request.device.kind == "cpu"
-    recorder = Recorder(rounding=64 if cpu else 512, spread=torch.distributed.is_initialized(), casts=cpu)
+    recorder = Recorder(
+        rounding=allocator_rounding(request.device), spread=torch.distributed.is_initialized(), casts=cpu
+    )
     # The builder enters `dry` around its own work, so that parameters and optimizer states are recorded too.
     build = builder.build(
         recipe,
@@ -202,6 +210,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         changes=build.changes,
         at=at,
         streams=recorder.streams,
+        unrounded=recorder.unrounded,
         groups={key: build.mesh.along(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag.COMPILED_LAYERS in build.tags,
         cudnn=any(change.kernel == "cudnn" for changes in build.changes.values() for change in changes),

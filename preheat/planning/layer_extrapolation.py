@@ -20,7 +20,8 @@ from preheat.engine.builder import techniques_of
 from preheat.models import hf
 from preheat.models.layer_kinds import layer_kinds
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import build_dry, observe, peaks
+from preheat.planning.dry_run import allocator_rounding, build_dry, observe, peaks
+from preheat.planning.log_extrapolation import extrapolate_log
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -32,7 +33,14 @@ if TYPE_CHECKING:
     from preheat.planning.dispatch_recorder import Place
     from preheat.planning.worker_pool import Task
 
-__all__ = ["fullest_ranks", "observe_few_layers", "of_layers", "require_buildable", "sampled_layers"]
+__all__ = [
+    "extrapolate_all_layers",
+    "fullest_ranks",
+    "observe_few_layers",
+    "of_layers",
+    "require_buildable",
+    "sampled_layers",
+]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
 # memory is affine from 8 on, and noisy, so its layer counts are further apart.
@@ -87,6 +95,36 @@ def observe_few_layers(
     if not cpu:
         # A CPU's heap is replayed from a log, which an extrapolated observation lacks.
         result.reserved = _extrapolate_reserved(one, two, result, device, layers, None if quick else (fewer, more))
+    return result
+
+
+def extrapolate_all_layers(
+    request: Request, observe_logged: Callable[[Request], Observation] | None = None
+) -> Observation | None:
+    """Observes a recipe for a GPU with all its layers, and the log of their allocations, from two models of few layers.
+
+    The log is that of a dry run of all layers, event by event, but for the order of frees between two allocations. A
+    kernel that takes the tensors of all layers at once has their average size, as in `observe_few_layers`.
+
+    Args:
+        observe_logged: observes a request by layer, with its log; by default `observe`.
+
+    Returns:
+        None if layers are not alike, or if the logs of few do not repeat from layer to layer.
+    """
+    observe_logged = observe_logged or (lambda few: observe(few, by_layer=True))
+    device, layers = request.device, request.config.get_text_config().num_hidden_layers
+    few = _layer_counts(request.recipe, request.config)
+    if device.kind == "cpu" or few is None or layers <= sum(few):
+        return None
+    one, two = (observe_logged(of_layers(request, count)) for count in few)
+    times = (layers - few[0]) // (few[1] - few[0])
+    extrapolated = extrapolate_log(one, two, times, allocator_rounding(device))
+    if extrapolated is None:
+        return None
+    result = _extrapolate(one, two, times)
+    result.log, result.streams = extrapolated
+    result.reserved = None  # a replay of the log tells it
     return result
 
 

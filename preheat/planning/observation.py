@@ -42,6 +42,7 @@ class Observation:
         at: {(phase, place in the model): {category: bytes}} at each place's peak.
         reserved: bytes that the allocator reserves, for observations without a log.
         streams: {block: stream} for the blocks in the log that are not allocated on the main stream.
+        unrounded: {block: bytes before rounding} for the blocks in the log.
         groups: {group of a kernel: mesh axes that the process group spans}.
         compiled: True if the compiler fuses the layers' small operators in the real run.
         cudnn: True if attention over rows of one document is cuDNN's.
@@ -66,6 +67,7 @@ class Observation:
     at: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
     reserved: int | None = None
     streams: dict[int, str] = field(default_factory=dict)
+    unrounded: dict[int, int] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Axis, ...]] = field(default_factory=dict)
     compiled: bool = False
     cudnn: bool = False

@@ -26,7 +26,7 @@ from preheat.hardware.stored_values import Damaged, read_json
 from preheat.planning.answer_cache import source_digest
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import fullest_ranks, observe_few_layers
+from preheat.planning.layer_extrapolation import extrapolate_all_layers, fullest_ranks, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -56,9 +56,10 @@ def observe_cached(request: Request, *, how: str = "few", rank: int | None = Non
     """Returns an observation of the recipe, from the cache or from a new dry run.
 
     Args:
-        how: kind of dry run. `few`: extrapolated from few layers if possible; `enough`: from more layers, for the GPU
-            allocator's overhead; `whole`: all layers; `marked`: all layers, distinguished in `at`; `step`: no
-            evaluation.
+        how: kind of dry run. `few`: extrapolated from few layers if possible; `whole`: all layers, with their log,
+            which is extrapolated if possible; `enough`: as `whole`, or if that needs a dry run of all layers from
+            twice the layers of `few`, for the GPU allocator's overhead; `marked`: a dry run of all layers,
+            distinguished in `at`; `step`: no evaluation.
         rank: rank to observe; by default the one that needs the most memory, and the first of a `step`.
         logged: include the log of allocations, which is not on disk.
 
@@ -150,10 +151,22 @@ def _few(request: Request, *, rank: int, quick: bool = True) -> Observation:
     return observe_few_layers(request, heap=request.device.kind == "cpu", quick=quick, observe_all=_observe_all)
 
 
+def _enough(request: Request, *, rank: int) -> Observation:
+    return _extrapolated(request) or _few(request, rank=rank, quick=False)
+
+
+def _whole(request: Request, *, rank: int) -> Observation:
+    return _extrapolated(request) or observe(request, rank=rank)
+
+
+def _extrapolated(request: Request) -> Observation | None:
+    return extrapolate_all_layers(request, lambda few: observe_cached(few, how="marked", logged=True))
+
+
 _DRY_RUNS: dict[str, Callable[..., Observation]] = {
     "few": _few,
-    "enough": functools.partial(_few, quick=False),
-    "whole": observe,
+    "enough": _enough,
+    "whole": _whole,
     "marked": functools.partial(observe, by_layer=True),
     "step": functools.partial(observe, evaluated=False),
 }
