@@ -31,17 +31,15 @@ class _Event(NamedTuple):
     """An allocation, or a free.
 
     Attributes:
-        size: bytes as the allocator rounds them; negative if freed.
-        exact: bytes before rounding.
+        size: bytes before rounding, which are affine in the number of layers; negative if freed.
         part: number of the part of load and step, from phase to phase, in which the block was allocated.
-        newer, older: of a free, how many living blocks of the same exact size, stream and part came later and earlier.
+        newer, older: of a free, how many living blocks of the same size, stream and part came later and earlier.
     """
 
     size: int
     phase: Phase
     stream: str
     part: int
-    exact: int
     newer: int = 0
     older: int = 0
 
@@ -96,7 +94,7 @@ def extrapolate_log(
 def _events(observation: Observation) -> list[_Event] | None:
     """Returns the events of load and step in the order of a replay; None if the step reallocates a lasting block."""
     events: list[_Event] = []
-    blocks: dict[int, tuple[int, int]] = {}  # living block -> exact size and part
+    blocks: dict[int, tuple[int, int]] = {}  # living block -> size before rounding, part
     living: defaultdict[tuple[int, str, int], list[int]] = defaultdict(list)
     lasting: set[int] = set()
     part, last = 0, None
@@ -112,13 +110,13 @@ def _events(observation: Observation) -> list[_Event] | None:
             exact = observation.unrounded[block]
             blocks[block] = exact, part
             living[exact, stream, part].append(block)
-            events.append(_Event(size, phase, stream, part, exact))
+            events.append(_Event(exact, phase, stream, part))
         elif block in blocks:  # allocated by load or step
             exact, born = blocks.pop(block)
             alike = living[exact, stream, born]
             n = alike.index(block)
             del alike[n]
-            events.append(_Event(size, phase, stream, born, exact, len(alike) - n, n))
+            events.append(_Event(-exact, phase, stream, born, len(alike) - n, n))
     return events
 
 
@@ -205,7 +203,7 @@ def _repeat(writer: _Writer, long: Sequence[_Event], insertion: _Insertion, time
     for start in (insertion.start - length, insertion.stop):
         other = long[max(start, 0) : start + length]
         if len(other) == length and all(
-            a.is_of_kind(b) and a.exact == b.exact for a, b in zip(layer, other, strict=True)
+            a.is_of_kind(b) and a.size == b.size for a, b in zip(layer, other, strict=True)
         ):
             return all(writer.write(b, a, 1) for _ in range(times) for a, b in zip(layer, other, strict=True))
     return False
@@ -227,7 +225,7 @@ class _Writer:
 
     def write(self, one: _Event, two: _Event, times: int) -> bool:
         """Writes the event that follows from the same one in two models; returns False if it frees no known block."""
-        exact = one.exact + (two.exact - one.exact) * times
+        exact = abs(one.size + (two.size - one.size) * times)
         size = -(-exact // self.rounding) * self.rounding
         alike = self._living[exact, one.stream, one.part]
         if one.size > 0:
