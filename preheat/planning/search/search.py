@@ -808,8 +808,9 @@ class _Search:
             The best, and whether it was dry-run with all its layers.
         """
         layers = self.space.model.layers / self.space.sizes_of(best.recipe)[Axis.PIPELINE]
-        # By their number and not by the clock, so that a busy machine gives the same answer. Enough layers are as many
-        # as the two dry runs have together: fewer are quicker all at once.
+        # By their number and not by the clock, so that a busy machine gives the same answer. It matters only if the log
+        # of all layers cannot be extrapolated: enough layers are as many as the two dry runs have together, because
+        # fewer are quicker all at once.
         on_cpu = self.space.device.kind == "cpu"  # where all layers were dry-run already, for the heap
         all_ = on_cpu or layers <= max(_CONFIRM * self.passes, 2 * ENOUGH[0] + ENOUGH[1])
         how = "whole" if all_ else "enough"
