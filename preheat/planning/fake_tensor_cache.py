@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from preheat.ops.distributed.fully_shard import OPERATORS
 from preheat.torch_compat import fake_device
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.
 # They make a new tensor, also of one that is not fake: a parameter on meta.
 _LIKE = {"aten::empty_like", "aten::zeros_like"}
 # Namespaces whose operators are functions of their arguments. Collectives of c10d also return an object to wait for.
-_OURS = ("aten", "preheat", "fsdp", "_c10d_functional")
+_OURS = ("aten", "preheat", "_c10d_functional", OPERATORS)
 
 
 def tensors(values: object) -> list[Tensor]:

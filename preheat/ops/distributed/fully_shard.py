@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "OPERATORS",
     "OWN_MESH",
     "forward_through",
     "gathering",
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 
+OPERATORS = "fsdp"
+"""Namespace of FSDP2's own operators, which copy weights and gradients around its collectives."""
 OWN_MESH = "preheat_mesh"
 """Attribute of a module whose weights use another mesh than the rest, such as expert-parallel experts."""
 
