@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 
 from preheat.hardware.cpp_build import compiler, quick_library
+from preheat.ops.plain_tensors import is_plain_tensor
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -45,7 +45,6 @@ IN_CACHE = {
 """Operator -> bytes that a simple operator moves in the cache while one of these computes an element (measured: 0.2 to
 0.8 ns at 140 GB/s, about alike in bf16 and fp32); the planner's time model uses it."""
 _DTYPES = (torch.bfloat16, torch.float32)
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a DTensor is a view of other devices' data
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -53,7 +52,7 @@ def serves(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in _DTYPES or torch.compiler.is_compiling():
         return False
-    if any(t.device.type != "cpu" or t.dtype != dtype or type(t) not in _PLAIN for t in tensors):
+    if not is_plain_tensor(*tensors) or any(t.device.type != "cpu" or t.dtype != dtype for t in tensors):
         return False
     # A dry run builds nothing: it asks whether the library could be built.
     return compiler() is not None and (detect_fake_mode(tensors) is not None or _library() is not None)

@@ -11,21 +11,20 @@ import importlib.util
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 
 from preheat.ops import rowwise_cpu
 from preheat.ops.cuda_kernels import Operator, is_plain, named_failures
+from preheat.ops.plain_tensors import is_plain_tensor
 
 __all__ = ["gated_silu", "gated_silu_backward_", "launch_gate", "launch_gate_backward", "launch_rotary", "rotary"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # a DTensor holds only this rank's part
 _LANES = 2048  # elements of a program of the gate: 16 a thread, 16 bytes a load
 
 
 def _serves(operator: Operator, *tensors: Tensor) -> bool:
     """True if the kernels support these tensors: unsharded CUDA tensors, or the fake tensors of a dry run."""
-    if torch.compiler.is_compiling() or any(type(t) not in _PLAIN or t.dtype not in _DTYPES for t in tensors):
+    if torch.compiler.is_compiling() or not is_plain_tensor(*tensors) or any(t.dtype not in _DTYPES for t in tensors):
         return False
     if detect_fake_mode(tensors) is not None:
         return True

@@ -97,6 +97,7 @@ def _basis(plan: JsonObject) -> str:
         ("Assumed, as nothing states it", ", ".join(plan.get("assumed") or ())),
         ("Export", plan.get("export_note")),
         ("Speed now", plan.get("now_note")),
+        ("Start", plan.get("start_note")),
     ]
     shown = "".join(f"<div><dt>{escape(label)}</dt><dd>{nbsp_units(text)}</dd></div>" for label, text in lines if text)
     basis = f'<dl class="setup">{shown}</dl>' if shown else ""

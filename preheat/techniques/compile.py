@@ -94,7 +94,9 @@ class CompiledLayers:
 
     def around(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Calls the forward of a layer whose parts are compiled: they are not told of its cache."""
-        before, self._generating = self._generating, _has_cache(kwargs)
+        from preheat.models.token_mixers import find_cache
+
+        before, self._generating = self._generating, find_cache(kwargs) is not None
         try:
             return forward(*args, **kwargs)
         finally:
@@ -103,6 +105,8 @@ class CompiledLayers:
     def run(self, kind: type, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Calls `forward(*args, **kwargs)` of a module of type `kind`, compiled if possible."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+        from preheat.models.token_mixers import find_cache
 
         # Nothing compiles under a dispatch mode (e.g. fake tensors), and a growing KV cache changes shape with each
         # token.
@@ -121,7 +125,7 @@ class CompiledLayers:
             with within:
                 return forward(*args, **kwargs)
         # Each graph belongs to one shape, and a growing cache has another with each token.
-        if self._generating or _has_cache(kwargs):
+        if self._generating or find_cache(kwargs) is not None:
             return forward(*args, **kwargs)
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.utils import counters
@@ -224,12 +228,6 @@ def _inputs_of(module: type, args: tuple[object, ...], kwargs: Mapping[str, obje
     # Of a layer the first tensor is the hidden states [rows, length, width].
     hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     return _Inputs(module, tuple(hidden.shape), hidden.requires_grad, torch.is_grad_enabled(), opaque)
-
-
-def _has_cache(kwargs: Mapping[str, object]) -> bool:
-    from preheat.models.token_mixers import CACHE_ARGUMENTS
-
-    return any(kwargs.get(key) is not None for key in CACHE_ARGUMENTS)
 
 
 def compile_layers(

@@ -237,7 +237,7 @@ def hours(seconds: float) -> str:
 
 
 def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns parts of the answer for the page: the whole method, what it rests on, and where an export runs."""
+    """Returns parts of the answer for the page: the whole method, what it rests on, where an export runs, what delays the start."""
     recipe = recipe_of(plan)
     stages = _stages(plan, recipe)
     others = [
@@ -248,6 +248,7 @@ def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
         "rests_on": _batch(recipe, plan),
         "export_note": _export(plan),
         "now_note": _at_present(plan) if plan.get("now") else "",
+        "start_note": _start(plan),
         "of_stage": f", in one of {stages} stages" if stages > 1 else "",
         "alternatives": others,
     }
@@ -281,6 +282,14 @@ def _time(plan: Mapping[str, Any]) -> str:
         parts.append(f"{hours(_BILLION / plan['tokens_per_second'])} per billion tokens")
         if plan["seconds_total"]:
             parts.append(f"ends after {hours(plan['seconds_total'])}")
+    if start := _start(plan):
+        parts.append(start)
+    return "; ".join(parts)
+
+
+def _start(plan: Mapping[str, Any]) -> str:
+    """Describes what delays the first step, and from how many steps on that pays; "" if nothing does."""
+    parts = []
     if plan.get("seconds_to_start"):
         parts.append(f"the first step comes {plan['seconds_to_start']:.0f} s later, after compiling")
     # Plans that no search made do not have it.

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from preheat.ops import rowwise_cuda
 from preheat.ops.adapters.peft_layers import added_linear
 from preheat.ops.memory.selective_checkpoint import keeps_results
+from preheat.ops.plain_tensors import is_plain_tensor
 from preheat.ops.quantization.nf4 import Packed, PackedLinear, Tables, dequantize
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # a DTensor holds only this rank's part
 
 
 class _Map(NamedTuple):
@@ -197,7 +196,7 @@ def is_joinable(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     Otherwise each layer computes its own sum: variants, dropout, sharded or hooked modules, weights that are cast for
     each use, under a compiler, and where a selective checkpoint chooses what to keep.
     """
-    if torch.compiler.is_compiling() or keeps_results() or type(x) not in _PLAIN:
+    if torch.compiler.is_compiling() or keeps_results() or not is_plain_tensor(x):
         return False
     dtype = _dtype(x)
     return all(_is_plain(layer, dtype, autocast=_autocasts(x)) for layer in layers)
@@ -227,12 +226,11 @@ def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
     parts = (base, first, last)
     return (
         (isinstance(dropout, nn.Identity) or not dropout.training)
-        and type(weight) in _PLAIN
+        and is_plain_tensor(weight, first.weight)
         and not weight.requires_grad
         and (packed or weight.dtype == dtype)
-        and (base.bias is None or (type(base.bias) in _PLAIN and not base.bias.requires_grad))
+        and (base.bias is None or (is_plain_tensor(base.bias) and not base.bias.requires_grad))
         and (autocast or first.weight.dtype == dtype)
-        and type(first.weight) in _PLAIN
         # Replaced forwards (`keep_fp32`) and hooks (gathers) run only if the module itself is called.
         and not any(_is_replaced(part) or _is_hooked(part) for part in parts)
     )

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from preheat import recipe as recipes
 from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
-from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines
+from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, summary
 from preheat.cli.views.plan_view import plan_details, serving_picture
 from preheat.errors import RecipeError
 from preheat.run_dir import Verdict, chance_to_fit, verdict_on
@@ -207,6 +207,7 @@ def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: 
     plan = PLANS["qlora"]()[1] | {"seconds_to_start": start, "startup": startup}
     (said,) = (entry.text for entry in Answer(plan, "a model")._entries(None) if entry.label == "time")
     assert said.split("; ")[2:] == parts
+    assert summary(plan)["start_note"] == "; ".join(parts)  # on the page, too
 
 
 @pytest.mark.parametrize(

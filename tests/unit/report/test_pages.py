@@ -310,7 +310,7 @@ def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
     cost = {"hour": 0.4, "million_tokens": 0.00496, "run": None}
     shown = {
         **data, "peak_gib_interval": [0.018, 0.022], "tokens_per_second_interval": [2680.0, 4680.0], "cost": cost, "currency": "EUR",
-        "method": "lora, compile", "rests_on": "micro-batches of 8 rows", "assumed": ["2,048 tokens a row (--length)"],
+        "method": "lora, compile", "rests_on": "micro-batches of 8 rows", "start_note": "compile pays from 1,500 steps on", "assumed": ["2,048 tokens a row (--length)"],
         "command": ["preheat", "plan", "a b", "--out", "r.yaml"], "alternatives": [{"what": "a", **SMALL, "tradeoff": "g", "cost": cost, "changes": "with lora"}],
     }  # fmt: skip
     source = draw(shown)
@@ -320,6 +320,7 @@ def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
         "20.5 MiB of 30.7 MiB (18.4 MiB to 22.5 MiB in nine of ten runs); 4,000 tokens a second (2,680 to 4,680",
         "lora, compile; numerics unchanged",
         "micro-batches of 8 rows",
+        "compile pays from 1,500 steps on",
         "2,048 tokens a row (--length)",
         "preheat plan &#x27;a b&#x27; --out r.yaml",
         "4.96 EUR",
