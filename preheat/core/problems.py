@@ -18,6 +18,8 @@ class ProblemCode(StrEnum):
     """Another technique owns a slot that this one needs."""
     MISSING_TAG = "missing-tag"
     """Nothing in the recipe provides a tag that it needs."""
+    ENGINE = "engine"
+    """The engine of the recipe does by itself what this one replaces."""
     CONFLICT = "conflict"
     """Another technique provides a tag that it excludes."""
     UNSUPPORTED = "unsupported"
@@ -36,6 +38,7 @@ class Problem:
         technique: its name; empty if the problem is the recipe's as a whole.
         code: the kind, for code that has to decide.
         text: the reason, for people. Nothing compares or parses it.
+        selected_by: key and value of the recipe that select it, if that is not `techniques.NAME`.
 
     >>> str(Problem("nf4", ProblemCode.MISSING_TAG, "needs frozen-base"))
     'nf4: needs frozen-base'
@@ -44,6 +47,7 @@ class Problem:
     technique: str
     code: ProblemCode
     text: str
+    selected_by: str = ""
 
     def __str__(self) -> str:
         return f"{self.technique}: {self.text}" if self.technique else self.text
@@ -60,4 +64,8 @@ class TechniqueError(RecipeError):
     def __init__(self, problems: Iterable[Problem], message: str = ""):
         # Kept for code that decides by their codes; the message is for people only.
         self.problems = tuple(problems)
-        super().__init__(message or "\n".join(f"techniques.{problem}" for problem in self.problems))
+        super().__init__(message or "\n".join(map(_line, self.problems)))
+
+
+def _line(problem: Problem) -> str:
+    return f"{problem.selected_by}: {problem.text}" if problem.selected_by else f"techniques.{problem}"

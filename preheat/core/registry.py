@@ -120,7 +120,7 @@ def _incomplete(cls: type[Technique]) -> str:
 def registry() -> Mapping[str, type[Technique]]:
     """Returns every technique that is a key of `techniques` by name, in alphabetical order."""
     _load()
-    return {name: cls for name, cls in sorted(_REGISTRY.items()) if not cls.selected_elsewhere}
+    return {name: cls for name, cls in sorted(_REGISTRY.items()) if not cls.selected_by}
 
 
 def has_room(plan: JsonObject) -> bool:
@@ -139,7 +139,7 @@ def problems_of(t: Technique, context: Context) -> list[Problem]:
         reasons = ([t.unsupported_for_images] if t.unsupported_for_images and context.model.vision else []) + t.check(
             context
         )
-    return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason) for reason in reasons]
+    return [Problem(t.name(), ProblemCode.UNSUPPORTED, reason, t.selected_by) for reason in reasons]
 
 
 def single_device(techniques: Mapping[str, Technique]) -> dict[str, Technique]:
@@ -159,29 +159,36 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
         tags: all that the recipe and the device provide.
     """
     problems: list[Problem] = []
-    owner: dict[Slot, str] = {}
+    owner: dict[Slot, Technique] = {}
     # In the order of application, so that messages do not depend on the recipe's order.
     chosen = sorted((t for t in techniques if t.acts()), key=lambda t: (t.stage, t.name()))
-    provided = {t.name(): t.provided() for t in chosen}
     for t in chosen:
         name = t.name()
         for slot in sorted(t.claimed()):
-            if slot in owner:
-                text = f"owns the slot '{slot}', which {owner[slot]} owns already; leave one out"
-                problems.append(Problem(name, ProblemCode.SLOT_TAKEN, text))
             # The first owner: further ones are each reported against it.
-            owner.setdefault(slot, name)
+            if (first := owner.setdefault(slot, t)) is not t:
+                text = f"owns the slot '{slot}', which {first.name()} owns already; leave one out"
+                problems.append(_against_engine(t, first) or Problem(name, ProblemCode.SLOT_TAKEN, text))
         for tag in sorted(t.needs - tags):
             text = f"needs {tag}, which nothing in this recipe provides; {_providers(tag)}"
             problems.append(Problem(name, ProblemCode.MISSING_TAG, text))
-        for other, tags_of_other in provided.items():
+        for other in chosen:
             # One-sided: it is enough that one of the two declares the conflict. A technique may exclude a tag of its
             # own, so that no second one provides it.
-            if other != name and (shared := t.conflicts & tags_of_other):
-                problems.append(
-                    Problem(name, ProblemCode.CONFLICT, f"cannot go with {other} ({', '.join(sorted(shared))})")
-                )
-    return problems
+            if other is not t and (shared := t.conflicts & other.provided()):
+                text = f"cannot go with {other.name()} ({', '.join(sorted(shared))})"
+                problems.append(_against_engine(t, other) or Problem(name, ProblemCode.CONFLICT, text))
+    return list(dict.fromkeys(problems))  # several slots may be taken by the engine
+
+
+def _against_engine(one: Technique, other: Technique) -> Problem | None:
+    """Returns the problem of the technique that an engine excludes; None if neither is an engine."""
+    engine, technique = (one, other) if one.selected_by else (other, one)
+    if not engine.selected_by:
+        return None
+    key = engine.selected_by.partition(":")[0]
+    text = f"replaces what {engine.selected_by} does by itself; {technique.beside_engine()}, or choose another {key}"
+    return Problem(technique.name(), ProblemCode.ENGINE, text)
 
 
 def _providers(tag: Tag) -> str:

@@ -123,8 +123,8 @@ class Technique(ABC):
     needs: ClassVar[frozenset[Tag]] = frozenset()
     conflicts: ClassVar[frozenset[Tag]] = frozenset()
     roles: ClassVar[frozenset[str]] = frozenset({"trained"})
-    selected_elsewhere: ClassVar[bool] = False
-    """Not a key of `techniques`: another setting of the recipe selects it."""
+    selected_by: ClassVar[str] = ""
+    """Key and value of the recipe that select it, if it is not a key of `techniques`: an engine."""
     training_only: ClassVar[bool] = False
     """Affects training only; ignored when a finished run is loaded for inference."""
     unsupported_for_images: ClassVar[str] = ""
@@ -155,6 +155,10 @@ class Technique(ABC):
     def startup_seconds(self, device: Device) -> float:
         """Returns the one-time cost in seconds before the first step."""
         return 0.0
+
+    def beside_engine(self) -> str:
+        """Returns what to write instead if an engine (`parallel.engine`) does by itself what this one replaces."""
+        return "leave it out"
 
     @classmethod
     def name(cls) -> str:

@@ -87,7 +87,7 @@ class _NotResumed:
 class DeepSpeed(Technique):
     """DeepSpeed as a technique, which `parallel.engine` selects."""
 
-    selected_elsewhere: ClassVar[bool] = True
+    selected_by: ClassVar[str] = "parallel.engine: deepspeed"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     numerics: ClassVar[Numerics] = "exact"
     # Everything from the loss to the update: DeepSpeed's engine does all of it in `backward` and `step`.
@@ -108,7 +108,7 @@ class DeepSpeed(Technique):
         # A plan of another device needs neither the package nor a rate.
         here = context.device.at_hand
         if here and importlib.util.find_spec("deepspeed") is None:
-            problems.append("is not installed: pip install 'preheat[deepspeed]', or use parallel.engine: native")
+            problems.append("is not installed: pip install 'preheat[deepspeed]', or use engine: native")
         if context.sizes[Axis.REPLICATE] < 2:
             problems.append("splits rows across devices, and there is one; start several with --nproc")
         if context.recipe.checkpoint.every:

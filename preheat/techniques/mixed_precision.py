@@ -285,6 +285,9 @@ class MixedPrecision(Searchable):
             return own | {Tag.FP16_COMPUTE, Tag.LOSS_SCALING}
         return own | ({Tag.BF16_COMPUTE} if self.mode != "fp32" else set())
 
+    def beside_engine(self) -> str:
+        return f"use mode: bf16 instead of {self.mode} (the engine's optimizer keeps fp32 weights by itself)"
+
     @property
     def _patterns(self) -> tuple[str, ...]:
         return (self.keep_fp32,) if isinstance(self.keep_fp32, str) else self.keep_fp32
@@ -312,10 +315,18 @@ class MixedPrecision(Searchable):
             )
         if self.keep_fp32 and self.mode == "fp32":
             problems.append("keep_fp32: with mode: fp32, everything is in fp32; leave it out")
-        if self.frozen == "half" and self.mode not in ("bf16", "fp16"):
-            problems.append(f"frozen: half is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out")
+        # fp32 in mode fp32 is true, and all other modes cast the frozen weights, too.
+        if self.frozen not in ("auto", self.mode) and self.mode not in ("bf16", "fp16"):
+            problems.append(
+                f"frozen: {self.frozen} is for mode: bf16 or fp16, and mode: {self.mode} decides it; leave it out"
+            )
         elif self.frozen == "half" and Tag.FROZEN_BASE not in context.tags:
             problems.append("frozen: half has no effect, since no technique freezes a base; leave it out, or use auto")
+        if context.recipe.parallel.engine != "native" and self.mode == "bf16_pure":
+            problems.append(
+                f"mode: bf16_pure has no fp32 weights, which parallel.engine: {context.recipe.parallel.engine} "
+                "always keeps; use mode: bf16, or engine: native"
+            )
         if self.keep_fp32 and self.claimed() and Tag.REDUCED_GRADIENTS in context.tags:
             problems.append(
                 f"keep_fp32: with mode: {self.mode} on several devices a layer's weights are gathered together and "
@@ -433,8 +444,9 @@ class MixedPrecision(Searchable):
     def options(self, context: Context) -> Iterable[Technique]:
         frozen = Tag.FROZEN_BASE in context.tags
         if context.device.kind == "cuda" and (context.device.capability or _AMPERE) < _AMPERE:
-            # Without fp16_weights: fp16 has too few exponents for weights without masters.
-            half = MixedPrecision(mode="fp16", frozen="half" if frozen else "fp32")
+            # Without fp16_weights: fp16 has too few exponents for weights without masters. A frozen base is in half
+            # precision on a GPU (`frozen: auto`).
+            half = MixedPrecision(mode="fp16")
             return [half] if frozen else [half, MixedPrecision(mode="fp16_master")]
         modes = ["bf16", "bf16_weights"]
         if not frozen:

@@ -133,6 +133,35 @@ def test_a_conflict_names_both() -> None:
     assert {(p.technique, p.code) for p in problems} == {("compile", ProblemCode.CONFLICT)}
 
 
+@pytest.mark.parametrize(
+    ("techniques", "key", "fix"),
+    [
+        ("{muon: {}}", "techniques.muon", "leave it out, or choose another parallel.engine"),
+        ("{lion: {}}", "techniques.lion", "leave it out, or choose another parallel.engine"),
+        *(
+            (f"{{mixed_precision: {{mode: {mode}}}}}", "techniques.mixed_precision", "use mode: bf16")
+            for mode in ("bf16_master", "bf16_weights", "bf16_pure", "fp16")
+        ),
+        ("{}", "parallel.engine: deepspeed", "checkpoint.every: a DeepSpeed run cannot resume"),
+    ],
+)
+def test_an_engine_that_excludes_a_technique_says_what_to_write_instead(techniques: str, key: str, fix: str) -> None:
+    from preheat import recipe as recipes
+    from preheat.core import Device, conflicts_of
+    from preheat.engine.builder import context_of, techniques_of
+    from preheat.models.hf import configure
+
+    every = 0 if techniques != "{}" else 5
+    recipe = recipes.parse(
+        f"model: {{size: 15M}}\nstop: {{max_steps: 1}}\nparallel: {{engine: deepspeed, devices: 2}}\ncheckpoint: {{every: {every}}}\n"
+        f"techniques: {techniques}"
+    )
+    context = context_of(recipe, configure(recipe, 96), Device("cuda", "an H100", 80 << 30, at_hand=False))
+    (line,) = str(TechniqueError(conflicts_of(techniques_of(recipe), context))).splitlines()
+    assert line.startswith(f"{key}: ")
+    assert fix in line
+
+
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 TECHNIQUE = """{doc}

@@ -195,6 +195,8 @@ def test_a_tied_embedding_stays_in_fp32_with_its_head() -> None:
         ("{mixed_precision: {mode: bf16_master}, lora: {}}", "use bf16_weights"),
         ("{mixed_precision: {mode: fp16_master}, lora: {}}", "use fp16"),
         ("{mixed_precision: {mode: bf16_weights, frozen: half}, lora: {}}", "frozen: half is for mode: bf16 or fp16"),
+        ("{mixed_precision: {mode: bf16_weights, frozen: fp32}, lora: {}}", "frozen: fp32 is for mode: bf16 or fp16"),
+        ("{mixed_precision: {mode: bf16_pure, frozen: fp32}, lora: {}}", "frozen: fp32 is for mode: bf16 or fp16"),
         ("{mixed_precision: {frozen: half}}", "no technique freezes a base"),
         ("{fp8: {}}", "needs bf16-compute"),
     ],
