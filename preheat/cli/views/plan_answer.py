@@ -237,7 +237,7 @@ def hours(seconds: float) -> str:
 
 
 def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns parts of the answer for the page: the whole method, what it rests on, where an export runs, what delays the start."""
+    """Returns parts of the answer for the page: the whole method, its basis, notes on export and start."""
     recipe = recipe_of(plan)
     stages = _stages(plan, recipe)
     others = [

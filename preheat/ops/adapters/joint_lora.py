@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
 
 
-
 class _Map(NamedTuple):
     """The settings of a LoRA layer that are no tensors.
 
