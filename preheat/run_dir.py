@@ -107,7 +107,8 @@ PLAN_KEYS = {
     "chance": "probability that the run fits, by `chance_to_fit`",
     "peak_gib": "predicted peak memory, GiB, less what the imports take",
     "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
-    "available_gib": "what the device has",
+    "available_gib": "what the device has, less what was in use before the run",
+    "in_use_gib": "memory in use before the run: on this machine's GPU by other processes, on its CPU by this one",
     "memory": (
         "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead; with several "
         "devices also gathered weights and communication buffers, if any phase has them"

@@ -46,13 +46,12 @@ def take_steps(job: JsonObject) -> JsonObject:
     from preheat.engine.builder import build, peak_learning_rate
     from preheat.engine.device import resolve_device
     from preheat.engine.step import gradients, update
-    from preheat.hardware.benchmark_rates import rates
     from preheat.hardware.gpu_memory import memory_peak
     from preheat.model_folder import vocabulary_size
     from preheat.planning.dry_run import observe
     from preheat.planning.plan import resolve_auto
     from preheat.planning.request import Request
-    from preheat.training.plan_request import data_of, in_use, row_count
+    from preheat.training.plan_request import data_of, in_use, rates_of_run, row_count
     from preheat.training.session import reset_memory_baseline
 
     # As `preheat train` does up to the first step, so that a turn measures the same work.
@@ -65,7 +64,8 @@ def take_steps(job: JsonObject) -> JsonObject:
     request = Request(recipe, device, vocabulary=vocabulary_size(data.tokenizer))
     # Settings left open are resolved as in a run, which needs this machine's measured rates.
     if any(isinstance(t, Searchable) and t.left_open(device) for t in recipe.techniques.values()):
-        request = replace(request, rates=rates(device, threads), rows=row_count(data), in_use=in_use(device))
+        request = replace(request, rows=row_count(data), in_use=in_use(device))
+        request = replace(request, rates=rates_of_run(request, threads))
         request = resolve_auto(request)
         recipe = request.recipe
     # The dry run imports the modules of the techniques, so that their memory is not attributed to the steps.

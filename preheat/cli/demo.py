@@ -120,14 +120,11 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
 
     from preheat.cli.views.console import console
     from preheat.engine.device import resolve_device
-    from preheat.hardware.benchmark_rates import Grid, grid_of, rates_for
     from preheat.hardware.rate_probe import with_present_rate
-    from preheat.models import configs, hf
-    from preheat.planning.layer_extrapolation import observe_few_layers
+    from preheat.models import configs
     from preheat.planning.plan import plan, resolve_auto
     from preheat.planning.request import Request
-    from preheat.planning.speed.step_time import grid_of_step
-    from preheat.training.plan_request import in_use, vocabulary_of
+    from preheat.training.plan_request import in_use, rates_of_step, vocabulary_of
 
     screen = console(quiet=quiet)
     device, threads = resolve_device(recipe)
@@ -135,16 +132,9 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
     vocabulary = vocabulary_of(recipe, source)
     request = Request(recipe, device, vocabulary=vocabulary, in_use=in_use(device), source_config=source)
 
-    def sizes() -> Grid:
-        # A GPU is measured in seconds anyway.
-        if device.kind != "cpu":
-            return grid_of(device)
-        width = hf.facts(request.config).width
-        return grid_of_step(observe_few_layers(request), width=width, vocabulary=vocabulary)
-
     with screen.status("measuring this machine at the sizes of this step") as status:
-        rates, measured = rates_for(
-            device, threads, sizes, lambda what, done: status.update(f"measuring {what} ({done:.0%})")
+        rates, measured = rates_of_step(
+            request, threads, lambda what, done: status.update(f"measuring {what} ({done:.0%})")
         )
     if measured:
         screen.print(
@@ -161,9 +151,10 @@ def _is_slow_in_bf16() -> bool:
     """Returns whether bf16 on this CPU would turn two minutes into an hour."""
     import torch
 
+    from preheat.hardware.cuda_driver import has_cuda
     from preheat.hardware.probe import quick_half
 
-    return not torch.cuda.is_available() and quick_half() == torch.float32
+    return not has_cuda() and quick_half() == torch.float32
 
 
 def _first_free(path: Path) -> Path:

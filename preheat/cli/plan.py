@@ -397,6 +397,7 @@ def finish(
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines, summary
     from preheat.cli.views.plan_view import plan_details
+    from preheat.planning.search.result import held_by_others
 
     interrupted = result["searched"]["interrupted"]
     if out is not None:
@@ -425,6 +426,7 @@ def finish(
             notes.append(
                 f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}"
             )
+        notes += filter(None, (held_by_others(result), result["device"].get("notice")))
         if subject.absent:
             notes.append(
                 f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "

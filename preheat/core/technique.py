@@ -82,6 +82,7 @@ class Device:
     at_hand: bool = True  # False: a remote device that is only planned for; its packages need not be installed here
     expandable: bool = False  # torch's allocator uses one growing segment per stream instead of many of fixed sizes
     notice: str = ""  # a notice to the user about the device
+    driver: str = ""  # version of a GPU's driver
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.core import Device
-from preheat.errors import RunError
+from preheat.errors import DoesNotFit, RunError
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
+from preheat.hardware.gpu_memory import OTHERS, other_processes_bytes
 from preheat.hardware.link_rates import require_storable
 from preheat.hardware.machine_use import MachineUse, UseMeter, joined
-from preheat.hardware.rates import AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
+from preheat.hardware.rates import MOVERS, AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import Random, Stopwatch, threads_of
+from preheat.sanitize import memory
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +41,19 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["FULL", "GPU", "Grid", "Progress", "Rates", "calibrate", "grid_of", "rates", "rates_again", "rates_for"]
+__all__ = [
+    "FULL",
+    "GPU",
+    "Grid",
+    "Progress",
+    "Rates",
+    "calibrate",
+    "grid_of",
+    "rates",
+    "rates_again",
+    "rates_for",
+    "with_room",
+]
 
 _Result = TypeVar("_Result")
 
@@ -80,13 +94,48 @@ class Grid:
     """Bytes of the copy for the bandwidth."""
     most: int = 5 * 2**29
     """Limit in bytes of a matmul's operands and result; larger ones are extrapolated from the layer with fewer rows."""
-    dtypes: tuple[str, ...] = ("bf16", "fp32", "fp16")
-    """Dtypes to measure; fp16 on CUDA only."""
+    dtypes: tuple[str, ...] = ("bf16", "fp32", "fp16", "tf32")
+    """Dtypes to measure; fp16 on CUDA only, tf32 if the device has it, of which matmuls alone are measured."""
+    operators: tuple[str, ...] = ()
+    """Memory-bound operators to measure, of `MOVERS`; empty: all."""
     shapes: tuple[tuple[int, int, int], ...] = ()
     """(rows, inputs, outputs) of the matmuls; empty: all `rows` of all `layers`."""
     limit: float = 40.0
     """Seconds in which to measure all sizes beside other processes, split among the parts. A part that takes longer
     no longer waits for calls without preemption, and leaves out the sizes that can be interpolated."""
+    strict: bool = False
+    """Leave out what is not reached in `limit` also if no other process is the reason."""
+
+    def without(self, known: Rates) -> Grid | None:
+        """Returns the sizes that `known` lacks; None if it has all.
+
+        Sizes of memory-bound operators are those of `known` if it has as large ones.
+        """
+        dtypes, plain = self.dtypes, [dtype for dtype in self.dtypes if dtype != "tf32"]
+        shapes = tuple(
+            shape for shape in self.shapes if not all(known.holds(dtype, "forward", *shape) for dtype in dtypes)
+        )
+        lengths = {(row.dtype, row.length, row.heads, row.head_dim) for row in known.attention}
+        attention = tuple(at for at in self.attention if any((d, at[2], at[1], at[3]) not in lengths for d in plain))
+        moved: dict[tuple[str, str], int] = {}
+        for row in known.moved:
+            moved[row.dtype, row.operator] = max(row.bytes, moved.get((row.dtype, row.operator), 0))
+        # A copy reads and writes each element; rows of another width round the number of elements.
+        least = {dtype: 0.9 * 2 * max(self.elements, default=0) * _BYTES[dtype] for dtype in plain}
+        reached = all(moved.get((dtype, "copy"), 0) >= least[dtype] for dtype in plain)
+        asked = self.operators or tuple(operator for operator in MOVERS if not operator.startswith("to_"))
+        lacking = tuple(o for o in asked if not reached or any((dtype, o) not in moved for dtype in plain))
+        rest = dataclasses.replace(
+            self,
+            shapes=shapes,
+            layers=() if self.shapes else self.layers,
+            attention=attention,
+            operators=lacking if self.operators else (),
+            elements=self.elements if lacking else (),
+            products=() if all(dtype in known.peak_matrix_rate for dtype in dtypes) else self.products,
+            parameters=0 if all(dtype in known.adamw for dtype in plain) else self.parameters,
+        )
+        return rest if shapes or attention or rest.elements or rest.products or rest.parameters else None
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -96,6 +145,7 @@ class Grid:
         return layers
 
 
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FULL = Grid()
 GPU = Grid(
     rows=(256, 1024, 4096, 8192, 16384),
@@ -126,6 +176,8 @@ GPU = Grid(
 """Sizes of models of 1B to 8B parameters, with micro-batches and sequences of up to 16k tokens."""
 _SMALL_GPU = 20 * 2**30
 """Bytes of GPU memory below which the largest tensors, about ten at a time, might not fit next to a desktop session."""
+_TINY_GPU = 8 * 2**30
+"""Bytes of GPU memory, of a slice or beside other processes, for the smallest sizes."""
 
 
 def grid_of(device: Device) -> Grid:
@@ -140,7 +192,12 @@ def grid_of(device: Device) -> Grid:
     if device.memory >= _SMALL_GPU:
         return GPU
     # The layers keep their shapes: `most` leaves out the matmuls whose operands are too large.
-    return dataclasses.replace(GPU, elements=GPU.elements[:-1], parameters=2**24, large=2**28, most=2**29)
+    small = dataclasses.replace(GPU, elements=GPU.elements[:-1], parameters=2**24, large=2**28, most=2**29)
+    if device.memory >= _TINY_GPU:
+        return small
+    # A table of the whole vocabulary and its gradient would take 4 GiB.
+    layers = tuple(layer for layer in GPU.layers if max(layer) <= 2**15)
+    return dataclasses.replace(small, layers=layers, vocabulary=2**14, elements=GPU.elements[:-2], most=2**27)
 
 
 _log = logging.getLogger(__name__)
@@ -175,7 +232,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     """
     import torch
 
-    grid = grid or grid_of(device)
+    grid = grid or grid_of(with_room(device))
     tell = progress or (lambda what, done: None)
     start = time.perf_counter()
     cuda = device.kind == "cuda"
@@ -183,7 +240,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     parts = _Parts(1 if cuda else threads)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({"fp16": torch.float16} if cuda else {})
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
-    seconds = Stopwatch(cuda)
+    seconds = Stopwatch(cuda, strict=grid.strict)
 
     def begin(what: str, done: float, until: float) -> None:
         tell(what, done)
@@ -196,7 +253,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     peak: dict[str, float] = {}
     adamw: dict[str, float] = {}
     # Progress: 5 % for the memory measurements, the rest in equal parts by dtype.
-    share = 0.95 / len(dtypes)
+    share = 0.95 / max(len(dtypes), 1)
     with threads_of(threads):
         begin("memory", 0.0, 0.05)
         # fp32, so a quarter as many elements as bytes; a copy reads and writes each byte, hence the factor 2 below.
@@ -217,24 +274,25 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
             begin(f"matmuls in {name}", done, done + share / 2)
-            peak[name] = parts.measure(partial(_peak, seconds, random, dtype, grid))
+            peak[name] = parts.measure(partial(_peak, seconds, random, dtype, grid)) if grid.products else 0.0
             layers = parts.measure(partial(_matrix, seconds, random, name, dtype, grid))
             # A layer can be faster than the square matmuls, and MFU, which divides by the peak, must not exceed 1.
-            peak[name] = max(peak[name], *(rate.flops for rate in layers))
+            peak[name] = max([peak[name], *(rate.flops for rate in layers)])
             matrix += layers
             begin(f"operators in {name}", done + share / 2, done + share)
             moved += parts.measure(partial(_moved, seconds, random, name, dtype, grid))
             attention += parts.measure(partial(_attention, seconds, random, name, dtype, grid))
-            adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
+            if grid.parameters:
+                adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
         # TF32 is a mode of fp32 matmuls, so it needs no rates of other operators, attention or AdamW.
-        if has_tf32(device):
+        if "tf32" in grid.dtypes and has_tf32(device):
             tell("matmuls in tf32", 0.98)
             # The stopwatch is only the owner: if a measurement raises, its end restores torch's setting.
             end = allow_tf32(seconds)
-            peak["tf32"] = _peak(seconds, random, torch.float32, grid)
+            peak["tf32"] = _peak(seconds, random, torch.float32, grid) if grid.products else 0.0
             layers = _matrix(seconds, random, "tf32", torch.float32, grid)
             end()
-            peak["tf32"] = max(peak["tf32"], *(rate.flops for rate in layers))
+            peak["tf32"] = max([peak["tf32"], *(rate.flops for rate in layers)])
             matrix += layers
     tell("done", 1.0)
     return Rates(
@@ -254,6 +312,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         contended=parts.most_disturbed.alone is False or seconds.was_late,
         seconds=time.perf_counter() - start,
         machine=parts.most_disturbed,
+        driver=device.driver,
     )
 
 
@@ -341,11 +400,12 @@ def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) ->
 
 
 def _matrix(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
-    return [
-        rate
-        for layer, rows in grid.rows_by_layer().items()
-        for rate in _layer(seconds, random, name, dtype, layer, rows, grid.most)
-    ]
+    measured: list[MatrixRate] = []
+    for layer, rows in grid.rows_by_layer().items():
+        if measured and seconds.strict and seconds.is_late():
+            break
+        measured += _layer(seconds, random, name, dtype, layer, rows, grid.most)
+    return measured
 
 
 def _layer(
@@ -387,6 +447,8 @@ def _layer(
 
 def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
     measured: list[MovedRate] = []
+    if not grid.elements:
+        return measured
     table = random((grid.vocabulary, grid.width), dtype)
     # The largest tensors first, whose rate is the bandwidth of the memory, then the smallest: if time runs out, the
     # sizes between are interpolated.
@@ -483,7 +545,7 @@ def _movers(
     calls["look_up"] = (lambda: few.index_select(0, places), places.numel() * (4 + size))
     flag = torch.ones((), dtype=torch.bool, device=x.device)
     calls["where"] = (lambda: torch.where(flag, x, y), 3 * one)
-    return calls
+    return {name: call for name, call in calls.items() if name in grid.operators} if grid.operators else calls
 
 
 def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[AttentionRate]:
@@ -541,7 +603,9 @@ def rates(
     """
     import torch
 
-    stored = load(device.name, torch.__version__, threads)
+    stored = load(device.name, torch.__version__, threads, device.driver)
+    if stored is not None and stored.partial:
+        stored = None
     # With a progress callback, the caller shows what takes the time.
     if progress is None and measure and stored is None:
         _log.warning("measuring this machine, once; 15 to 60 seconds")
@@ -564,48 +628,92 @@ def rates_again(device: Device, threads: int, progress: Progress | None = None, 
     """
     import torch
 
-    _measure_in_process(device, threads, progress, lambda: grid or grid_of(device))
-    stored = load(device.name, torch.__version__, threads)
+    _measure_in_process(device, threads, progress, lambda: [grid or grid_of(with_room(device))])
+    stored = load(device.name, torch.__version__, threads, device.driver)
     assert stored is not None, "the child stored rates for another machine"
     return stored
 
 
 def rates_for(
-    device: Device, threads: int, choose: Callable[[], Grid], progress: Progress | None = None
+    device: Device, threads: int, choose: Callable[[], Sequence[Grid]], progress: Progress | None = None
 ) -> tuple[Rates, bool]:
-    """Returns the stored rates of this machine, or else measures some sizes only, which takes seconds.
+    """Returns the stored rates of this machine; measures only the sizes that they lack, which takes seconds.
 
-    Other sizes are interpolated from these, so the rates are not stored: other plans measure all sizes.
+    Other sizes are interpolated from these, so the rates are stored as partial ones: they serve other calls of this
+    function, and commands that need all sizes measure those. Rates of a busy machine are not stored.
 
     Args:
-        choose: returns the sizes to measure; called only if there are no rates, or those of a busy machine.
+        choose: returns the sizes that are needed; called only if there are no rates of all sizes.
 
     Returns:
-        The rates, and whether they were measured now.
+        The rates, and whether some were measured now.
 
     Raises:
-        RunError: measuring failed.
+        DoesNotFit: other processes leave too little of a GPU's memory.
+        RunError: measuring failed, or the rates cannot be stored.
     """
     import torch
 
-    stored = load(device.name, torch.__version__, threads)
-    if stored is not None and not stored.contended:
+    stored = load(device.name, torch.__version__, threads, device.driver)
+    if stored is not None and stored.contended:
+        stored = None
+    if stored is None:
+        # The child imports torch while the sizes are chosen.
+        return _measure_in_process(device, threads, progress, choose, partial=True), True
+    if not stored.partial:
         return stored, False
-    return _measure_in_process(device, threads, progress, choose, store=False), True
+    lacking = [rest for grid in choose() if (rest := grid.without(stored)) is not None]
+    if not lacking:
+        return stored, False
+    return _measure_in_process(device, threads, progress, lambda: lacking, partial=True, known=stored), True
+
+
+_LEAST_ROOM = 2 << 30
+"""Bytes of a GPU's memory with which its rates can be measured."""
+
+
+def with_room(device: Device) -> Device:
+    """Returns a GPU with the memory that other processes leave, and a CPU as it is.
+
+    Raises:
+        DoesNotFit: too little is left to measure rates.
+    """
+    if device.kind == "cpu":
+        return device
+    held = other_processes_bytes(device)
+    left = dataclasses.replace(device, memory=device.memory - held)
+    if left.memory < _LEAST_ROOM:
+        raise DoesNotFit(
+            f"hardware.device: {device.name}: {memory(max(left.memory, 0) / 2**30)} of "
+            f"{memory(device.memory / 2**30)} are left, and measuring its rates takes {memory(_LEAST_ROOM / 2**30)}: "
+            f"other processes hold {memory(held / 2**30)}; {OTHERS}"
+        )
+    return left
 
 
 def _measure_in_process(
-    device: Device, threads: int, progress: Progress | None, choose: Callable[[], Grid], *, store: bool = True
+    device: Device,
+    threads: int,
+    progress: Progress | None,
+    choose: Callable[[], Sequence[Grid]],
+    *,
+    partial: bool = False,
+    known: Rates | None = None,
 ) -> Rates:
-    """Measures in a child process, which also stores the rates if `store`.
+    """Measures in a child process, which also stores the rates, except partial ones of a busy machine.
+
+    Args:
+        partial: only some sizes are measured.
+        known: rates of other sizes, which the result contains.
 
     Raises:
+        DoesNotFit: other processes leave too little of a GPU's memory.
         RunError: measuring failed, or the rates could not be stored.
     """
-    if store:
-        import torch
+    import torch
 
-        require_storable(stored_at(device.name, torch.__version__, threads))
+    with_room(device)
+    require_storable(stored_at(device.name, torch.__version__, threads))
     command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()"]
     measured: Rates | None = None
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
@@ -619,8 +727,9 @@ def _measure_in_process(
         # Progress arrives as JSON lines until the child ends.
         try:
             # The child imports torch while the sizes are chosen.
-            task = {"device": dataclasses.asdict(device), "threads": threads, "store": store}
-            text = json.dumps(task | {"grid": dataclasses.asdict(choose())})
+            task = {"device": dataclasses.asdict(device), "threads": threads, "partial": partial}
+            task |= {"grids": [dataclasses.asdict(grid) for grid in choose()], "known": known and known.values()}
+            text = json.dumps(task)
             with contextlib.suppress(BrokenPipeError), child.stdin:  # a child that has ended: its status says why
                 child.stdin.write(text)
             for line in child.stdout:
@@ -652,8 +761,20 @@ def _child() -> None:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
-    grid = Grid(**task["grid"])
-    measured = calibrate(Device(**task["device"]), task["threads"], lambda *done: send(done), grid=grid)
-    if task["store"]:
-        measured.store()
+    # JSON has no tuples, and capabilities are compared.
+    capability = task["device"]["capability"]
+    device = Device(**task["device"] | {"capability": capability and tuple(capability)})
+    grids = [Grid(**values) for values in task["grids"]]
+    measured = parse(task["known"]) if task["known"] else None
+    for number, grid in enumerate(grids):
+
+        def tell(what: str, done: float, number: int = number) -> None:
+            send((what, (number + done) / len(grids)))
+
+        rates_of_grid = calibrate(device, task["threads"], tell, grid=grid)
+        measured = rates_of_grid if measured is None else measured.joined(rates_of_grid)
+    assert measured is not None, "there is something to measure"
+    measured = dataclasses.replace(measured, partial=task["partial"])
+    if not (measured.partial and measured.contended):
+        measured.store(anew=not task["known"])
     send(measured.values())

@@ -20,7 +20,7 @@ from typing import Any
 
 from preheat.errors import RecipeError, nearest
 
-__all__ = ["Accelerator", "accelerator", "accelerators", "named_or_described", "parse_accelerator"]
+__all__ = ["Accelerator", "accelerator", "accelerators", "is_slice", "named_or_described", "parse_accelerator"]
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,16 @@ _ALIASES = {
 }
 
 
+def is_slice(name: str) -> bool:
+    """True if the driver's name of a device is that of a slice of a GPU (MIG).
+
+    Example:
+        >>> is_slice("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), is_slice("NVIDIA H100 80GB HBM3")
+        (True, False)
+    """
+    return re.search(r"\bMIG \d+[gc]\.", name) is not None
+
+
 def _key(name: str) -> str:
     """Normalizes a name for lookup: removes case, punctuation and vendor."""
     # Vendors first, because \b needs the spaces and dashes that the next line removes.
@@ -272,6 +282,11 @@ def accelerator(name: str) -> Accelerator:
         RecipeError: the name is unknown; the message suggests the closest one.
     """
     rows = _rows()
+    if is_slice(name):
+        raise RecipeError(
+            f"'{name}' is a slice of a GPU (MIG), whose rates the catalogue lacks; plan on the machine that has it, "
+            "where they are measured"
+        )
     by_key = {_key(known): known for known in rows} | _ALIASES
     match = by_key.get(_key(name)) or by_key.get(f"rtx{_key(name)}")  # 4090
     if match is None:

@@ -11,10 +11,16 @@ import os
 from dataclasses import dataclass
 
 from preheat.core import Device
+from preheat.errors import DoesNotFit
+from preheat.hardware.catalogue import is_slice
+from preheat.hardware.oom import is_oom
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
+from preheat.sanitize import memory
 
-__all__ = ["CONTEXT", "MemoryPeak", "limit_memory", "memory_peak", "other_processes_bytes"]
+__all__ = ["CONTEXT", "OTHERS", "MemoryPeak", "limit_memory", "memory_peak", "other_processes_bytes"]
 
+OTHERS = "end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+"""What to do about other processes on a GPU."""
 CONTEXT = 805 << 20
 """Bytes of a CUDA context in plans, with the kernels of cuBLAS, cuDNN and Triton that training loads.
 
@@ -72,12 +78,31 @@ def other_processes_bytes(device: Device) -> int:
     """Returns the bytes of a GPU's `memory` that other processes use."""
     import torch
 
-    free, total = torch.cuda.mem_get_info()
+    free, total = _free_and_total(device)
     own = _bytes_by_driver()
     # Without NVML, this process's share is what torch reserved and the usual context.
     others = max(total - free - (torch.cuda.memory_reserved() + CONTEXT if own is None else own), 0)
     # A limit below the GPU's memory leaves a margin, and others matter only beyond it.
     return max(device.memory - (total - others), 0)
+
+
+def _free_and_total(device: Device) -> tuple[int, int]:
+    """Returns the bytes of a GPU that no process uses, and all bytes. Creates the CUDA context.
+
+    Raises:
+        DoesNotFit: other processes leave no room for the context.
+    """
+    import torch
+
+    try:
+        return torch.cuda.mem_get_info()
+    except RuntimeError as error:
+        if not is_oom(error):
+            raise
+        raise DoesNotFit(
+            f"hardware.device: other processes use all of {device.name}'s {memory(device.memory / 2**30)}: no room is "
+            f"left for a CUDA context; {OTHERS}"
+        ) from None
 
 
 def limit_memory(device: Device) -> None:
@@ -87,7 +112,7 @@ def limit_memory(device: Device) -> None:
     """
     import torch
 
-    number, total = torch.cuda.current_device(), torch.cuda.mem_get_info()[1]
+    number, total = torch.cuda.current_device(), _free_and_total(device)[1]
     if device.memory < total:
         # The limit covers the allocator only, so the context is subtracted.
         torch.cuda.set_per_process_memory_fraction(max(device.memory - CONTEXT, 1) / total)
@@ -106,12 +131,12 @@ def _bytes_by_driver() -> int | None:
     except ModuleNotFoundError:
         return None
     # By UUID, because NVML ignores CUDA_VISIBLE_DEVICES and numbers all devices.
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         pynvml.nvmlInit()
         # Initialization is reference-counted, so a shutdown does not disturb other users of NVML in this process.
         try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"{'MIG' if is_slice(facts.name) else 'GPU'}-{facts.uuid}")
             usage = [
                 p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()
             ]

@@ -91,16 +91,29 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
     if device != "cpu":
         import torch
 
-        if torch.cuda.is_available():
+        from preheat.hardware.catalogue import is_slice
+        from preheat.hardware.cuda_driver import driver_version, has_cuda, why_no_cuda
+        from preheat.sanitize import memory as memory_text
+
+        if has_cuda():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
             size = limit or facts.total_memory
             # Here, because the allocator's segments must be set before the first allocation on the device.
             grow, why = set_segments(segments) if segments else (False, "")
-            return Device("cuda", facts.name, size, (facts.major, facts.minor), expandable=grow, notice=why)
+            if is_slice(facts.name):
+                slice_ = (
+                    f"{facts.name} is a slice of a GPU (MIG): its {memory_text(facts.total_memory / 2**30)} are all "
+                    "that a run has, and rates are measured on it, since the catalogue has none of slices"
+                )
+                why = "; ".join(filter(None, (slice_, why)))
+            capability, driver = (facts.major, facts.minor), driver_version()
+            return Device("cuda", facts.name, size, capability, expandable=grow, notice=why, driver=driver)
+        reason, expected = why_no_cuda()
         if device == "cuda":
-            raise RecipeError(
-                "hardware.device: cuda is asked for, but torch finds no CUDA device here; set it to auto or cpu"
-            )
+            raise RecipeError(f"hardware.device: cuda: {reason}, or set it to auto or cpu")
+        # On a machine without a GPU, a CPU is what everybody expects.
+        notice = f"runs on the CPU (hardware.device: auto): {reason}" if expected else ""
+        return Device("cpu", _processor(), limit or _host_memory(), notice=notice)
     return Device("cpu", _processor(), limit or _host_memory())
 
 

@@ -1,6 +1,7 @@
 """Measured rates of a machine, which convert FLOPs and bytes into seconds. Does not import torch.
 
-A measurement is valid for one processor, torch version and number of threads, and is stored under a hash of the three.
+A measurement is valid for one processor, torch version, number of threads and, of a GPU, driver; it is stored under a
+hash of the first three.
 `preheat.hardware.benchmark_rates` measures it.
 """
 
@@ -200,6 +201,10 @@ class Rates:
     """Bytes/s from pinned host memory to GPU memory; None on a CPU."""
     links: tuple[LinkRate, ...] = ()
     """Times of collectives between devices of this kind, measured by `nettest`; stored in a separate file."""
+    driver: str = ""
+    """Version of the GPU's driver, which brings the compiler of its kernels; "" on a CPU."""
+    partial: bool = False
+    """Only the sizes of some steps were measured (`rates_for`); others are interpolated from these."""
     pace: float = 1.0
     """Median ratio of measured to predicted step time of finished runs (`note_run`); stored in a separate file."""
     machine: MachineUse | None = None
@@ -266,20 +271,57 @@ class Rates:
 
     def values(self) -> JsonObject:
         """Returns the measured values as JSON, which `parse` reads."""
-        left_out = {*_APART, *(key for key in _OPTIONAL if getattr(self, key) is None)}
+        left_out = {*_APART, *(key for key in _OPTIONAL if getattr(self, key) in (None, "", False))}
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
         note = {} if self.machine is None else {"machine": self.machine.note()}
         return {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values, **note}
 
-    def store(self) -> Path:
+    def holds(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> bool:
+        """True if this matmul was measured itself."""
+        at = (dtype, layout, n, k, m)
+        return any((row.dtype, row.layout, row.n, row.k, row.m) == at for row in self.matrix)
+
+    def joined(self, other: Rates) -> Rates:
+        """Returns these rates of some sizes and those of others of the same machine; where both have one, `other`'s.
+
+        Example:
+            >>> one = Rates("a GPU", "2.11", 8, {}, 1e12, 5e-6, {}, (), (), (), False, 3.0, partial=True)
+            >>> one.joined(dataclasses.replace(one, peak_matrix_rate={"bf16": 7e14}, seconds=2.0)).seconds
+            5.0
+        """
+
+        def rows(name: str) -> tuple[Any, ...]:
+            # The last field of each row is its rate.
+            measured = {dataclasses.astuple(row)[:-1]: row for rates in (self, other) for row in getattr(rates, name)}
+            return tuple(measured.values())
+
+        dtypes = {**self.peak_matrix_rate, **other.peak_matrix_rate}
+        return dataclasses.replace(
+            other,
+            peak_matrix_rate={d: max(r.peak_matrix_rate.get(d, 0.0) for r in (self, other)) for d in dtypes},
+            adamw={**self.adamw, **other.adamw},
+            matrix=rows("matrix"),
+            moved=rows("moved"),
+            attention=rows("attention"),
+            contended=self.contended or other.contended,
+            seconds=self.seconds + other.seconds,
+            pace=self.pace,
+            links=self.links,
+        )
+
+    def store(self, *, anew: bool = True) -> Path:
         """Writes the rates atomically to the file that `load` reads.
+
+        Args:
+            anew: they replace all earlier ones, to which the recorded ratios of runs were relative.
 
         Raises:
             RunError: the folder cannot be written.
         """
         path = stored_at(self.hardware, self.torch, self.threads)
         store_json(path, self.values())
-        _runs_path(path).unlink(missing_ok=True)  # the ratios were relative to other rates
+        if anew:
+            _runs_path(path).unlink(missing_ok=True)
         return path
 
 
@@ -287,7 +329,7 @@ _FORMAT, _FORMAT_GPU = 9, 10
 """File format versions of CPU and GPU measurements; increase them when the measurements change."""
 _OF_GPU = ("to_host", "to_device")
 """Fields measured on GPUs only."""
-_OPTIONAL = (*_OF_GPU, "machine")
+_OPTIONAL = (*_OF_GPU, "machine", "driver", "partial")
 _APART = ("links", "pace", "now")
 """Fields that are not in the file: `nettest` and finished runs update files of their own, and a probe is not stored."""
 
@@ -308,8 +350,8 @@ def stored_at(hardware: str, torch: str, threads: int) -> Path:
     return cache_folder() / f"calibration-{key}.json"
 
 
-def load(hardware: str, torch: str, threads: int) -> Rates | None:
-    """Loads the stored rates of this hardware, torch version and number of threads; None if there are none.
+def load(hardware: str, torch: str, threads: int, driver: str = "") -> Rates | None:
+    """Loads the stored rates of this hardware, torch version, number of threads and driver; None if there are none.
 
     A damaged file is ignored with a warning, a file of an older format silently, because this is a cache.
 
@@ -317,7 +359,7 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
         RecipeError: the file of this machine was measured on another one, so somebody copied it here.
     """
     path = stored_at(hardware, torch, threads)
-    expected = {"hardware": hardware, "torch": torch, "threads": threads}
+    expected = {"hardware": hardware, "torch": torch, "threads": threads, "driver": driver}
     try:
         values = read_json(path)
         if values is None:
@@ -331,7 +373,8 @@ def load(hardware: str, torch: str, threads: int) -> Rates | None:
             )
         # A GPU's file has `near` as null; a file without the key is read as a CPU's and fails validation.
         current = _FORMAT_GPU if values.get("near", 0) is None else _FORMAT
-        if {key: values.get(key) for key in expected} != expected or values.get("format") != current:
+        # A CPU's file has no driver.
+        if {key: values.get(key, "") for key in expected} != expected or values.get("format") != current:
             return None
         rates = parse(values)
     except Damaged as error:
@@ -351,8 +394,9 @@ def parse(values: JsonObject) -> Rates:
     if other := (values.keys() ^ stored ^ {"format"}) - ({*_OPTIONAL} - values.keys()):
         name = shorten(min(other), 40)
         raise Damaged(f"{name} is {'not known' if min(other) in values else 'missing'}")
-    if not isinstance(values["contended"], bool):
-        raise Damaged("contended is neither true nor false")
+    for name in ("contended", "partial"):
+        if not isinstance(values.get(name, False), bool):
+            raise Damaged(f"{name} is neither true nor false")
 
     def rows(cls: type[_Row], key: str) -> tuple[_Row, ...]:
         if not isinstance(values[key], list):
@@ -376,6 +420,7 @@ def parse(values: JsonObject) -> Rates:
     numbers: dict[str, Any] = {key: read_number(values[key], key) for key in ("bandwidth", "launch", "seconds")}
     near = None if values["near"] is None else read_number(values["near"], "near")
     names = {key: values[key] for key in ("hardware", "torch", "threads", "contended")}
+    names |= {key: values[key] for key in ("driver", "partial") if key in values}
     numbers |= {key: read_number(values[key], key) for key in _OF_GPU if key in values}
     return Rates(
         **names,

@@ -54,16 +54,20 @@ class Stopwatch:
 
     Args:
         end: time after which the wait for calls without preemption is short.
+        strict: late after `end`, whatever the reason.
     """
 
-    def __init__(self, cuda: bool, end: float = math.inf):
-        self.cuda, self.end = cuda, end
+    def __init__(self, cuda: bool, end: float = math.inf, *, strict: bool = False):
+        self.cuda, self.end, self.strict = cuda, end, strict
         self.preempted = self.was_late = False
 
     def is_late(self) -> bool:
-        """Returns True after `end`, if other processes preempted calls: a slow machine has all the time it needs."""
-        late = self.preempted and time.perf_counter() > self.end
-        self.was_late |= late
+        """Returns True after `end`, if it is strict or other processes preempted calls.
+
+        Otherwise a slow machine has all the time it needs.
+        """
+        late = (self.preempted or self.strict) and time.perf_counter() > self.end
+        self.was_late |= late and self.preempted
         return late
 
     def _once(self, call: Callable[[], object], times: int = 1) -> float:

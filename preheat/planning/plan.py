@@ -93,7 +93,7 @@ def plan(request: Request) -> JsonObject:
     result = describe(request, observation)
     # Extrapolation errs by less than this margin, so only close verdicts need all layers.
     near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
-    if not observation.log and (near or needs_allocator_retries(observation, request.device)):
+    if not observation.log and (near or needs_allocator_retries(observation, request.room)):
         result = describe(request, observe(request))
     return result
 
@@ -141,7 +141,7 @@ def active_parameters(request: Request, observation: Observation) -> int:
 
 def describe(request: Request, observation: Observation) -> JsonObject:
     """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
-    recipe, device, rates = request.recipe, request.device, request.rates
+    recipe, device, rates = request.recipe, request.room, request.rates
     assert rates is not None, "a plan needs the rates of its device"
     # Memory = tensors of the dry run at the peak + overhead of the process.
     more = process_overhead(recipe, observation, device)
@@ -155,7 +155,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     lines = {what: size for what, size in lines.items() if size}
     peak = (observation.peak[observation.peak_phase] + added) / GIB
     # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
-    available = max(device.memory - request.in_use, 1) / GIB
+    available = max(request.device.memory - request.in_use, 1) / GIB
     if isinstance(rates, Roofline):
         spent = rates.seconds(observation)
         seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
@@ -181,6 +181,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "peak_gib": peak,
         "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
         "available_gib": available,
+        "in_use_gib": request.in_use / GIB,
         "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
         "overhead": {what: size / GIB for what, size in lines.items()},
     }
@@ -220,7 +221,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
         "seconds_total": total,
         "slots": observation.slots,
         "packages": packages_of(observation),
-        "device": {"kind": device.kind, "name": device.name, "segments": _segments(device)},
+        "device": {"kind": device.kind, "name": device.name, "segments": _segments(device), "notice": device.notice},
         "watts": rates.device.watts if isinstance(rates, Roofline) else None,
         "contended": rates.contended,
         "pace": rates.pace,

@@ -60,6 +60,13 @@ class Request:
         """Number of devices of the run."""
         return self.world or world_of(self.recipe)
 
+    @property
+    def room(self) -> Device:
+        """The device with the memory that other processes leave, if it is a GPU: its allocator gets no more."""
+        if self.device.kind == "cpu":
+            return self.device
+        return replace(self.device, memory=max(self.device.memory - self.in_use, 1))
+
     @cached_property
     def config(self) -> PretrainedConfig:
         """The model's configuration with the changes of the recipe and its techniques."""

@@ -63,6 +63,7 @@ def integration_example(
 
     import torch
 
+    from preheat.hardware.cuda_driver import has_cuda
     from preheat.hardware.probe import peak_resident_bytes, reset_peak, resident_bytes
     from preheat.ops.gradient_accumulation import accumulate
     from preheat.ops.toy_decoder import Decoder, PlainAttention
@@ -75,7 +76,7 @@ def integration_example(
     rank, world = _rank_and_world()
     if half == torch.float16 and world > 1:
         raise ValueError("precision: fp16 skips steps by each process's own gradients; on several processes use bf16")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if has_cuda() else "cpu")
     data = _bytes(length)  # loaded before memory is measured
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

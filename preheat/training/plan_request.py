@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
     from preheat.data import PreparedData
+    from preheat.hardware.benchmark_rates import Grid, Progress
     from preheat.planning.request import Request
     from preheat.planning.speed.roofline import Roofline
 
@@ -45,6 +46,8 @@ __all__ = [
     "in_use",
     "lacks_tokenizer",
     "plan_here",
+    "rates_of_run",
+    "rates_of_step",
     "request_of",
     "row_count",
     "rows_of",
@@ -373,6 +376,45 @@ def in_use(device: Device) -> int:
     from preheat.hardware.probe import resident_bytes
 
     return resident_bytes() if device.kind == "cpu" else other_processes_bytes(device)
+
+
+def rates_of_step(request: Request, threads: int, progress: Progress | None = None) -> tuple[Rates, bool]:
+    """Returns the rates that a plan of this request needs on this machine, and whether some were measured now.
+
+    Only sizes that are not stored are measured (`benchmark_rates.rates_for`).
+
+    Args:
+        request: its device is this machine's; without rates.
+
+    Raises:
+        DoesNotFit: other processes leave too little of a GPU's memory to measure.
+        RunError: measuring failed.
+    """
+    from preheat.hardware.benchmark_rates import rates_for, with_room
+    from preheat.models import hf
+    from preheat.planning.observation_cache import observe_cached
+    from preheat.planning.speed.step_time import grids_of_step
+
+    def sizes() -> list[Grid]:
+        facts = hf.facts(request.config)
+        vocabulary = request.vocabulary or facts.vocabulary
+        return grids_of_step(
+            observe_cached(request), with_room(request.device), width=facts.width, vocabulary=vocabulary
+        )
+
+    return rates_for(request.device, threads, sizes, progress)
+
+
+def rates_of_run(request: Request, threads: int, progress: Progress | None = None) -> Rates:
+    """Returns the rates to plan a run with: of a CPU those of all sizes, of a GPU those of its step (`rates_of_step`).
+
+    A CPU's are measured at all sizes, because `preheat plan` compares them with its speed at present.
+    """
+    from preheat.hardware.benchmark_rates import rates
+
+    if request.device.kind == "cpu":
+        return rates(request.device, threads, progress=progress)
+    return rates_of_step(request, threads, progress)[0]
 
 
 def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:

@@ -35,7 +35,7 @@ from preheat.recipe.paths import anchored
 from preheat.run_dir import Reader, Silent, Writer, check_folder
 from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
-from preheat.training.plan_request import data_of, in_use, row_count
+from preheat.training.plan_request import data_of, in_use, rates_of_run, row_count
 from preheat.training.process_group import Ranks, rendezvous
 from preheat.training.provenance import digest, environment, versions
 from preheat.training.recovery.fallback_log import apply_fallbacks
@@ -389,8 +389,6 @@ def _prepare(
     watch: Watch,
     force: bool,
 ) -> _Ready | Finished:
-    from preheat.hardware import benchmark_rates
-
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
     looked: Looked | None = None
@@ -419,21 +417,19 @@ def _prepare(
         return Finished(summary)
     # A library may swallow the exception of a signal: ask between the long stages.
     check()
-    measured = rates or benchmark_rates.rates(device, threads, progress=_Measuring(watch))
+    request = Request(
+        with_images(recipe, data, source_config),
+        device=device,
+        vocabulary=vocabulary_size(data.tokenizer),
+        world=ranks.world,
+        rows=row_count(data),
+        in_use=in_use(device),
+        source_config=source_config,
+    )
+    rates = rates or rates_of_run(request, threads, _Measuring(watch))
     check()
     watch.stage("planning")
-    request = resolve_auto(
-        Request(
-            with_images(recipe, data, source_config),
-            device=device,
-            vocabulary=vocabulary_size(data.tokenizer),
-            world=ranks.world,
-            rates=measured,
-            rows=row_count(data),
-            in_use=in_use(device),
-            source_config=source_config,
-        )
-    )
+    request = resolve_auto(replace(request, rates=rates))
     # The run stores the recipe as written: a dry run may choose other settings on the machine where it is resumed.
     resolved = request.recipe
     if run is not None and looked is not None:

@@ -42,9 +42,11 @@ class Fp8(High, Method):
     def check(self, model: ModelFacts) -> list[str]:
         import torch
 
+        from preheat.hardware.cuda_driver import has_cuda
+
         problems = super().check(model)
         # Checked here, because without fp8 matmuls the quantized map fails at its first call.
-        if not torch.cuda.is_available():
+        if not has_cuda():
             problems.append(
                 "needs a CUDA device of compute capability 8.9 or more: a CPU has no fp8 matmuls; use int8 or "
                 "int8_dynamic here"

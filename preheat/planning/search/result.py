@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from preheat.core import Numerics
+from preheat.hardware.gpu_memory import OTHERS
 from preheat.run_dir import Verdict
 from preheat.sanitize import memory
 
@@ -25,6 +26,7 @@ __all__ = [
     "falls_short",
     "fits_safely",
     "fragmentation_hint",
+    "held_by_others",
     "is_better_in_something",
     "is_tradeoff",
     "too_large",
@@ -175,9 +177,25 @@ def falls_short(plan: Mapping[str, Any]) -> str:
         'does not fit: needs 102 MiB, and the process itself takes all that a CPU may use'
     """
     needs = f"does not fit: needs {memory(plan['peak_gib'])}"
+    if others := held_by_others(plan):
+        return f"{needs}, has {memory(plan['available_gib'])}: {others}"
     if plan["available_gib"] * 1024 < 1:
         return f"{needs}, and the process itself takes all that {plan['device']['name']} may use"
     return f"{needs}, has {memory(plan['available_gib'])}"
+
+
+def held_by_others(plan: Mapping[str, Any]) -> str:
+    """Describes the memory that other processes hold on a GPU of this machine; "" if there is none.
+
+    Example:
+        >>> held_by_others({"in_use_gib": 60.0, "device": {"kind": "cuda", "name": "an H100"}})
+        'other processes hold 60.00 GiB of an H100; end them (nvidia-smi lists them), or choose another GPU with \
+CUDA_VISIBLE_DEVICES'
+    """
+    # Plans of other versions lack the key.
+    if plan["device"].get("kind") != "cuda" or not plan.get("in_use_gib"):
+        return ""
+    return f"other processes hold {memory(plan['in_use_gib'])} of {plan['device']['name']}; {OTHERS}"
 
 
 def fragmentation_hint(plan: Mapping[str, Any]) -> str:

@@ -8,8 +8,12 @@ launches, so the longer of the two counts.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
 
-from preheat.hardware.benchmark_rates import FULL, Grid
+from preheat.core import Device
+from preheat.hardware.benchmark_rates import FULL, Grid, grid_of
 from preheat.hardware.cpp_build import compiler
 from preheat.hardware.rates import Layout, Rates
 from preheat.ops.attention.causal_cpu import RATE, multiplied_in
@@ -19,7 +23,7 @@ from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.roofline import fused_share, link_seconds
 
-__all__ = ["grid_of_step", "kernel_seconds", "step_seconds"]
+__all__ = ["grids_of_step", "kernel_seconds", "step_seconds"]
 
 # aten operator -> the operator of `hardware.rates.MOVERS` with a similar cost
 _MOVERS = {
@@ -92,6 +96,9 @@ _SPARSE = {
 
 
 _STEP_LIMIT = 15.0  # seconds after which a calibration for one step waits less for calls that are not preempted
+_GPU_STEP_LIMIT = 3.0  # seconds for each dtype on a GPU; what is not reached is interpolated, and measured next time
+_GPU_ROWS, _LEAST_ROWS = 16384, 256  # rows of a matmul, and tokens of attention: more are as fast a token
+_GPU_TABLE = 1 << 29  # bytes of the largest table of embeddings
 _CUSTOM = 40  # a call of our custom operators costs as much as 40 launches, mostly in Python
 
 
@@ -161,10 +168,18 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
     # Our fused CPU operators work on blocks that stay in cache, so memory bandwidth does not bound them.
     if rates.near is not None and (size := _bytes_in_cache(name)) is not None:
         return size * math.prod(kernel.shapes[0]) / rates.near
-    dtype = _dtype(kernel, rates)
     if name in _SPARSE:
         # Practically free: the operands' bytes say nothing about the few elements touched.
         return kernel.bytes_read / 1e12
+    mover, dtype, moved = _mover_of(kernel, _dtype(kernel, rates))
+    if rates.partial and not any((row.operator, row.dtype) == (mover, dtype) for row in rates.moved):
+        mover = "copy"
+    return moved / rates.moved_rate(mover, dtype, moved)
+
+
+def _mover_of(kernel: Kernel, dtype: str) -> tuple[str, str, int]:
+    """Returns the operator of `MOVERS` with a similar cost, its dtype, and the bytes that it moves."""
+    name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
     # Operators without a measurement count as a copy of their bytes.
     mover = _MOVERS.get(name, "copy")
     if name == "_to_copy":
@@ -185,7 +200,7 @@ def _device_seconds(kernel: Kernel, rates: Rates) -> float:
         mover, dtype, moved = "look_up", "fp32", 8 * math.prod(kernel.shapes[1])
     elif name == "where":
         dtype, moved = "fp32", 12 * max(map(math.prod, kernel.shapes))
-    return moved / rates.moved_rate(mover, dtype, moved)
+    return mover, dtype, moved
 
 
 def _bytes_in_cache(name: str) -> int | None:
@@ -211,13 +226,17 @@ def _broadcast(kernel: Kernel) -> str:
     return "mul"
 
 
-def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Grid:
-    """Returns the sizes that decide the time of this step on a CPU, for a calibration that measures nothing else.
+def grids_of_step(observation: Observation, device: Device, *, width: int, vocabulary: int) -> list[Grid]:
+    """Returns the sizes that decide the time of this step, for a calibration that measures nothing else.
+
+    On a GPU there is one grid for each dtype, with the operators that the step runs in it.
 
     Args:
         width: hidden size of the model.
         vocabulary: number of its tokens.
     """
+    if device.kind != "cpu":
+        return _grids_on_gpu(observation, device, width=width, vocabulary=vocabulary)
     attention, dtypes = set[tuple[int, int, int, int]](), {"fp32"}  # fp32: norms and the optimizer
     shapes = set[tuple[int, int, int]]()
     moved = 12  # two operands and a result in fp32
@@ -233,7 +252,7 @@ def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Gr
             dtypes.add(kernel.dtype)
         elif kernel.operator in _MOVERS:
             moved = max(moved, kernel.bytes_read + kernel.bytes_written)
-    return Grid(
+    grid = Grid(
         shapes=tuple(sorted(shapes)),
         products=FULL.products[:1],
         # In a core's cache, in the shared cache, and as many as the largest operands have.
@@ -245,6 +264,62 @@ def grid_of_step(observation: Observation, *, width: int, vocabulary: int) -> Gr
         dtypes=tuple(sorted(dtypes)),
         limit=_STEP_LIMIT,
     )
+    return [grid]
+
+
+_GPU_DTYPES = ("bf16", "fp16", "fp32")
+
+
+def _grids_on_gpu(observation: Observation, device: Device, *, width: int, vocabulary: int) -> list[Grid]:
+    whole = grid_of(device)
+    shapes, attention, operators = (defaultdict[str, set[Any]](set) for _ in range(3))
+    for kernel in observation.kernels:
+        if kernel.where != "device":
+            continue
+        dtype = kernel.dtype if kernel.dtype in _GPU_DTYPES else "fp32"
+        if kernel.flops and "attention" in kernel.operator:
+            *rows, heads, length, head_dim = (1, *kernel.shapes[0])
+            # More tokens take as long each.
+            attention[dtype].add((max(1, min(math.prod(rows), _GPU_ROWS // length)), heads, length, head_dim))
+        elif kernel.flops:
+            _, n, k, m = _layer_of(kernel)
+            n = min(n, _GPU_ROWS)
+            while n > _LEAST_ROWS and 4 * (n * k + n * m + k * m) > whole.most:
+                n //= 2
+            shapes[kernel.dtype if kernel.dtype == "tf32" else dtype].add((n, k, m))
+        elif kernel.bytes_read + kernel.bytes_written and kernel.operator not in _SPARSE:
+            mover, dtype, _ = _mover_of(kernel, dtype)
+            operators[dtype].add(mover)
+    # fp32 always: norms and the optimizer. A dtype needs a rate of each kind, if only of one size.
+    dtypes = sorted({"fp32", *operators, *shapes, *attention} - {"tf32"})
+    smallest = min(set[Any]().union(*shapes.values()), default=(_LEAST_ROWS, width, width))
+    shortest = min(set[Any]().union(*attention.values()), default=whole.attention[0])
+    common = Grid(
+        products=whole.products[:1],
+        width=width,
+        vocabulary=min(vocabulary, max(1, _GPU_TABLE // (4 * width))),
+        large=whole.large,
+        most=whole.most,
+        parameters=2**22,
+        limit=_GPU_STEP_LIMIT,
+        strict=True,
+    )
+    grids = [
+        replace(
+            common,
+            dtypes=(dtype,),
+            shapes=tuple(sorted(shapes[dtype] or {smallest})),
+            attention=tuple(sorted(attention[dtype] or {shortest})),
+            # Bound by launches, in the cache, and in memory.
+            elements=(2**16, 2**20, whole.elements[-1]),
+            operators=tuple(sorted({"copy", *operators[dtype]})),
+        )
+        for dtype in dtypes
+    ]
+    if shapes["tf32"]:
+        tf32 = tuple(sorted(shapes["tf32"]))
+        grids.append(replace(common, dtypes=("tf32",), shapes=tf32, attention=(), elements=(), parameters=0))
+    return grids
 
 
 # In a training step each kernel also costs Python, dispatcher, autograd and views: 11 microseconds in a profile of the

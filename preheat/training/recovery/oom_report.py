@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from preheat import recipe as recipes
 from preheat.core import Device, Phase
 from preheat.engine.device import resolve_device
 from preheat.errors import RunError
+from preheat.hardware.cuda_driver import has_cuda
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
 from preheat.planning.fallback_ladder import find_fallbacks, halve_length
@@ -116,7 +115,7 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
 
     kind = environment.get("device")
     # A run folder copied from a GPU machine: plan for its GPU by the catalogue, with the memory that was recorded.
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not has_cuda():
         machine = environment.get("machine") or {}
         if not {"device", "memory_gib"} <= machine.keys():
             raise RunError("environment.json of the run does not name its GPU; run this on a machine with that GPU")

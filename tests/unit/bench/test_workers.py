@@ -44,7 +44,7 @@ def test_a_calibration_may_write_much_to_stderr(monkeypatch: pytest.MonkeyPatch)
     runs(monkeypatch, benchmark_rates, f"{LOUD}print('[\"matmuls\", 0.5]', flush=True); sys.exit('out of luck')")
     device, progress = Device("cpu", "test", 1 << 30), list[object]()
     with pytest.raises(RunError, match="failed: out of luck"):
-        benchmark_rates._measure_in_process(device, 1, lambda *done: progress.append(done), lambda: grid_of(device))
+        benchmark_rates._measure_in_process(device, 1, lambda *done: progress.append(done), lambda: [grid_of(device)])
     assert progress == [("matmuls", 0.5)]
 
 

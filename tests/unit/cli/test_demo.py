@@ -14,6 +14,7 @@ import torch
 from preheat import recipe as recipes
 from preheat.cli import demo
 from preheat.core import Device
+from preheat.errors import RunError
 from preheat.hardware import benchmark_rates
 from preheat.hardware.benchmark_rates import Grid, calibrate, rates_for
 from preheat.hardware.machine_use import MachineUse
@@ -21,7 +22,7 @@ from preheat.hardware.probe import probe
 from preheat.hardware.rates import LAYOUTS, MOVERS, Present, Rates, load, parse
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.request import Request
-from preheat.planning.speed.step_time import grid_of_step, step_seconds
+from preheat.planning.speed.step_time import grids_of_step, step_seconds
 
 TINY = Grid(
     shapes=((8, 16, 4), (32, 16, 4), (8, 4, 16)),
@@ -153,7 +154,7 @@ def request_of_demo() -> Request:
 
 def test_only_the_sizes_of_the_step_are_measured(request_of_demo: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     observation = observe_few_layers(request_of_demo)
-    grid = grid_of_step(observation, width=256, vocabulary=4096)
+    (grid,) = grids_of_step(observation, request_of_demo.device, width=256, vocabulary=4096)
     # A micro-batch of 4 rows of 256 tokens; the head by 512 rows.
     assert {(1024, 256, 256), (1024, 256, 128), (1024, 256, 768), (1024, 768, 256), (512, 256, 4096)} <= set(
         grid.shapes
@@ -182,24 +183,60 @@ def test_a_calibration_of_some_sizes_measures_those_and_answers_every_plan() -> 
     assert parse(json.loads(json.dumps(made.values()))) == made
 
 
-def test_rates_of_some_sizes_are_not_taken_for_those_of_the_machine(
+def test_rates_of_some_sizes_are_stored_and_only_what_is_missing_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     device = Device("cpu", "made up", 2**30)
+    one, other = [dataclasses.replace(TINY, shapes=(shape,), limit=60) for shape in TINY.shapes[:2]]
+    # The child measures what it is asked, in a moment and undisturbed.
+    asked: list[Grid] = []
+
+    def measured_in_process(
+        device: Device, threads: int, _: object, choose: Any, *, partial: bool, known: Rates | None = None
+    ) -> Rates:
+        (grid,) = choose()
+        asked.append(grid)
+        found = dataclasses.replace(calibrate(device, threads, grid=grid), contended=False, partial=partial)
+        made = dataclasses.replace(known.joined(found), partial=partial) if known else found
+        made.store(anew=known is None)
+        return made
+
+    monkeypatch.setattr(benchmark_rates, "_measure_in_process", measured_in_process)
+    assert rates_for(device, 1, lambda: [one])[1]
+    assert asked == [one]
+    # Again: nothing is measured.
+    assert rates_for(device, 1, lambda: [one]) == (load("made up", torch.__version__, 1), False)
+    assert asked == [one]
+    # Another recipe: only its matmul, since operators, attention and AdamW were measured.
+    made, measured = rates_for(device, 1, lambda: [one, other])
+    assert measured
+    (rest,) = asked[1:]
+    assert (rest.shapes, rest.elements, rest.attention, rest.products, rest.parameters) == (other.shapes, (), (), (), 0)
+    assert {(row.n, row.k, row.m) for row in made.matrix} == {*one.shapes, *other.shapes}
+    assert made == load("made up", torch.__version__, 1)
+    # They are not taken for those of the whole machine.
+    with pytest.raises(RunError, match="are not measured yet"):
+        benchmark_rates.rates(device, 1, measure=False)
+    # Rates of all sizes are enough, except those of a busy machine.
+    whole = dataclasses.replace(made, partial=False)
+    whole.store()
+    assert rates_for(device, 1, lambda: pytest.fail("measured again")) == (whole, False)
+    dataclasses.replace(whole, contended=True).store()
+    assert rates_for(device, 1, lambda: [one])[1]
+
+
+def test_a_child_measures_and_stores_the_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     told: list[float] = []
     start = time.perf_counter()
-    made, measured = rates_for(device, 1, lambda: TINY, lambda what, done: told.append(done))
+    made, measured = rates_for(
+        Device("cpu", "made up", 2**30), 1, lambda: [TINY, TINY], lambda what, done: told.append(done)
+    )
     assert measured
+    assert made.partial
+    assert told == sorted(told)
     assert told[-1] == 1.0
     assert made.seconds < time.perf_counter() - start
-    assert load("made up", torch.__version__, 1) is None
-    assert list(tmp_path.glob("calibration*")) == []
-    # Stored rates of all sizes are used, except those of a busy machine.
-    made.store()
-    stored = dataclasses.replace(made, contended=False)
-    stored.store()
-    assert rates_for(device, 1, lambda: pytest.fail("measured again")) == (stored, False)
-    dataclasses.replace(made, contended=True).store()
-    monkeypatch.setattr(benchmark_rates, "_measure_in_process", lambda *_, store: stored)
-    assert rates_for(device, 1, lambda: TINY) == (stored, True)
+    # Rates of a busy machine are measured again by the next run.
+    assert load("made up", torch.__version__, 1) == (None if made.contended else made)
