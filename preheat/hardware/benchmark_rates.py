@@ -764,17 +764,40 @@ def _child() -> None:
     # JSON has no tuples, and capabilities are compared.
     capability = task["device"]["capability"]
     device = Device(**task["device"] | {"capability": capability and tuple(capability)})
-    grids = [Grid(**values) for values in task["grids"]]
-    measured = parse(task["known"]) if task["known"] else None
+    measured = measure_sizes(
+        device,
+        task["threads"],
+        [Grid(**values) for values in task["grids"]],
+        lambda *done: send(done),
+        partial=task["partial"],
+        known=parse(task["known"]) if task["known"] else None,
+    )
+    send(measured.values())
+
+
+def measure_sizes(
+    device: Device,
+    threads: int,
+    grids: Sequence[Grid],
+    progress: Progress,
+    *,
+    partial: bool = False,
+    known: Rates | None = None,
+) -> Rates:
+    """Measures in this process, joins the rates with `known` ones, and stores them; for arguments see `rates_for`.
+
+    Partial rates of a busy machine are not stored.
+    """
+    measured = known
     for number, grid in enumerate(grids):
 
         def tell(what: str, done: float, number: int = number) -> None:
-            send((what, (number + done) / len(grids)))
+            progress(what, (number + done) / len(grids))
 
-        rates_of_grid = calibrate(device, task["threads"], tell, grid=grid)
+        rates_of_grid = calibrate(device, threads, tell, grid=grid)
         measured = rates_of_grid if measured is None else measured.joined(rates_of_grid)
     assert measured is not None, "there is something to measure"
-    measured = dataclasses.replace(measured, partial=task["partial"])
-    if not (measured.partial and measured.contended):
-        measured.store(anew=not task["known"])
-    send(measured.values())
+    measured = dataclasses.replace(measured, partial=partial)
+    if not (partial and measured.contended):
+        measured.store(anew=known is None)
+    return measured

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from preheat.errors import RecipeError, nearest
+from preheat.hardware.cuda_driver import is_slice
 
-__all__ = ["Accelerator", "accelerator", "accelerators", "is_slice", "named_or_described", "parse_accelerator"]
+__all__ = ["Accelerator", "accelerator", "accelerators", "named_or_described", "parse_accelerator"]
 
 
 @dataclass(frozen=True)
@@ -220,16 +221,6 @@ _ALIASES = {
     "v100sxm232gb": "V100-32GB",
     "v100sxm216gb": "V100-16GB",
 }
-
-
-def is_slice(name: str) -> bool:
-    """True if the driver's name of a device is that of a slice of a GPU (MIG).
-
-    Example:
-        >>> is_slice("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), is_slice("NVIDIA H100 80GB HBM3")
-        (True, False)
-    """
-    return re.search(r"\bMIG \d+[gc]\.", name) is not None
 
 
 def _key(name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from preheat.sanitize import shorten
 
-__all__ = ["driver_version", "has_cuda", "why_no_cuda"]
+__all__ = ["driver_version", "has_cuda", "is_slice", "why_no_cuda"]
 
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"  # vendor and class of NVIDIA's GPUs
 _MODULE = Path("/proc/driver/nvidia/version")
@@ -59,6 +59,16 @@ def driver_version() -> str:
     if _MODULE.is_file() and (match := re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _MODULE.read_text(encoding="utf-8"))):
         return match[0]
     return ".".join(map(str, _cuda_of_driver() or ()))
+
+
+def is_slice(name: str) -> bool:
+    """True if the driver's name of a device is that of a slice of a GPU (MIG).
+
+    Example:
+        >>> is_slice("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), is_slice("NVIDIA H100 80GB HBM3")
+        (True, False)
+    """
+    return re.search(r"\bMIG \d+[gc]\.", name) is not None
 
 
 def _cuda_of_driver() -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from preheat.core import Device
 from preheat.errors import DoesNotFit
-from preheat.hardware.catalogue import is_slice
+from preheat.hardware.cuda_driver import is_slice
 from preheat.hardware.oom import is_oom
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
 from preheat.sanitize import memory

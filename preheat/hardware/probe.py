@@ -91,8 +91,7 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
     if device != "cpu":
         import torch
 
-        from preheat.hardware.catalogue import is_slice
-        from preheat.hardware.cuda_driver import driver_version, has_cuda, why_no_cuda
+        from preheat.hardware.cuda_driver import driver_version, has_cuda, is_slice, why_no_cuda
         from preheat.sanitize import memory as memory_text
 
         if has_cuda():

@@ -98,6 +98,7 @@ _SPARSE = {
 _STEP_LIMIT = 15.0  # seconds after which a calibration for one step waits less for calls that are not preempted
 _GPU_STEP_LIMIT = 3.0  # seconds for each dtype on a GPU; what is not reached is interpolated, and measured next time
 _GPU_ROWS, _LEAST_ROWS = 16384, 256  # rows of a matmul, and tokens of attention: more are as fast a token
+_GPU_ELEMENTS = (2**16, 2**20)  # bound by launches, and in the cache; the grid's largest are in memory
 _GPU_TABLE = 1 << 29  # bytes of the largest table of embeddings
 _CUSTOM = 40  # a call of our custom operators costs as much as 40 launches, mostly in Python
 
@@ -310,8 +311,7 @@ def _grids_on_gpu(observation: Observation, device: Device, *, width: int, vocab
             dtypes=(dtype,),
             shapes=tuple(sorted(shapes[dtype] or {smallest})),
             attention=tuple(sorted(attention[dtype] or {shortest})),
-            # Bound by launches, in the cache, and in memory.
-            elements=(2**16, 2**20, whole.elements[-1]),
+            elements=(*_GPU_ELEMENTS, whole.elements[-1]),
             operators=tuple(sorted({"copy", *operators[dtype]})),
         )
         for dtype in dtypes

@@ -16,13 +16,15 @@ from preheat.cli import demo
 from preheat.core import Device
 from preheat.errors import RunError
 from preheat.hardware import benchmark_rates
-from preheat.hardware.benchmark_rates import Grid, calibrate, rates_for
+from preheat.hardware.benchmark_rates import Grid, _Parts, calibrate, measure_sizes, rates_for
 from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.probe import probe
 from preheat.hardware.rates import LAYOUTS, MOVERS, Present, Rates, load, parse
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.request import Request
+from preheat.planning.speed import step_time
 from preheat.planning.speed.step_time import grids_of_step, step_seconds
+from preheat.training.plan_request import rates_of_step
 
 TINY = Grid(
     shapes=((8, 16, 4), (32, 16, 4), (8, 4, 16)),
@@ -183,6 +185,83 @@ def test_a_calibration_of_some_sizes_measures_those_and_answers_every_plan() -> 
     assert parse(json.loads(json.dumps(made.values()))) == made
 
 
+class Counting:
+    """In place of the stopwatch: counts measurements, each a millisecond."""
+
+    count = 0
+
+    def __init__(self, cuda: bool, *, strict: bool = False):
+        self.strict, self.was_late = strict, False
+
+    def is_late(self) -> bool:
+        return False
+
+    def __call__(self, call: Any, budget: float = 0.0) -> float:
+        call()
+        type(self).count += 1
+        return 1e-3
+
+
+@pytest.mark.parametrize("precision", ["", "mixed_precision: {}"])
+def test_a_card_is_measured_at_the_sizes_of_the_step_alone_and_once(
+    precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(benchmark_rates, "Stopwatch", Counting)
+    monkeypatch.setattr(benchmark_rates, "other_processes_bytes", lambda device: device.memory - (3 << 30))
+    monkeypatch.setattr(_Parts, "most_disturbed", MachineUse(1.0, 1.0, 0.0, 2, 2))
+    # Smaller tensors than a card's, for this CPU.
+    monkeypatch.setattr(step_time, "grid_of", lambda _: dataclasses.replace(whole, large=2**20, elements=(2**12,)))
+    monkeypatch.setattr(step_time, "_GPU_ELEMENTS", (2**10, 2**11))
+    whole = benchmark_rates.GPU
+    card = Device("cuda", "a card", 80 << 30, (9, 0), at_hand=False, driver="570.1")
+    grids: list[Grid] = []
+
+    def measured_in_process(device: Device, threads: int, _: object, choose: Any, **options: Any) -> Rates:
+        grids[:] = choose()
+        # The same code on tensors of this CPU, which has neither a link to the host nor TF32.
+        cpu = dataclasses.replace(device, kind="cpu")
+        monkeypatch.setattr(benchmark_rates, "calibrate", lambda _, threads, tell, grid: as_card(cpu, threads, grid))
+        return measure_sizes(device, threads, grids, lambda *_: None, **options)
+
+    def as_card(cpu: Device, threads: int, grid: Grid) -> Rates:
+        return dataclasses.replace(calibrate(cpu, threads, grid=grid), near=None, to_host=1e9, to_device=1e9)
+
+    monkeypatch.setattr(benchmark_rates, "_measure_in_process", measured_in_process)
+
+    def request(width: int) -> Request:
+        recipe = recipes.parse(
+            f"model: {{num_layers: 2, hidden_size: {width}, num_heads: 4, vocab_size: 512}}\nstop: {{max_steps: 1}}\n"
+            f"batch: {{size: 4, seq_len: 64}}\ntechniques: {{{precision}}}"
+        )
+        return Request(recipe, card, vocabulary=512)
+
+    Counting.count = 0
+    first, measured = rates_of_step(request(64), 1)
+    assert measured
+    of_first = Counting.count
+    # What the plan of the step asks for was measured at its size, and less than a tenth of all sizes.
+    asked: list[tuple[Any, ...]] = []
+    observation, rate = observe_few_layers(request(64)), Rates.matrix_rate
+    monkeypatch.setattr(Rates, "matrix_rate", lambda self, *at: asked.append(at) or rate(self, *at))
+    assert step_seconds(observation, first) > 0
+    assert asked
+    assert all(first.holds(*at) for at in asked), asked
+    assert of_first < (len(whole.layers) * len(whole.rows) * 3 * 4 + len(MOVERS) * len(whole.elements) * 3) / 5
+    # A second run, of the same recipe, measures nothing.
+    assert rates_of_step(request(64), 1) == (first, False)
+    assert Counting.count == of_first
+    # A run of another recipe measures its own matmuls, and few others.
+    second, measured = rates_of_step(request(128), 1)
+    assert measured
+    assert 0 < Counting.count - of_first < of_first / 2
+    assert {*first.matrix} < {*second.matrix}
+    assert rates_of_step(request(64), 1) == rates_of_step(request(128), 1) == (second, False)
+    # With another driver, all is measured anew.
+    assert load("a card", torch.__version__, 1, "580.2") is None
+    assert load("a card", torch.__version__, 1, "570.1") == second
+
+
 def test_rates_of_some_sizes_are_stored_and_only_what_is_missing_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -197,12 +276,11 @@ def test_rates_of_some_sizes_are_stored_and_only_what_is_missing_is_measured(
     ) -> Rates:
         (grid,) = choose()
         asked.append(grid)
-        found = dataclasses.replace(calibrate(device, threads, grid=grid), contended=False, partial=partial)
-        made = dataclasses.replace(known.joined(found), partial=partial) if known else found
-        made.store(anew=known is None)
-        return made
+        return measure_sizes(device, threads, [grid], lambda *_: None, partial=partial, known=known)
 
     monkeypatch.setattr(benchmark_rates, "_measure_in_process", measured_in_process)
+    monkeypatch.setattr(benchmark_rates, "Stopwatch", Counting)
+    monkeypatch.setattr(_Parts, "most_disturbed", MachineUse(1.0, 1.0, 0.0, 2, 2))
     assert rates_for(device, 1, lambda: [one])[1]
     assert asked == [one]
     # Again: nothing is measured.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from preheat import recipe as recipes
 from preheat.core import Device
+from preheat.errors import DoesNotFit
 from preheat.hardware import gpu_memory, probe
+from preheat.hardware.benchmark_rates import with_room
 from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, other_processes_bytes
 from preheat.hardware.probe import begin_peak
+from preheat.planning.plan import plan
+from preheat.planning.request import Request
+from preheat.planning.search.result import falls_short, held_by_others
+from preheat.planning.speed.roofline import Roofline
 from preheat.report.run_page import _memory_of_gpu
 from preheat.run_dir import expected_memory
 from preheat.training.plan_request import in_use
@@ -31,6 +40,7 @@ class Gpu:
         self.allocated, self.reserved = 5 * GIB, 6 * GIB
         self.most = [20 * GIB, 24 * GIB]
         self.fractions: list[float] = []
+        self.name = "a GPU"
 
     def reset(self) -> None:
         self.most = [self.allocated, self.reserved]
@@ -48,7 +58,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "reset_peak_memory_stats": made.reset,
         "set_per_process_memory_fraction": made.fractions.append,
         "current_device": lambda: 0,
-        "get_device_properties": lambda number: SimpleNamespace(uuid="1234"),
+        "get_device_properties": lambda number: SimpleNamespace(uuid="1234", name=made.name),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -66,7 +76,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None], 
     def handle(uuid: str) -> str:
         if lost:
             raise module.NVMLError("Insufficient Permissions")
-        assert uuid == "GPU-1234"
+        assert uuid in ("GPU-1234", "MIG-1234")
         return "handle"
 
     module.nvmlInit = module.nvmlShutdown = lambda: None
@@ -119,6 +129,48 @@ def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.M
     assert in_use(WHOLE) == 9 * GIB
     assert other_processes_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
     assert other_processes_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
+
+
+def test_too_little_left_by_others_is_one_line(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.reserved, gpu.free = 0, 3 * GIB
+    driver(monkeypatch, (os.getpid(), GIB))
+    assert with_room(WHOLE).memory == 4 * GIB  # with what this process holds
+    gpu.free = GIB // 2
+    with pytest.raises(
+        DoesNotFit, match=r"1\.50 GiB of 80\.00 GiB are left, .*other processes hold 78\.50 GiB; end them"
+    ):
+        with_room(WHOLE)
+
+    def full() -> tuple[int, int]:
+        raise torch.cuda.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    with pytest.raises(DoesNotFit, match=r"other processes use all of a GPU's 80\.00 GiB: no room is left for a CUDA"):
+        in_use(WHOLE)
+
+
+def test_a_slice_is_asked_for_by_its_own_id(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    driver(monkeypatch, (os.getpid(), 7 * GIB))
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetHandleByUUID", lambda uuid: {"MIG-1234": "handle"}[uuid])
+    assert memory_peak("cuda").context == GIB
+
+
+def test_what_others_hold_is_in_the_plan_and_its_refusal() -> None:
+    recipe = recipes.parse(
+        "model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 96}\nstop: {max_steps: 1}\n"
+        "batch: {size: 4, seq_len: 64}"
+    )
+    rates = Roofline.of("H100")
+    request = Request(recipe, rates.as_device, vocabulary=96, rates=rates)
+    free, busy = (plan(dataclasses.replace(request, in_use=size)) for size in (0, 79 * GIB - 300 * 2**20))
+    assert free["fits"]
+    assert free["in_use_gib"] == 0
+    assert held_by_others(free) == ""
+    # The same step does not fit beside others.
+    assert not busy["fits"]
+    assert busy["peak_gib"] == free["peak_gib"]
+    assert re.search(r"has 300 MiB: other processes hold 78\.71 GiB of H100; end them", falls_short(busy))
 
 
 def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ import torch
 from preheat import torch_compat
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
-from preheat.hardware import openmp, segments
+from preheat.hardware import cuda_driver, openmp, segments
 from preheat.hardware import probe as probing
 from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
-from preheat.hardware.catalogue import accelerator, accelerators
+from preheat.hardware.catalogue import accelerator, accelerators, named_or_described
 from preheat.hardware.link_rates import links_at, load_links
 from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.oom import is_oom, requested_bytes
@@ -239,11 +240,95 @@ def test_a_driver_is_asked_whether_it_maps_pages(monkeypatch: pytest.MonkeyPatch
     assert not segments._maps_pages(0)
 
 
-def test_cuda_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert probing.probe("auto").kind == "cpu"
-    with pytest.raises(RecipeError, match=r"hardware\.device: cuda is asked for"):
-        probing.probe("cuda")
+@pytest.mark.parametrize(
+    ("built_for", "driver", "gpu", "warning", "reason", "notices"),
+    [
+        (None, None, False, "", "torch 2.9+cu128 is built without CUDA", False),
+        ("12.8", None, False, "", "no NVIDIA driver is installed here", False),
+        ("12.8", None, True, "", "no NVIDIA driver is installed here", True),
+        (
+            "12.8",
+            11040,
+            True,
+            "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040).\nPlease update ...",
+            "the NVIDIA driver is too old: found version 470.82.01 for CUDA 11.4, and torch 2.9+cu128 needs CUDA 12.8; "
+            "update the driver",
+            True,
+        ),
+        (
+            "12.8",
+            12020,
+            True,
+            "CUDA initialization: CUDA unknown error",
+            "torch says: CUDA initialization: CUDA un",
+            True,
+        ),
+        ("12.8", 12080, False, "", "torch finds no CUDA device here", False),
+    ],
+)
+def test_cuda_that_torch_cannot_use_is_one_line(
+    built_for: str | None,
+    driver: int | None,
+    gpu: bool,
+    warning: str,
+    reason: str,
+    notices: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def is_available() -> bool:
+        if warning:
+            warnings.warn(warning, UserWarning, stacklevel=2)
+        return False
+
+    def library(name: str) -> SimpleNamespace:
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+
+        def version(pointer: Any) -> int:
+            pointer._obj.value = driver
+            return 0
+
+        return SimpleNamespace(cuDriverGetVersion=version)
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch, "__version__", "2.9+cu128")
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", library)
+    monkeypatch.setattr(cuda_driver, "_warning", [])
+    module, bus = tmp_path / "version", tmp_path / "pci"
+    module.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\nGCC version: 12.2.0\n")
+    monkeypatch.setattr(cuda_driver, "_MODULE", module)
+    (bus / "0").mkdir(parents=True)
+    (bus / "0" / "vendor").write_text("0x10de\n" if gpu else "0x8086\n")
+    (bus / "0" / "class").write_text("0x030200\n")
+    monkeypatch.setattr(cuda_driver, "_PCI", bus)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        device = probing.probe("auto")
+        with pytest.raises(RecipeError) as raised:
+            probing.probe("cuda")
+    message = str(raised.value)
+    assert message.startswith(f"hardware.device: cuda: {reason}")
+    assert message.endswith("or set it to auto or cpu")
+    assert "\n" not in message
+    # Who did not ask for it reads once that the CPU is used, if there is a GPU.
+    assert device.kind == "cpu"
+    assert device.notice.startswith(f"runs on the CPU (hardware.device: auto): {reason}") is notices
+    assert bool(device.notice) is notices
+    assert probing.probe("cpu").notice == ""
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_a_slice_of_a_gpu_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    facts = SimpleNamespace(name=name, total_memory=10 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    device = probing.probe("auto", segments="fixed")
+    assert (device.name, device.memory) == (name, 10 << 30)
+    assert "is a slice of a GPU (MIG): its 10.00 GiB are all that a run has, and rates are measured" in device.notice
+    with pytest.raises(RecipeError, match=r"--gpu: '.*MIG 1g\.10gb' is a slice of a GPU .*describe the device: --gpu"):
+        named_or_described(name)
 
 
 def test_control_groups_limit_memory_also_through_their_parents(tmp_path: Path) -> None:
@@ -586,8 +671,8 @@ import torch
 
 def test_a_calibration_without_time_left_has_a_rate_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     class Preempted(Stopwatch):
-        def __init__(self, cuda: bool):
-            super().__init__(cuda)
+        def __init__(self, cuda: bool, *, strict: bool):
+            super().__init__(cuda, strict=strict)
             self.preempted = True
 
     monkeypatch.setattr("preheat.hardware.benchmark_rates.Stopwatch", Preempted)
@@ -1079,6 +1164,7 @@ def test_a_gpu_s_grid_is_measured_wholly(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(calibrating, "_host_link", link)
     monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
     monkeypatch.setattr(calibrating, "has_tf32", lambda device: False)
+    monkeypatch.setattr(calibrating, "other_processes_bytes", lambda device: 0)
     monkeypatch.setattr(calibrating, "_adamw", lambda *args: 1e-9)
     monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
     monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size, device="meta"))
