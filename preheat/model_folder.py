@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError
-from preheat.run_dir import BadJson, read_value
+from preheat.files import BadJson, read_value
 from preheat.sanitize import clean, quoted, shorten
 
 if TYPE_CHECKING:

@@ -15,11 +15,13 @@ from statistics import median
 from preheat import recipe as recipes
 from preheat.core import registry
 from preheat.core.json_types import JsonObject
+from preheat.core.plan import expected_memory
 from preheat.errors import RecipeError, RunError
+from preheat.files import to_json, write_atomic
 from preheat.hardware.child_processes import ended_by, tethered
 from preheat.planning.search.result import falls_short
 from preheat.recipe import Recipe
-from preheat.run_dir import MEMORY_KEYS, claim, expected_memory, to_json, write_atomic
+from preheat.run.layout import MEMORY_KEYS, claim
 from preheat.sanitize import memory, percent
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]

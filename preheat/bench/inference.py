@@ -22,9 +22,10 @@ from typing import IO, Any, Literal
 
 from preheat.core.json_types import JsonObject
 from preheat.errors import DoesNotFit, RecipeError, RunError
+from preheat.files import to_json, write_atomic
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.recipe import Sample
-from preheat.run_dir import claim, to_json, write_atomic
+from preheat.run.layout import claim
 
 __all__ = ["InferenceContender", "bench_inference"]
 

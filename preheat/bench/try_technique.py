@@ -17,9 +17,10 @@ from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_tu
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
 from preheat.core.json_types import JsonObject
+from preheat.core.plan import expected_memory
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
-from preheat.run_dir import MEMORY_KEYS, expected_memory
+from preheat.run.layout import MEMORY_KEYS
 from preheat.sanitize import memory, percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]

@@ -39,9 +39,9 @@ from preheat.cli.options.remote_code import opens_models
 from preheat.cli.views.log_warnings import warnings_shown
 from preheat.cli.views.output import say
 from preheat.errors import PreheatError
+from preheat.files import to_json
 from preheat.hardware.interrupts import Interrupted, raising
 from preheat.hardware.openmp import choose_waiting
-from preheat.run_dir import to_json
 from preheat.sanitize import quoted, shorten
 from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent

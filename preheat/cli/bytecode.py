@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from preheat.hardware.link_rates import cache_folder, own_folder
+from preheat.cache_folder import cache_folder, own_folder
 
 __all__ = ["keep_bytecode"]
 

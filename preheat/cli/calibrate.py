@@ -34,11 +34,11 @@ def calibrate(
     import torch
 
     from preheat.cli.views.output import console, say
+    from preheat.files import to_json
     from preheat.hardware.benchmark_rates import calibrate as measure
     from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.link_rates import load_links
     from preheat.hardware.probe import probe
-    from preheat.run_dir import to_json
 
     here = probe(device)
     if here.kind == "cpu":

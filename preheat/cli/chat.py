@@ -11,7 +11,7 @@ import typer
 from preheat.cli.options import generation
 from preheat.cli.views.console import Base
 from preheat.cli.views.output import say, write_text
-from preheat.run_dir import to_json
+from preheat.files import to_json
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ def demo(
     recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
     from preheat.cli.views.console import console, picture
-    from preheat.run_dir import Reader, check_folder
+    from preheat.run.reader import Reader
+    from preheat.run.writer import check_folder
 
     folder = out or _first_free(Path("runs") / "demo")
     check_folder(folder, resume=False)

@@ -148,7 +148,7 @@ def evaluate(
 def _create_samples_file(samples: Path) -> None:
     """Creates or empties the samples file; raises RecipeError if an existing file is not one of ours."""
     from preheat.errors import RecipeError
-    from preheat.run_dir import require_overwritable
+    from preheat.files import require_overwritable
 
     require_overwritable(samples, ['{"task": '])
     try:
@@ -164,7 +164,7 @@ def _create_samples_file(samples: Path) -> None:
 def _recipe_of(models: list[str]) -> Recipe | None:
     """Returns the recipe of the last run among the models, which sets how texts are read; None without a run."""
     from preheat import recipe as recipes
-    from preheat.run_dir import Reader
+    from preheat.run.reader import Reader
 
     runs = [Path(path) / "recipe.yaml" for path in models if (Path(path) / "recipe.yaml").is_file()]
     return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None

@@ -10,8 +10,8 @@ import typer
 from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
+from preheat.files import write_generated
 from preheat.recipe import field_docs
-from preheat.run_dir import write_generated
 from preheat.training.launch import Job
 from preheat.training.launch.job import Kind
 

@@ -317,8 +317,8 @@ def _next_command(
         again: the command that was typed, without its output options.
         sets: its `--set` options.
     """
+    from preheat.core.plan import Verdict, verdict_on
     from preheat.recipe import Data
-    from preheat.run_dir import Verdict, verdict_on
 
     devices, searched = result["devices"], bool(result["searched"]["candidates"])
     if not result["fits"] or (searched and verdict_on(result) is Verdict.UNSAFE):
@@ -401,7 +401,7 @@ def finish(
 
     interrupted = result["searched"]["interrupted"]
     if out is not None:
-        from preheat.run_dir import write_generated
+        from preheat.files import write_generated
 
         so_far = "; the search was interrupted, this is the best so far" if interrupted else ""
         write_generated(out, text or recipe_text(result, subject), f"# written by preheat plan{so_far}")

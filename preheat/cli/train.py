@@ -199,7 +199,7 @@ def _dry_run(
     from preheat.errors import RecipeError
     from preheat.models import configs
     from preheat.models.presets import require_weights
-    from preheat.run_dir import check_folder
+    from preheat.run.writer import check_folder
     from preheat.training.session import read_data
 
     if not subject.from_user:

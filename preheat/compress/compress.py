@@ -19,10 +19,11 @@ from preheat.compress.export import verify
 from preheat.compress.registry import Method, methods
 from preheat.compress.unfinished_run import unfinished
 from preheat.errors import RecipeError, RunError, nearest
+from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
 from preheat.models.hf import require_decoder_only
 from preheat.recipe.validate import RecipeReader
-from preheat.run_dir import Reader, to_json
+from preheat.run.reader import Reader
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from preheat.errors import RunError
+from preheat.files import to_json
 from preheat.hardware.child_processes import ended_by, tethered
 from preheat.ops.quantization.grids import Groups
-from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

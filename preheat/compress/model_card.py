@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from preheat import recipe as recipes
 from preheat.compress.front_matter import front_matter
 from preheat.recipe.paths import published
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts

@@ -10,8 +10,8 @@ from preheat.compress.chain import Chain, Steps, located
 from preheat.compress.compress import Page, Say
 from preheat.compress.text_steps import TextSteps
 from preheat.compress.vision.steps import ImageSteps
+from preheat.files import to_json, write_user_file
 from preheat.models.image_classifiers import is_classifier
-from preheat.run_dir import to_json, write_user_file
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject

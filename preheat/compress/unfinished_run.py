@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from preheat.compress.atomic_folder import home_of
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 __all__ = ["unfinished"]
 

@@ -280,7 +280,7 @@ class Searchable(Technique):
 
         Args:
             plan: plans the recipe with another technique in place of this one; its keys are
-                `preheat.run_dir.PLAN_KEYS`.
+                `preheat.core.plan.PLAN_KEYS`.
         """
         return self
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preheat.cache_folder import make_private
 from preheat.errors import DataError
-from preheat.hardware.link_rates import make_private
-from preheat.run_dir import to_json
+from preheat.files import to_json
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject

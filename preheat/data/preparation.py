@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from preheat.cache_folder import cache_folder
 from preheat.core import Vision
 from preheat.data.cache import entry
 from preheat.data.chat.template import Template, load_template
@@ -34,7 +35,6 @@ from preheat.data.tokenize_corpus import SIDES, Progress, Stream, copies_file, s
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError
-from preheat.hardware.link_rates import cache_folder
 from preheat.recipe import Data
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from preheat.errors import RunError
-from preheat.run_dir import to_json
+from preheat.files import to_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
+from preheat.cache_folder import make_private
 from preheat.data.document import Document
 from preheat.data.preflight import Findings, merged
 from preheat.data.row_account import LeftOut
@@ -32,8 +33,7 @@ from preheat.data.split import Side, Split, chunks, near_hash
 from preheat.data.tokenizer import Encoded, Encoder
 from preheat.data.vision_inputs import ImageProcessor, ImageTable
 from preheat.errors import PreheatError
-from preheat.hardware.link_rates import make_private
-from preheat.run_dir import to_json, write_atomic
+from preheat.files import to_json, write_atomic
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

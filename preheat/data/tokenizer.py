@@ -17,9 +17,9 @@ from preheat.data.document import END, PAD, Document, TextSpan
 from preheat.data.rows.file_readers import expanded, kind_of, missing
 from preheat.data.sources import digest
 from preheat.errors import DataError, RecipeError, RunError
+from preheat.files import to_json
 from preheat.hardware.connectivity import cached_folder, hub_offline
 from preheat.model_folder import FAULTS, beginning, fault, read_object, repository_file, vocabulary_size
-from preheat.run_dir import to_json
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:

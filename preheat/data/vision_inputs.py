@@ -24,8 +24,8 @@ from preheat.core import IMAGE_BUDGETS, Images, Vision
 from preheat.data.chat.messages import PLACE, Message, Unreadable
 from preheat.data.rows.file_readers import kind_of
 from preheat.errors import DataError
+from preheat.files import to_json
 from preheat.model_folder import vocabulary_size
-from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.core import Build, Device
 from preheat.errors import RunError
+from preheat.files import parse_json, to_json
 from preheat.hardware.oom import is_oom, require_room
 from preheat.models.moe import biases
 from preheat.recipe import Recipe
-from preheat.run_dir import parse_json, to_json
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Progress:
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of data, model and weights: a resumed run must have the same."""
     run: str = ""
-    """Identity of the run (preheat.run_dir): checkpoints of other runs are not read."""
+    """Identity of the run (preheat.run): checkpoints of other runs are not read."""
 
     @property
     def updates(self) -> int:

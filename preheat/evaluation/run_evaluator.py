@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat import run_dir as runs
 from preheat.core import Build, Slot
 from preheat.data.tokenizer import write_tokenizer
 from preheat.engine.evaluate import Measured
@@ -22,7 +21,8 @@ from preheat.evaluation.run_task import measure_items, require_room
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer
 from preheat.evaluation.tasks import LengthTask, Task, find_tasks
 from preheat.recipe import Recipe
-from preheat.run_dir import Writer
+from preheat.run import reader as runs
+from preheat.run.writer import Writer
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:

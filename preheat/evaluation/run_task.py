@@ -15,7 +15,7 @@ from preheat.evaluation.prompts import Item, items_of
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES, Reader, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
-from preheat.run_dir import to_json
+from preheat.files import to_json
 
 __all__ = ["measure_items", "measure_task", "require_room"]
 

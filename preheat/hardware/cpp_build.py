@@ -17,9 +17,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from preheat.cache_folder import cache_folder, is_private, own_folder
 from preheat.errors import RunError
 from preheat.hardware.child_processes import tethered
-from preheat.hardware.link_rates import cache_folder, is_private, own_folder
 
 __all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "uncompiled"]
 

@@ -12,30 +12,20 @@ import hashlib
 import json
 import logging
 import math
-import os
-import stat
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from preheat.errors import RunError
+from preheat.cache_folder import cache_folder, store_json
 from preheat.hardware.stored_values import Damaged, read_json, read_row
-from preheat.run_dir import to_json
 
 __all__ = [
     "COLLECTIVES",
     "LinkRate",
     "bus_factor",
-    "cache_folder",
     "links_at",
     "load_links",
-    "is_private",
-    "make_private",
-    "own_folder",
-    "require_storable",
     "seconds_of",
-    "store_json",
     "store_links",
 ]
 
@@ -141,86 +131,6 @@ def seconds_of(
     after = next(n for n, row in enumerate(chosen) if row.bytes >= scaled)
     a, b = chosen[after - 1], chosen[after]
     return a.seconds + (b.seconds - a.seconds) * (scaled - a.bytes) / (b.bytes - a.bytes)
-
-
-def cache_folder() -> Path:
-    """Returns $PREHEAT_CACHE, or ~/.cache/preheat."""
-    folder = os.environ.get("PREHEAT_CACHE")
-    return Path(folder) if folder else Path.home() / ".cache" / "preheat"
-
-
-def make_private(folder: Path) -> None:
-    """Creates a folder and its missing parents with mode 0700; existing folders keep their mode."""
-    for missing in (*reversed(folder.parents), folder):
-        if not missing.is_dir():
-            # One by one, because mkdir(parents=True) applies the mode to the last folder only.
-            missing.mkdir(mode=0o700, exist_ok=True)
-
-
-def own_folder(folder: Path) -> bool:
-    """Creates a folder whose files are executed; returns True if only this user can write to it.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
-    make_private(folder)
-    # lstat, so that a link to a folder of somebody else is rejected instead of followed.
-    facts = folder.lstat()
-    if facts.st_uid == os.getuid() and stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o077:
-        folder.chmod(0o700)
-        # Read again, because some file systems ignore a change of mode.
-        facts = folder.lstat()
-    return stat.S_ISDIR(facts.st_mode) and is_private(facts)
-
-
-def is_private(facts: os.stat_result) -> bool:
-    """True if only this user, or root, can write to a file or folder."""
-    return facts.st_uid in (0, os.getuid()) and not facts.st_mode & 0o022
-
-
-def store_json(path: Path, values: Mapping[str, object]) -> None:
-    """Writes a file of measurements atomically.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
-    try:
-        make_private(path.parent)
-        # In the same folder, because a replacement is atomic only within one file system. Its name is unique, because
-        # two processes may measure at once. Not `write_atomic`: a search stores many observations, and none needs a
-        # sync.
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.stem, delete=False, encoding="utf-8"
-        ) as partial:
-            try:
-                partial.write(to_json(values, indent=1) + "\n")
-                partial.close()
-                os.replace(partial.name, path)
-            except BaseException:
-                os.unlink(partial.name)
-                raise
-    except OSError as error:
-        raise _cannot_store(path, error) from None
-
-
-def require_storable(path: Path) -> None:
-    """Checks that `store_json` can write the file, before anything is measured.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
-    try:
-        make_private(path.parent)
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise _cannot_store(path, error) from None
-
-
-def _cannot_store(path: Path, error: OSError) -> RunError:
-    return RunError(
-        f"{path.parent}: cannot store the calibration there ({error.strerror}); "
-        "set PREHEAT_CACHE to a folder that can be written"
-    )
 
 
 def links_at(hardware: str, torch: str) -> Path:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError, RunError
+from preheat.files import to_json
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.child_processes import LOOPBACK, ended_by, last_error_line, listen, local_group, tethered
 from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
 from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
-from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from typing import IO

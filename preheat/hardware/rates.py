@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from preheat.cache_folder import cache_folder, store_json
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.link_rates import LinkRate, cache_folder, load_links, seconds_of, store_json
+from preheat.hardware.link_rates import LinkRate, load_links, seconds_of
 from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.stored_values import Damaged, read_json, read_number, read_numbers, read_row
 from preheat.sanitize import shorten

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from preheat.run_dir import BadJson, read_value
+from preheat.files import BadJson, read_value
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:

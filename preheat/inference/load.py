@@ -20,7 +20,7 @@ from preheat.model_folder import vocabulary_size
 from preheat.models.generation.generate import Written
 from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

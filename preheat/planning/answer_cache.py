@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat import remote_code
+from preheat.cache_folder import cache_folder, store_json
 from preheat.errors import RunError
-from preheat.hardware.link_rates import cache_folder, store_json
+from preheat.files import to_json
 from preheat.hardware.stored_values import Damaged, read_json
 from preheat.recipe.paths import possible_paths
-from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from preheat.core import Recipe

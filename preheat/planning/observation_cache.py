@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preheat import recipe as recipes
+from preheat.cache_folder import cache_folder, store_json
 from preheat.core import Axis
 from preheat.errors import RecipeError
-from preheat.hardware.link_rates import cache_folder, store_json
 from preheat.hardware.stored_values import Damaged, read_json
 from preheat.planning.answer_cache import source_digest
 from preheat.planning.dispatch_recorder import Kernel

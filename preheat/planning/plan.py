@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from preheat.core import Device, Searchable, Stage, Tag, Technique
+from preheat.core.plan import chance_to_fit, verdict_on
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
 from preheat.hardware.rates import Present
@@ -21,7 +22,6 @@ from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
-from preheat.run_dir import chance_to_fit, verdict_on
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -83,7 +83,7 @@ def plan(request: Request) -> JsonObject:
     """Predicts the memory per device and the speed of a recipe, extrapolated from few layers if possible.
 
     Returns:
-        The keys of `preheat.run_dir.PLAN_KEYS`.
+        The keys of `preheat.core.plan.PLAN_KEYS`.
 
     Raises:
         RecipeError: the recipe cannot be built.
@@ -140,7 +140,7 @@ def active_parameters(request: Request, observation: Observation) -> int:
 
 
 def describe(request: Request, observation: Observation) -> JsonObject:
-    """Turns an observation into a plan, with the keys of `preheat.run_dir.PLAN_KEYS`."""
+    """Turns an observation into a plan, with the keys of `preheat.core.plan.PLAN_KEYS`."""
     recipe, device, rates = request.recipe, request.room, request.rates
     assert rates is not None, "a plan needs the rates of its device"
     # Memory = tensors of the dry run at the peak + overhead of the process.

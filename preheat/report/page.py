@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from preheat.core.json_types import JsonObject
 from preheat.errors import RunError
+from preheat.files import parse_json, write_user_file
 from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, mapping, nbsp_units
-from preheat.run_dir import parse_json, write_user_file
 from preheat.sanitize import shorten
 
 __all__ = [

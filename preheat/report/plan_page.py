@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from preheat.core.json_types import JsonObject
+from preheat.core.plan import Verdict, chance_to_fit, verdict_on
 from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.page import cell, number_cell, text_cell
 from preheat.report.run_charts import CATEGORY_COLOURS
-from preheat.run_dir import Verdict, chance_to_fit, verdict_on
 from preheat.sanitize import three_digits
 
 __all__ = ["write_plan"]

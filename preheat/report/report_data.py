@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from preheat.core.json_types import JsonObject
+from preheat.core.plan import expected_memory
 from preheat.report.formatting import (
     count,
     duration,
@@ -20,7 +21,8 @@ from preheat.report.formatting import (
     signed_percent,
     value,
 )
-from preheat.run_dir import MEMORY_KEYS, METRIC_KEYS, Reader, expected_memory
+from preheat.run.layout import MEMORY_KEYS, METRIC_KEYS
+from preheat.run.reader import Reader
 
 __all__ = ["collect"]
 

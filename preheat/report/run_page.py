@@ -9,6 +9,7 @@ from pathlib import Path
 
 from preheat.core.json_types import JsonObject
 from preheat.errors import RunError
+from preheat.files import require_overwritable, to_json, write_atomic
 from preheat.report import page, run_charts
 from preheat.report.formatting import (
     LONG,
@@ -33,7 +34,7 @@ from preheat.report.formatting import (
 from preheat.report.long_context_charts import lengths
 from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_cell, two_columns
 from preheat.report.report_data import collect
-from preheat.run_dir import MARK, require_overwritable, to_json, write_atomic
+from preheat.run.layout import MARK
 
 __all__ = ["render", "write"]
 

@@ -113,9 +113,9 @@ def losses_of(
     """
     import numpy as np
 
+    from preheat.cache_folder import cache_folder
     from preheat.data.cache import entry
     from preheat.data.sources import digest
-    from preheat.hardware.link_rates import cache_folder
     from preheat.models.weights import WeightSource
 
     # Labels of classes are no tokens that a language model predicts.

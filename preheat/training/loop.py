@@ -18,6 +18,7 @@ import torch
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Batch, Build, Phase, Shape, Tag
+from preheat.core.plan import expected_memory
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, rows_consumed
 from preheat.engine.async_checkpoint import Saved
@@ -31,7 +32,8 @@ from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
 from preheat.model_folder import vocabulary_size
 from preheat.recipe import Recipe
-from preheat.run_dir import MEMORY_KEYS, Reader, expected_memory
+from preheat.run.layout import MEMORY_KEYS
+from preheat.run.reader import Reader
 from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.lr_schedule import lr_factor
 from preheat.training.observer import Logged, Watch
@@ -71,7 +73,7 @@ def train(
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second},
-        stopped}; on a GPU also the parts of its memory (`preheat.run_dir.MEMORY_KEYS`); scores: {name: value} of the
+        stopped}; on a GPU also the parts of its memory (`preheat.run.layout.MEMORY_KEYS`); scores: {name: value} of the
         last evaluation, if the objective has metrics (e.g. accuracy); skipped_steps: with fp16 loss scaling (all of
         them skipped is an error). `already_finished` is True if the run had finished before; nothing is written then.
 

@@ -258,7 +258,7 @@ def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> JsonObject:
         trust_remote_code: as in `train`.
 
     Returns:
-        The keys of `preheat.run_dir.PLAN_KEYS`, and `recipe`.
+        The keys of `preheat.core.plan.PLAN_KEYS`, and `recipe`.
     """
     from preheat.planning.plan import plan, resolve_auto
 

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Build, Searchable
+from preheat.core.plan import expected_memory
 from preheat.engine import checkpoint
 from preheat.engine.builder import alone
 from preheat.errors import RunError
 from preheat.hardware.deterministic import is_exact, repeats
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored, published
-from preheat.run_dir import MEMORY_KEYS, Reader, Writer, expected_memory
+from preheat.run.layout import MEMORY_KEYS
+from preheat.run.reader import Reader
+from preheat.run.writer import Writer
 from preheat.sanitize import quoted
 from preheat.training.observer import Watch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from preheat.errors import RecipeError
 from preheat.inference.load import load_draft_model
 from preheat.inference.text_generation import Prompt, Tokens, prompt_tokens, write_texts
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from preheat.data.chat.template import Template
     from preheat.data.packing import Rows
     from preheat.recipe import Recipe
-    from preheat.run_dir import Writer
+    from preheat.run.writer import Writer
 
 __all__ = ["Samples", "questions"]
 

@@ -32,7 +32,8 @@ from preheat.planning.request import Request
 from preheat.planning.search.result import falls_short, fragmentation_hint
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored
-from preheat.run_dir import Reader, Silent, Writer, check_folder
+from preheat.run.reader import Reader
+from preheat.run.writer import Silent, Writer, check_folder
 from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
 from preheat.training.plan_request import data_of, in_use, rates_of_run, row_count

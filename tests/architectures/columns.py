@@ -30,7 +30,7 @@ from preheat.errors import PreheatError
 from preheat.inference.load import load_model
 from preheat.models import configs, hf, moe
 from preheat.models.token_mixers import attentions_of, recurrent_mixers
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 from preheat.sanitize import clean
 
 from ..conftest import DEVICE, difference, uneven

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 from ..e2e.conftest import RECIPE
 from .hosts import Host, lacks, two_hosts, until

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 from ..architectures.tiny import tiny_config
 from ..conftest import difference

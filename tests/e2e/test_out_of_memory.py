@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 from .conftest import Command
 

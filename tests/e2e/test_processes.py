@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 from ..fork_server import Fork, command
 from .conftest import Command

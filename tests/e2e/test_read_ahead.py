@@ -12,7 +12,7 @@ import pytest
 from preheat import load_recipe, train
 from preheat.core import Build
 from preheat.errors import RunError
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 from preheat.training import loop
 from preheat.training.loop import _Loop
 from preheat.training.session import Session

@@ -22,9 +22,12 @@ import preheat as package
 from preheat import recipe as recipes
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError, RecipeError, RunError
+from preheat.files import parse_json, to_json, write_generated
 from preheat.inference.load import load_model
 from preheat.report import write as write_report
-from preheat.run_dir import MARK, Reader, Writer, claim, parse_json, to_json, write_generated
+from preheat.run.layout import MARK, claim
+from preheat.run.reader import Reader
+from preheat.run.writer import Writer
 from preheat.training.recovery.fallback_log import effective, oom_records
 from preheat.training.recovery.oom_report import diagnose
 
@@ -151,7 +154,7 @@ def test_checkpoints_without_their_recipe_are_no_place_to_begin(command: Command
 
 def test_two_processes_and_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    code = "import sys, time; from preheat.run_dir import Writer; w = Writer(sys.argv[1]); print('locked', flush=True); time.sleep(60)"
+    code = "import sys, time; from preheat.run.writer import Writer; w = Writer(sys.argv[1]); print('locked', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None

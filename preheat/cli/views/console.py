@@ -12,7 +12,7 @@ import typer
 from preheat.cli.views.output import bar, console, say
 from preheat.cli.views.plan_answer import Answer
 from preheat.cli.views.units import duration, gflops, rate
-from preheat.run_dir import to_json
+from preheat.files import to_json
 from preheat.sanitize import memory
 from preheat.training.observer import Watch
 

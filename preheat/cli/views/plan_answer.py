@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.mesh import DATA, Axis, sizes_of
-from preheat.run_dir import Verdict, chance_to_fit, is_tight, verdict_on
+from preheat.core.plan import Verdict, chance_to_fit, is_tight, verdict_on
 from preheat.sanitize import clean, memory, percent, shorten, three_digits
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
-from preheat.run_dir import Verdict, verdict_on
+from preheat.core.plan import Verdict, verdict_on
 from preheat.sanitize import memory, three_digits
 
 if TYPE_CHECKING:

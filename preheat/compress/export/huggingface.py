@@ -27,7 +27,7 @@ from preheat.ops.adapters.peft_layers import merge, names_of
 from preheat.ops.classification_head import ClassHead, as_sequence_classifier, pad_for
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.serialization import is_compressed
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -23,7 +23,7 @@ from preheat.errors import RunError
 from preheat.model_folder import read_object, vocabulary_size
 from preheat.models.hf import configure, facts
 from preheat.recipe import Model, Recipe, Stop
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

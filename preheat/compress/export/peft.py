@@ -20,6 +20,7 @@ from preheat.compress.export.held_out_text import held_out_text
 from preheat.compress.special_tokens import EndTokens, name_ends, require_same_tokens
 from preheat.core import Stage
 from preheat.errors import RunError
+from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs
@@ -32,7 +33,6 @@ from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, names_of
 from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
-from preheat.run_dir import to_json
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:

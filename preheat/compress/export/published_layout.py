@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from preheat.files import to_json
 from preheat.inference.load import LoadedModel
 from preheat.model_folder import FAULTS, INDEX, fault, open_tensors, read_object, weight_files
 from preheat.models import configs
 from preheat.models.checkpoint_names import Names
 from preheat.models.text_part import name_in_text
 from preheat.models.vision import copy_processor
-from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from torch import Tensor

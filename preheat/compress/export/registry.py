@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from preheat.compress.atomic_folder import home_of
 from preheat.errors import RecipeError, RunError, nearest
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from preheat.compress.export.merged_model import Plain, plain
 from preheat.compress.export.plain_jinja import bare
 from preheat.data.chat.template import load_template
 from preheat.errors import RunError
+from preheat.files import to_json
 from preheat.model_folder import beginning, listed
-from preheat.run_dir import to_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -37,9 +37,9 @@ from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import RecipeError, RunError, nearest
+from preheat.files import write_user_file
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
 from preheat.recipe import Recipe, Stop
-from preheat.run_dir import write_user_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

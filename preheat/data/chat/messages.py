@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from preheat.data.rows.file_readers import kind_of
 from preheat.errors import nearest
-from preheat.run_dir import BadJson, read_value
+from preheat.files import BadJson, read_value
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:

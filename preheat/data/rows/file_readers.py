@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from preheat.errors import DataError, nearest
-from preheat.run_dir import BadJson, read_value
+from preheat.files import BadJson, read_value
 from preheat.sanitize import clean, quoted, shorten
 
 if TYPE_CHECKING:

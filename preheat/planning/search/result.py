@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from preheat.core import Numerics
+from preheat.core.plan import Verdict
 from preheat.hardware.gpu_memory import OTHERS
-from preheat.run_dir import Verdict
 from preheat.sanitize import memory
 
 if TYPE_CHECKING:  # the views import this module without torch

@@ -16,6 +16,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag, Technique
+from preheat.core.plan import is_tight
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.layer_extrapolation import ENOUGH, FEW, of_layers
@@ -36,7 +37,6 @@ from preheat.planning.search.result import (
 )
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
-from preheat.run_dir import is_tight
 
 if TYPE_CHECKING:
     from preheat.recipe import Recipe

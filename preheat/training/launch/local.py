@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from preheat.errors import RunError
+from preheat.files import parse_json
 from preheat.hardware.child_processes import LOOPBACK, ended_by, listen, local_group, local_store, tethered
 from preheat.hardware.interrupts import Interrupted
-from preheat.run_dir import parse_json
 from preheat.training.process_group import BACKEND
 from preheat.training.signals import Signals
 

@@ -16,10 +16,11 @@ from preheat import recipe as recipes
 from preheat.core import Phase
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
+from preheat.files import parse_json, to_json, write_atomic
 from preheat.planning.fallback_ladder import Fallback, Ladder, find_fallbacks, halve_length, settings
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
-from preheat.run_dir import Reader, is_failure, parse_json, to_json, write_atomic
+from preheat.run.reader import Reader, is_failure
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject

@@ -25,12 +25,12 @@ from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
+from preheat.files import to_json
 from preheat.hardware.cpu_allocator import release_unused
 from preheat.hardware.oom import in_use_bytes, is_oom, memory_limit, requested_bytes
 from preheat.hardware.probe import reset_peak
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.recipe import Recipe
-from preheat.run_dir import to_json
 from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.recovery.fallback_log import Failure, choose_fallback, oom_records, recorded, write_oom_record
 from preheat.training.session import Session

@@ -17,7 +17,7 @@ from preheat.planning.fallback_ladder import find_fallbacks, halve_length
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 from preheat.sanitize import shorten
 from preheat.training.recovery.fallback_log import effective
 

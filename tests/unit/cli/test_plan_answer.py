@@ -21,8 +21,8 @@ from preheat import recipe as recipes
 from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
 from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, summary
 from preheat.cli.views.plan_view import plan_details, serving_picture
+from preheat.core.plan import Verdict, chance_to_fit, verdict_on
 from preheat.errors import RecipeError
-from preheat.run_dir import Verdict, chance_to_fit, verdict_on
 from preheat.training.plan_request import Subject, subject_of
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")

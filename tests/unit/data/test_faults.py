@@ -20,6 +20,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from preheat.cache_folder import store_json
 from preheat.data import PreparedData, prepare
 from preheat.data.cache import entry, read_entry
 from preheat.data.chat import render_limits as limits
@@ -39,11 +40,10 @@ from preheat.data.tokenizer import (
 )
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.evaluation.prompts import read_rows
-from preheat.hardware.link_rates import store_json
+from preheat.files import read_value
 from preheat.model_folder import beginning, vocabulary_size
 from preheat.models.configs import tokenizer_folder
 from preheat.recipe import Data, parse
-from preheat.run_dir import read_value
 from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import TooLong, within

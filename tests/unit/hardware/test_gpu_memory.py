@@ -14,6 +14,7 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.core import Device
+from preheat.core.plan import expected_memory
 from preheat.errors import DoesNotFit
 from preheat.hardware import gpu_memory, probe
 from preheat.hardware.benchmark_rates import with_room
@@ -24,7 +25,6 @@ from preheat.planning.request import Request
 from preheat.planning.search.result import falls_short, held_by_others
 from preheat.planning.speed.roofline import Roofline
 from preheat.report.run_page import _memory_of_gpu
-from preheat.run_dir import expected_memory
 from preheat.training.plan_request import in_use
 from preheat.training.session import reset_memory_baseline
 

@@ -28,7 +28,7 @@ from preheat.planning.plan import GIB, describe, plan
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.recipe import override
-from preheat.run_dir import check_folder
+from preheat.run.writer import check_folder
 
 from ...conftest import DEVICE, tiny
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from preheat.core import Axis, Problem, ProblemCode, Tag, registry
+from preheat.core.plan import Verdict, verdict_on
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.gpu_memory import CONTEXT
@@ -35,7 +36,6 @@ from preheat.planning.search.search import Candidate, _Correction, _Search, sear
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
-from preheat.run_dir import Verdict, verdict_on
 from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE

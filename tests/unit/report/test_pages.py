@@ -26,7 +26,7 @@ from preheat.report import (
     svg,
 )
 from preheat.report.formatting import MISSING
-from preheat.run_dir import Writer
+from preheat.run.writer import Writer
 
 HOSTILE = (
     '"</title></pre></td><script>alert(1)</script><img src=x onerror="alert(2)">\x1b[31m\x00\u202e\ud800'

@@ -14,7 +14,8 @@ import pytest
 from preheat.errors import RunError
 from preheat.hardware.machine_use import MachineUse
 from preheat.report import formatting, svg, write
-from preheat.run_dir import Reader, Writer
+from preheat.run.reader import Reader
+from preheat.run.writer import Writer
 
 SECTIONS = [
     "verdict",

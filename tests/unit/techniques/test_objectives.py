@@ -24,7 +24,7 @@ from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
-from preheat.run_dir import Reader
+from preheat.run.reader import Reader
 from preheat.techniques.classification import accuracy_and_f1, classify, confusion
 from preheat.techniques.dynamic_batch import regrouped
 from preheat.techniques.preference import preference_loss

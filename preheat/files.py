@@ -1,0 +1,310 @@
+"""Reads and writes JSON, and writes files atomically. No torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from preheat.errors import RunError
+from preheat.sanitize import quoted
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+__all__ = [
+    "DEEPEST",
+    "BadJson",
+    "parse_json",
+    "read_bytes",
+    "read_record",
+    "read_value",
+    "require_overwritable",
+    "strict",
+    "to_json",
+    "write_atomic",
+    "write_generated",
+    "write_user_file",
+]
+
+
+def strict(value: Any) -> Any:
+    """Returns the same data with None in place of NaN and infinities, which JSON cannot express.
+
+    Example:
+        >>> strict({"loss": float("nan"), "steps": (1, 2)})
+        {'loss': None, 'steps': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {str(k): strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Returns the JSON text of `strict` data. All of preheat writes JSON through this function.
+
+    Example:
+        >>> to_json({"loss": float("inf"), "name": "ä"})
+        '{"loss": null, "name": "ä"}'
+    """
+    # `strict` has removed what JSON cannot express; allow_nan=False turns a gap in it into an error.
+    text = json.dumps(strict(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold
+        return json.dumps(strict(value), indent=indent, allow_nan=False, default=default)
+    return text
+
+
+DEEPEST = 100
+"""Maximum nesting of JSON: readers of nested values (Python, Jinja, Arrow) fail at a few hundred levels."""
+
+
+_LARGEST = 2**63
+
+
+class BadJson(ValueError):
+    """Rejected JSON.
+
+    Attributes:
+        message: the reason.
+        line: line of the text, from 1; 0 if the error belongs to no line.
+    """
+
+    def __init__(self, message: str, line: int = 0):
+        super().__init__(message)
+        self.message, self.line = message, line
+
+
+def read_value(text: str | bytes, *, once: bool = False) -> Any:
+    """Parses JSON of a user or another program, with limits. All of preheat reads foreign JSON through this function.
+
+    Args:
+        once: reject objects that name a field twice; by default the last value wins.
+
+    Raises:
+        BadJson: the text is not JSON or not UTF-8, is nested deeper than `DEEPEST`, or has a number of thousands of
+            digits.
+    """
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text, object_pairs_hook=_object if once else None)
+    # A BadJson is a ValueError too: without this clause, the last one would replace its message.
+    except BadJson:
+        raise
+    except UnicodeDecodeError:
+        raise BadJson("not text in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadJson(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno:,}", error.lineno) from None
+    except RecursionError:
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise BadJson("holds a number of thousands of digits, which no reader accepts; write it as text") from None
+    # A cheap upper bound first: brackets within strings count too, so only a high count calls for the exact check.
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    # Fewer fields than pairs: a name occurs twice, and the dict has its last value.
+    if len(fields) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        duplicate = next(name for name, count in names.items() if count > 1)
+        raise BadJson(f"names the field {quoted(duplicate, 40)} twice; leave one of the two out")
+    return fields
+
+
+def _deep(value: Any) -> bool:
+    """Checks, without recursion, if a value is nested deeper than `DEEPEST`."""
+    # One level after the other: a recursive check would fail on the very values that it looks for.
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+        # Empty containers end here; only the others have a further level.
+        level = [inner for inner in level if inner]
+    return bool(level)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON of a run file that may be damaged. NaN and infinities, which earlier versions wrote, become None.
+
+    Raises:
+        BadJson: as `read_value`, or a number is out of range.
+    """
+    return _bounded(read_value(text))
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _bounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_bounded(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
+        raise BadJson("a number is out of range")
+    return value
+
+
+_Record = TypeVar("_Record")
+
+
+def read_record(kind: type[_Record], value: object) -> _Record:
+    """Returns parsed JSON as a record. Unknown keys are ignored: a later version may have written them.
+
+    Args:
+        kind: a dataclass, or a union or list of dataclasses.
+
+    Raises:
+        BadJson: a key is missing, or its value has another type.
+
+    Example:
+        >>> from preheat.core.plan import Parameters
+        >>> read_record(Parameters, {"total": 8, "active": 8, "trained": 2}).trained
+        2
+    """
+    from pydantic import ValidationError
+
+    try:
+        return cast(_Record, _adapter(kind).validate_json(json.dumps(value), strict=True))  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadJson(f"{place + ': ' if place else ''}{quoted(first['input'], 40)}: {first['msg']}") from None
+
+
+@functools.cache
+def _adapter(kind: Hashable) -> TypeAdapter[object]:
+    import pydantic
+
+    return pydantic.TypeAdapter(kind)  # type: ignore[arg-type]
+
+
+_MOST = 1 << 28
+"""Maximum size of a JSON file in bytes; runs write far smaller ones."""
+
+
+def read_bytes(file: Path) -> bytes:
+    """Returns the bytes of a file.
+
+    Raises:
+        ValueError: the path is not a file, cannot be read, or is larger than `_MOST`.
+    """
+    try:
+        # A named pipe would block the read.
+        if not file.is_file():
+            raise ValueError("it is not a file")
+        if file.stat().st_size > _MOST:
+            raise ValueError(f"it has {file.stat().st_size:,} bytes")
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror}") from None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a temporary file, syncs it and renames it, so that readers never see half of the text."""
+    # The name and this suffix must fit into the 255 bytes of a file name.
+    temporary = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.writing")
+    try:
+        # x: another process that draws the same name gets an error, not this file.
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # On disk before the rename: after a power failure, the new name must not lead to an empty file.
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    # Also after Ctrl-C, which is no Exception.
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def require_overwritable(path: str | Path, marks: Sequence[str]) -> None:
+    """Checks that writing to a path the user named loses nothing: the file is new, empty, or was written by preheat.
+
+    Args:
+        marks: beginnings of such files, after a `#!` line if there is one; for HTML, a tag in the head of the page.
+
+    Raises:
+        RunError: the path holds a foreign file.
+    """
+    path = Path(path)
+    try:
+        if not path.exists() or not path.is_file():  # writing reports a folder; a device loses nothing
+            return
+        with path.open("rb") as file:
+            # The marks are in the first lines; a foreign file may be binary.
+            head = file.read(4096).decode("utf-8", "replace")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); name another file") from None
+    # A tag counts only in the head of a page: the body may quote any text.
+    start, top = re.sub(r"\A#![^\n]*\n", "", head), head.partition("<body")[0]
+    if head and not any(mark in top if mark.startswith("<") else start.startswith(mark) for mark in marks):
+        raise RunError(f"{path}: exists, and preheat did not write it; name another file")
+
+
+def write_generated(path: str | Path, text: str, mark: str) -> Path:
+    """Writes a file that the user named and may edit later, under a comment line with `mark` and the text's hash.
+
+    Args:
+        text: may begin with a `#!` line, which stays the first line.
+        mark: a comment, such as "# written by preheat plan".
+
+    Raises:
+        RunError: the file cannot be written, exists and was not written by preheat, or was edited since.
+    """
+    path = Path(path)
+    require_overwritable(path, [mark])
+    # A `#!` line works only as the first line of a file, so the mark goes below it.
+    shebang, body = re.fullmatch(r"(#![^\n]*\n)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
+        header = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
+        # Another hash than that of the text below it: somebody has edited the file.
+        if header and header[2] and header[2] != _digest(old[header.end() :]):
+            raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
+    return write_user_file(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def write_user_file(
+    path: str | Path, text: str, *, marks: Sequence[str] = (), fix: str = "name a file in a folder that exists"
+) -> Path:
+    """Writes a file that the user named by `write_atomic` and returns its path.
+
+    Args:
+        marks: see `require_overwritable`; no check if empty.
+        fix: advice at the end of the error message.
+
+    Raises:
+        RunError: the file cannot be written, or the path holds a foreign file.
+    """
+    path = Path(path)
+    if marks:
+        require_overwritable(path, marks)
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); {fix}") from None
+    return path

@@ -1,0 +1,163 @@
+"""The run folder: the only interface between running and reporting. Append-only and readable during the run. No torch.
+
+preheat.json      marks the folder as written by preheat: {kind, id, files}; checkpoints carry the run's `id`,
+                  `files` lists the files of tokenizer/
+recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` repeats the run
+plan.json         the prediction (see `PLAN_KEYS`)
+environment.json  machine, versions, threads, command
+changes.json      {technique: [{what, count, kernel, detail}]}
+data.json         source, layout and counts of the data
+metrics.jsonl     one line per step (see `METRIC_KEYS`; also the objective's scores, such as accuracy; counters of
+                  techniques, such as recompilations; with fp16 loss scaling, `SCALING_KEYS`; and, for mixtures of
+                  experts, expert_load, experts_idle, expert_loads and balance_loss: engine/moe_aux_loss.py), and one
+                  line per evaluation ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as
+                  far as measured; tokens: those the loss is averaged over)
+before.json       the evaluation before the first step, row by row: {texts, tasks}
+evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
+                  {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
+events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, overflow (a
+                  skipped step), overflows (many in a row), out_of_memory, fallback, stopping, notice, measured,
+                  sample, baseline, finished, failed; for out_of_memory and fallback see
+                  training/recovery/fallback_log.py
+samples.json      [{prompt, before, text}] (see `Reader.samples`)
+checkpoints/      step-N/ (engine/checkpoint.py)
+tokenizer/        the tokenizer in transformers' format
+report.html, report.json
+lock              held by the process that writes the run
+
+JSON never holds NaN or infinities (`files.to_json`).
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from preheat.errors import RunError
+from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
+from preheat.sanitize import shorten
+
+__all__ = ["MARK", "MEMORY_KEYS", "METRIC_KEYS", "SCALING_KEYS", "Mark", "abbreviate", "claim", "read_mark"]
+
+MARK = "preheat.json"
+"""The file that marks a folder as written by preheat."""
+
+
+METRIC_KEYS = {
+    "step": "steps committed, from 1; with fp16 loss scaling, skipped ones included",
+    "tokens": "positions of all rows so far, padding included",
+    "loss": (
+        "mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges those"
+    ),
+    "lr": "learning rate of this step",
+    "gradient_norm": "before clipping",
+    "seconds": "wall-clock seconds of this step",
+    "tokens_per_second": "of this step; counts positions, padding included, as plans and the MFU do",
+    "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
+    "elapsed": "seconds of training so far, over all sessions of the run",
+    "length": "tokens in a row of this step",
+}
+
+
+SCALING_KEYS = {
+    "skipped_steps": "steps so far that changed no weight because fp16 gradients overflowed",
+    "loss_scale": "after this step",
+}
+
+
+MEMORY_KEYS = {
+    "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",
+    "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
+    "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
+    "context_gib": (
+        "on a GPU, what the process holds in addition, by the driver; left out if it does not tell (pip install "
+        "nvidia-ml-py)"
+    ),
+}
+"""Keys of measured memory in the event `measured`; `expected_memory` gives the prediction of each."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The content of the file `MARK`.
+
+    Attributes:
+        kind: of the folder's content: "run", or the result of another command, such as "bench".
+        id: identity of a run, which its checkpoints carry.
+        files: names of the files that preheat wrote there; of a run those of tokenizer/.
+    """
+
+    kind: str
+    id: str
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, kind: str, files: Sequence[str] = ()) -> Mark:
+        return cls(kind, uuid.uuid4().hex, tuple(files))
+
+    def write(self, folder: Path) -> None:
+        """Writes the mark of a folder.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_atomic(folder / MARK, to_json(vars(self), indent=1) + "\n")
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """Returns the mark of a folder, or None if it has none.
+
+    Raises:
+        RunError: the mark is damaged.
+    """
+    file = folder / MARK
+    if not file.exists():
+        return None
+    try:
+        # Damage is an error: the mark decides which files may be overwritten or removed.
+        return read_record(Mark, parse_json(read_bytes(file)))
+    except ValueError as error:
+        raise RunError(f"{file}: is damaged ({error}); restore an intact copy of it, or name another folder") from None
+
+
+def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
+    """Creates a folder for results of preheat and marks it.
+
+    Args:
+        kind: kind of result, such as "bench".
+        files: names of the files to be written; a marked folder may list more.
+
+    Raises:
+        RunError: the folder holds files that no earlier call wrote, or cannot be written.
+    """
+    folder = Path(folder)
+    mark = read_mark(folder)
+    # Without a mark, nothing in the folder is known to be preheat's.
+    if mark is None and folder.is_dir() and (names := sorted(os.listdir(folder))):
+        raise RunError(
+            f"{folder}: holds files that preheat did not write ({abbreviate(names)}); name an empty or new folder "
+            "with --out"
+        )
+    # A marked folder may list more files than this call will write.
+    if mark is not None and (mark.kind != kind or not set(files) <= set(mark.files)):
+        raise RunError(f"{folder}: holds a {shorten(mark.kind)} of preheat; name an empty or new folder with --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if mark is None:
+            Mark.new(kind, files).write(folder)
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be made ({error.strerror}); name another folder with --out") from None
+
+
+def abbreviate(names: Sequence[str], most: int = 5) -> str:
+    """Joins the first names, and counts the rest.
+
+    Example:
+        >>> abbreviate(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    more = len(names) - most
+    return ", ".join(shorten(name, 40) for name in names[:most]) + (f" and {more} more" if more > 0 else "")
