@@ -75,7 +75,7 @@ def rows(space: Space) -> Iterator[str]:
                 continue
             observation = observe_cached(request, how="few")
             allocated = max(size for phase, size in observation.peak.items() if phase in STEP)
-            speed = candidate.guess.tokens_per_second / describe(request, observation)["tokens_per_second"]
+            speed = candidate.guess.tokens_per_second / describe(request, observation).tokens_per_second
             guess = candidate.guess.bytes
             what = f"`{layout}`" + (f", {micros} micro-batches" if micros > 1 else "")
             print(f"{mode}: {what}: {guess / allocated:.2f}", flush=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.core import Numerics, Technique, registry
+from preheat.core.plan import Plan
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
 from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
@@ -85,13 +86,13 @@ class Choice:
     """A recipe with its plan on one GPU."""
 
     what: str
-    plan: dict[str, Any]
+    plan: Plan
     techniques: frozenset[str]
 
     @property
     def speed(self) -> float:
         """Tokens a second, of all devices."""
-        return float(self.plan["tokens_per_second"])
+        return float(self.plan.tokens_per_second)
 
 
 def searched(case: Case, gpu: str, passes: int | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
@@ -145,7 +146,7 @@ def brute_force(
         for gpu in names:
             device, rates, in_use = hardware(gpu, candidate.recipe, case.devices)
             plan = describe(replace(candidate, device=device, rates=rates, in_use=in_use), seen)
-            if plan["fits"] and (gpu not in best or plan["tokens_per_second"] > best[gpu][0].speed):
+            if plan.fits and (gpu not in best or plan.tokens_per_second > best[gpu][0].speed):
                 best[gpu] = Choice(what, plan, frozenset(candidate.recipe.techniques)), settings
         tell(f"{case.name}: {what}: {time.perf_counter() - began:.1f} s")
 
@@ -161,7 +162,7 @@ def brute_force(
 def faults(chosen: Choice, best: Choice | None) -> list[str]:
     """Why a search's choice is not good enough."""
     found = [] if "efficient_attention" in chosen.techniques else ["plain attention"]
-    if best is not None and not chosen.plan["fits"]:
+    if best is not None and not chosen.plan.fits:
         found.append("says that nothing fits, and something does")
     elif best is not None and chosen.speed < LEAST * best.speed:
         found.append(f"{chosen.speed / best.speed:.2f} of the best")
@@ -174,8 +175,8 @@ def row_of(case: Case, gpu: str, chosen: Choice, seconds: float, best: Choice | 
         "model": case.name,
         "gpu": gpu,
         "chosen": chosen.what,
-        "peak_gib": chosen.plan["peak_gib"],
-        "fits": chosen.plan["fits"],
+        "peak_gib": chosen.plan.peak_gib,
+        "fits": chosen.plan.fits,
         "tokens_per_second": chosen.speed / case.devices,
         "seconds": seconds,
         "best": best and best.what,

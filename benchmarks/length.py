@@ -656,10 +656,10 @@ def planned(devices: int, length: int) -> dict[str, Any]:
     return {
         "devices": devices,
         "length": length,
-        "peak_gib": prediction["peak_gib"],
-        "fits": prediction["fits"],
-        "seconds": prediction["seconds_per_step"],
-        "tokens_per_second": prediction["tokens_per_second"],
+        "peak_gib": prediction.peak_gib,
+        "fits": prediction.fits,
+        "seconds": prediction.seconds_per_step,
+        "tokens_per_second": prediction.tokens_per_second,
     }
 
 

@@ -23,7 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from published_rows import (
     LENGTH,
@@ -40,6 +40,9 @@ from published_rows import (
     whole,
 )
 from trainers import Row, trainer_of
+
+if TYPE_CHECKING:  # the import of preheat takes seconds
+    from preheat.core.plan import Plan
 
 COLUMNS = (
     "id",
@@ -73,7 +76,7 @@ MORE = (
 )
 
 
-def planned(row: Row, recipe: Any, roofline: Any) -> tuple[dict[str, Any], Any]:
+def planned(row: Row, recipe: Any, roofline: Any) -> tuple[Plan, Any]:
     """A plan of the recipe, or of the nearest that is not refused."""
     from dataclasses import replace
 
@@ -161,24 +164,24 @@ def _by_cudnn(kernel: Any) -> Any:
     return replace(kernel, flops=int(kernel.flops / 1.5)) if "attention" in kernel.operator else kernel
 
 
-def gib_of(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def gib_of(row: Row, made: Plan, recipe: Any) -> float:
     """Returns the memory that the row's trainer reports: allocated, reserved, or reserved with the driver's context; its notes may name which."""
     words = re.search("nvidia-smi|allocated|active memory|reserved", row["notes"])
     memory = words[0] if words else trainer_of(row).reports
     reserved, allocated = (
-        made[key] + made["overhead"]["workspaces"] for key in ("reserved_gib", "allocated_gib")
+        size + made.overhead["workspaces"] for size in (made.reserved_gib, made.allocated_gib)
     )  # torch's own
-    reserved = min(reserved, made["available_gib"] - made["overhead"]["context"])  # it had room
+    reserved = min(reserved, made.available_gib - made.overhead["context"])  # it had room
     if "pipeline_parallel" in recipe.techniques and "fsdp" not in recipe.techniques:
         # A replay with segments of fixed sizes reserves too much, and one without segments too little.
         reserved = (reserved + allocated) / 2
         if not words:
             memory = "reserved" if memory == "allocated" else memory
-    context = made["overhead"]["context"]
+    context = made.overhead["context"]
     return float({"nvidia-smi": reserved + context, "reserved": reserved}.get(memory, allocated))
 
 
-def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def loss_of_others(row: Row, made: Plan, recipe: Any) -> float:
     """GiB by which the peak is higher because the trainer's loss keeps more of the logits than ours.
 
     Ours holds 6 bytes a logit if the vocabulary is split and 2 if the loss takes all logits at once.
@@ -197,10 +200,10 @@ def loss_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
         more = (trainer.chunked_logit_bytes if chunks else trainer.logit_bytes) - 2
     vocabulary = hf.configure(recipe, None).get_text_config().vocab_size
     logits = tokens * vocabulary / whole(row, "tp") / whole(row, "cp")
-    return max(made["phases"].get("head and loss", 0.0) + more * logits / 2**30 - made["peak_gib"], 0.0)
+    return max(made.phases.get("head and loss", 0.0) + more * logits / 2**30 - made.peak_gib, 0.0)
 
 
-def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def of_ours(row: Row, made: Plan, recipe: Any) -> float:
     """GiB that preheat holds and other trainers' data parallelism does not, where weights are in half precision.
 
     torch's `replicate` computes with a second copy of them, as large as the buckets that DistributedDataParallel has from the beginning; those of adapters
@@ -211,14 +214,14 @@ def of_ours(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     if not half or "data_parallel" not in recipe.techniques:
         return 0.0
     trainer = trainer_of(row)
-    second = float(made["memory"].get("gathered weights", 0.0))
+    second = float(made.memory.get("gathered weights", 0.0))
     if "zero1" not in recipe.techniques and trainer.torch_ddp and not adapts:
         second = 0.0
     halves = row["precision"].startswith("fp16") and trainer.fp16_gradients_in_fp16
-    return second + (float(made["memory"]["parameters"]) if halves else 0.0)
+    return second + (float(made.memory["parameters"]) if halves else 0.0)
 
 
-def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def root_of_others(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the embedding, which FSDP1's root keeps gathered from a step's first layer to its last."""
     if "fsdp" not in recipe.techniques or not trainer_of(row).whole_root or compiled(row):
         return 0.0
@@ -230,7 +233,7 @@ def root_of_others(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     return float(2 * config.vocab_size * config.hidden_size / 2**30)
 
 
-def quantization_states(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def quantization_states(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the scales of 4-bit weights that ours shards or offloads: a byte for 64 weights, and 4 for 256 of these."""
     if (
         "nf4" not in recipe.techniques
@@ -242,18 +245,18 @@ def quantization_states(row: Row, made: Mapping[str, Any], recipe: Any) -> float
 
     config = hf.configure(recipe, None).get_text_config()
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    quantized = made["parameters"]["total"] - made["parameters"]["trained"] - ends
+    quantized = made.parameters.total - made.parameters.trained - ends
     ours = 0.0 if recipe.techniques["fsdp"].offload else 1 / whole(row, "dp_shard")
     return float(quantized / 64 * (1 + 4 / 256) * (1 - ours) / 2**30)
 
 
-def half_gradients(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def half_gradients(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of a micro-batch's gradients in bf16, until they are added to fp32 sums."""
     beside = trainer_of(row).bf16_gradients_beside_sums and row["precision"].startswith("bf16")
-    return float(made["memory"]["parameters"]) if beside and "pipeline_parallel" in recipe.techniques else 0.0
+    return float(made.memory["parameters"]) if beside and "pipeline_parallel" in recipe.techniques else 0.0
 
 
-def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def inputs_kept(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the inputs of 4-bit layers, which bitsandbytes kept for nothing; what is recomputed is not kept."""
     keeps = trainer_of(row).keeps_quantized_inputs and keeps_as_transformers(row)
     if row["method"] != "qlora" or not keeps or "activation_checkpointing" in recipe.techniques:
@@ -267,7 +270,7 @@ def inputs_kept(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
     )  # attention keeps the input of the map out of it
 
 
-def dropped(row: Row, made: Mapping[str, Any], recipe: Any) -> float:
+def dropped(row: Row, made: Plan, recipe: Any) -> float:
     """GiB of the masks of hidden states of GPT models, two a layer.
 
     A pipeline's first stage has as many micro-batches on their way as there are stages, so as many masks as all layers have of one.
@@ -292,12 +295,12 @@ def _hidden(row: Row, recipe: Any) -> tuple[float, int]:
 HELD_BY_OTHERS = (loss_of_others, half_gradients, root_of_others, quantization_states, inputs_kept, dropped)
 
 
-def memory_of(row: Row, made: Mapping[str, Any], recipe: Any, opened: bool) -> tuple[float, float, float]:
+def memory_of(row: Row, made: Plan, recipe: Any, opened: bool) -> tuple[float, float, float]:
     """GiB that a row's tool would report: the least, the prediction, the most; `opened`: what they grow with is a guess."""
     gib = (_UNSEEN_OPEN if opened else _UNSEEN) * (
         gib_of(row, made, recipe) + sum(held(row, made, recipe) for held in HELD_BY_OTHERS) - of_ours(row, made, recipe)
     )
-    edges = (edge / made["peak_gib"] for edge in made["peak_gib_interval"])
+    edges = (edge / made.peak_gib for edge in made.peak_gib_interval)
     low, high = (edge * gib for edge in (_OPEN if opened else edges))
     return low, gib, high
 
@@ -309,12 +312,12 @@ _UNSEEN, _UNSEEN_OPEN = 1.05, 1.10
 _OPEN, _OPEN_SPEED = (0.55, 1.5), (0.53, 1.6)  # where what they grow with is a guess
 
 
-def has_room(row: Row, made: Mapping[str, Any], recipe: Any, roofline: Any) -> bool:
+def has_room(row: Row, made: Plan, recipe: Any, roofline: Any) -> bool:
     """Whether a device may have held it: what tensors take, since an allocator gives back what it keeps before it fails.
 
     Where products are in 8 bits by hand so is what they keep, and buffers are made once: seven tenths are taken there.
     """
-    takes = made["allocated_gib"] - of_ours(row, made, recipe)
+    takes = made.allocated_gib - of_ours(row, made, recipe)
     if by_transformer_engine(row):
         takes *= 0.7
     return bool(takes <= roofline.device.memory / 2**30)
@@ -417,8 +420,8 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             timed_plan = made
             if "gradient_accumulation" in used.techniques and micro_batches_of(row, mesh_of(row)[2]) == 1:
                 timed_plan, _ = planned(row, recipe_of(row, kept_sums=False), roofline)
-            speed = timed_plan["tokens_per_second"] / recipe.parallel.devices
-            edges = (edge / timed_plan["tokens_per_second"] for edge in timed_plan["tokens_per_second_interval"])
+            speed = timed_plan.tokens_per_second / recipe.parallel.devices
+            edges = (edge / timed_plan.tokens_per_second for edge in timed_plan.tokens_per_second_interval)
             low, high = (edge * speed for edge in (_OPEN_SPEED if opened else edges))
             out |= {"predicted_tok_s": speed, "low_tok_s": low, "high_tok_s": high}
         out["made"], out["used"] = made, sorted(used.techniques)

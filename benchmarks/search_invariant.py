@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.core import Numerics, Technique
+from preheat.core.plan import Plan
 from preheat.errors import RecipeError
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
@@ -175,7 +176,7 @@ class Neighbourhood:
         self.base = base
         self.speed = self._speed(base, self.added.values())
 
-    def plan(self, added: Iterable[Technique], how: str = "few") -> dict[str, Any] | None:
+    def plan(self, added: Iterable[Technique], how: str = "few") -> Plan | None:
         """Returns the plan of the recipe with these techniques; None if they are refused."""
         request = self.space.having(added)
         if candidate_problems(self.space, request):
@@ -188,10 +189,10 @@ class Neighbourhood:
     def refused(self, *changes: Change) -> bool:
         return bool(candidate_problems(self.space, self.space.having(changed(self.added, *changes))))
 
-    def _speed(self, plan: Mapping[str, Any], added: Iterable[Technique]) -> float:
-        return self.space.over_run(plan["tokens_per_second"], added)
+    def _speed(self, plan: Plan, added: Iterable[Technique]) -> float:
+        return self.space.over_run(plan.tokens_per_second, added)
 
-    def gain(self, plan: Mapping[str, Any], added: Iterable[Technique]) -> float:
+    def gain(self, plan: Plan, added: Iterable[Technique]) -> float:
         return self._speed(plan, added) / self.speed - 1
 
     def run(self) -> Outcome:
@@ -207,7 +208,7 @@ class Neighbourhood:
                 continue
             outcome.singles += 1
             gain = self._take(outcome, plan, (change,))
-            effects.append((change, plan["peak_gib"] - self.base["peak_gib"], 1 + gain))
+            effects.append((change, plan.peak_gib - self.base.peak_gib, 1 + gain))
             if time.monotonic() - tell_every > 10:
                 tell_every = time.monotonic()
                 self.tell(f"{n + 1} of {len(allowed)} single changes")
@@ -234,18 +235,18 @@ class Neighbourhood:
                 self.tell(f"{n + 1} of {len(pairs)} pairs")
         return outcome
 
-    def _take(self, outcome: Outcome, plan: Mapping[str, Any], changes: tuple[Change, ...]) -> float:
+    def _take(self, outcome: Outcome, plan: Plan, changes: tuple[Change, ...]) -> float:
         """Counts a neighbour, with all its layers if it is faster by more than passes; returns its gain."""
         added = changed(self.added, *changes)
         gain = self.gain(plan, added)
-        if not plan["fits"] or (gain <= outcome.gain and gain <= MOST):
+        if not plan.fits or (gain <= outcome.gain and gain <= MOST):
             return gain
         what = "; ".join(change.what for change in changes)
         if gain > MOST:
             sure = self.plan(added, "whole" if self.space.world == 1 else "enough")
-            if sure is None or not sure["fits"]:
+            if sure is None or not sure.fits:
                 return gain
-            outcome.better.append((f"{what} ({plan['peak_gib']:.1f} GiB)", gain))
+            outcome.better.append((f"{what} ({plan.peak_gib:.1f} GiB)", gain))
             self.tell(f"better by {gain:.1%}: {what}")
         if gain > outcome.gain:
             outcome.best, outcome.gain = what, gain
@@ -255,8 +256,8 @@ class Neighbourhood:
         """True if two changes together could be faster than the answer and fit, by their effects one by one."""
         if set(a[0].set) & set(b[0].set) or a[2] * b[2] < 1:
             return False
-        base, room = self.base["peak_gib"], self.base["available_gib"] * _ROOM
-        states = sum(self.base["memory"][what] for what in ("parameters", "optimizer", "gradients"))
+        base, room = self.base.peak_gib, self.base.available_gib * _ROOM
+        states = sum(self.base.memory[what] for what in ("parameters", "optimizer", "gradients"))
         rest = max(base - states, 0.01)
         together = states + rest * max(1 + a[1] / rest, 0) * max(1 + b[1] / rest, 0)  # as of a larger micro-batch
         return min(base + a[1] + b[1], together) <= room
@@ -266,9 +267,9 @@ def row_of(task: Task, best: EvaluatedPlan, seconds: float, dry_runs: int, outco
     return {
         "task": task.name,
         "answer": describe_techniques(best.added, best.micro),
-        "fits": best.plan["fits"],
-        "tokens_per_second": best.plan["tokens_per_second"],
-        "peak_gib": best.plan["peak_gib"],
+        "fits": best.plan.fits,
+        "tokens_per_second": best.plan.tokens_per_second,
+        "peak_gib": best.plan.peak_gib,
         "seconds": seconds,
         "dry_runs": dry_runs,
         "singles": outcome.singles,
@@ -325,7 +326,7 @@ def check(task: Task, tell: Callable[[str], None]) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     best = result.best
     tell(
-        f"{task.name}: {best.plan['tokens_per_second']:,.0f} tokens/s, {best.plan['peak_gib']:.1f} GiB in {seconds:.0f} s:"
+        f"{task.name}: {best.plan.tokens_per_second:,.0f} tokens/s, {best.plan.peak_gib:.1f} GiB in {seconds:.0f} s:"
         f" {describe_techniques(best.added)}; {', '.join(_text(t) for t in best.added if t.micro_batch_count() > 1)}"
     )
     outcome = Neighbourhood(space, best, tell).run()

@@ -3,7 +3,7 @@
 from preheat import load_recipe, plan, train
 
 recipe = load_recipe("demo", ["stop.max_steps=50"])
-print(plan(recipe)["peak_gib"])
+print(plan(recipe).peak_gib)
 train(recipe, out="runs/first")  # progress=False: no progress lines
 """
 

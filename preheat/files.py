@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def strict(value: Any) -> Any:
-    """Returns the same data with None in place of NaN and infinities, which JSON cannot express.
+    """Returns plain data: records as dicts, and None in place of NaN and infinities, which JSON cannot express.
 
     Example:
         >>> strict({"loss": float("nan"), "steps": (1, 2)})
@@ -47,6 +48,8 @@ def strict(value: Any) -> Any:
         return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [strict(v) for v in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: strict(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -184,8 +187,10 @@ def read_record(kind: type[_Record], value: object) -> _Record:
     """
     from pydantic import ValidationError
 
+    # As bytes: names of files may hold lone surrogates, which UTF-8 has not.
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
     try:
-        return cast(_Record, _adapter(kind).validate_json(json.dumps(value), strict=True))  # type: ignore[arg-type]
+        return cast(_Record, _adapter(kind).validate_json(text, strict=True))  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))

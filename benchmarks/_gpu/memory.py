@@ -145,41 +145,41 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
         plan = plan_here(recipe)
     except RecipeError as error:
         raise Skip(str(error)) from None
-    if not plan["fits"]:
-        raise Skip(f"the plan says {plan['peak_gib']:.1f} GiB, and {plan['available_gib']:.1f} are there")
+    if not plan.fits:
+        raise Skip(f"the plan says {plan.peak_gib:.1f} GiB, and {plan.available_gib:.1f} are there")
     taken = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": 40.0})
     timed = taken["seconds"][UNTIMED:] or taken["seconds"][-1:]
     seconds = statistics.median(timed)
     figures = {
         "seconds": seconds,
-        "planned seconds": plan["seconds_per_step"],
+        "planned seconds": plan.seconds_per_step,
         "tokens/s": taken["tokens"][-1] / seconds,
     }
     if taken["notices"]:
         figures["notices"] = "; ".join(taken["notices"])
     figures["spread"] = (max(timed) - min(timed)) / seconds
-    figures["speed off"] = plan["seconds_per_step"] / seconds - 1
+    figures["speed off"] = plan.seconds_per_step / seconds - 1
     if where.kind == "cuda":
         free, whole = torch.cuda.mem_get_info()
         allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
         beside = (whole - free - torch.cuda.memory_reserved()) / GIB
         figures |= {
             "allocated": allocated,
-            "planned allocated": plan["allocated_gib"],
-            "allocated off": plan["allocated_gib"] / allocated - 1,
+            "planned allocated": plan.allocated_gib,
+            "allocated off": plan.allocated_gib / allocated - 1,
         }
         figures |= {
             "reserved": reserved,
-            "planned reserved": plan["reserved_gib"],
-            "reserved off": plan["reserved_gib"] / reserved - 1,
+            "planned reserved": plan.reserved_gib,
+            "reserved off": plan.reserved_gib / reserved - 1,
         }
         figures |= {
             "on the card": reserved + beside,
-            "planned": plan["peak_gib"],
-            "memory off": plan["peak_gib"] / (reserved + beside) - 1,
+            "planned": plan.peak_gib,
+            "memory off": plan.peak_gib / (reserved + beside) - 1,
         }
     else:
-        figures |= {"resident": taken["peak_gib"], "planned": plan["peak_gib"]}
+        figures |= {"resident": taken["peak_gib"], "planned": plan.peak_gib}
     return within_bounds(figures) if where.kind == "cuda" else figures  # at tiny sizes the interpreter dominates
 
 

@@ -15,7 +15,7 @@ from statistics import median
 from preheat import recipe as recipes
 from preheat.core import registry
 from preheat.core.json_types import JsonObject
-from preheat.core.plan import expected_memory
+from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.files import to_json, write_atomic
 from preheat.hardware.child_processes import ended_by, tethered
@@ -139,7 +139,7 @@ def bench(
         _row(c, contenders[0], warmup, cosine, plan) for c, cosine, plan in zip(contenders, cosines, plans, strict=True)
     ]
     # The device is the same for all, so the first plan that succeeded is enough.
-    available = next((p["available_gib"] for p in plans if p), math.nan)
+    available = next((p.available_gib for p in plans if p), math.nan)
     summary = {
         "name": recipe.name,
         "machine": _machine(recipe),
@@ -164,11 +164,11 @@ def _machine(recipe: Recipe) -> JsonObject:
     return {"name": device.name, "kind": device.kind, "threads": threads, "torch": torch.__version__}
 
 
-def _plans(contenders: Sequence[Contender]) -> list[JsonObject | None]:
+def _plans(contenders: Sequence[Contender]) -> list[Plan | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
     from preheat.training.plan_request import plan_here
 
-    plans: list[JsonObject | None] = []
+    plans: list[Plan | None] = []
     for c in contenders:
         try:
             planned = plan_here(c.recipe)
@@ -177,9 +177,9 @@ def _plans(contenders: Sequence[Contender]) -> list[JsonObject | None]:
             plans.append(None)
             continue
         # With the settings that the dry run chose, so that the turns use them, too.
-        c.recipe = recipes.parse(json.dumps(planned["recipe"]))
+        c.recipe = recipes.parse(json.dumps(planned.recipe))
         plans.append(planned)
-        if not planned["fits"]:
+        if not planned.fits:
             c.failed, c.fits = falls_short(planned), False
     return plans
 
@@ -238,8 +238,8 @@ def speed_of(turn: JsonObject, warmup: int) -> float:
     return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
 
 
-def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: JsonObject | None) -> JsonObject:
-    predicted = {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None
+def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: Plan | None) -> JsonObject:
+    predicted = vars(plan.predicted) if plan else None
     row: JsonObject = {
         "name": c.name,
         "techniques": list(c.recipe.techniques),
@@ -259,7 +259,7 @@ def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, p
         "ratio": median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
         # MFU is proportional to speed, so the plan's is scaled to the measured speed.
-        "mfu": plan["mfu"] * median(speeds) / plan["tokens_per_second"] if plan else None,
+        "mfu": plan.mfu * median(speeds) / plan.tokens_per_second if plan else None,
         # A figure counts only if all turns report it; the highest is what the device must have.
         **{key: max(turn[key] for turn in c.turns) for key in MEMORY_KEYS if all(key in turn for turn in c.turns)},
         "startup_seconds": median(turn["startup_seconds"] for turn in c.turns),

@@ -17,7 +17,7 @@ from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_tu
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
 from preheat.core.json_types import JsonObject
-from preheat.core.plan import expected_memory
+from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
 from preheat.run.layout import MEMORY_KEYS
@@ -102,7 +102,7 @@ class _Group:
     """Contenders with the same batch; the first one is the baseline."""
 
     contenders: list[Contender]
-    plans: list[JsonObject | None] = field(default_factory=list)
+    plans: list[Plan | None] = field(default_factory=list)
 
 
 def _recipe(wish: TrialOptions, rows: int) -> Recipe:
@@ -243,10 +243,9 @@ def _plan(group: _Group) -> None:
             group.plans.append(None)
             continue
         group.plans.append(planned)
-        if not planned["fits"]:
+        if not planned.fits:
             c.failed = (
-                f"needs {planned['peak_gib']:.1f} GiB, more than the "
-                f"{planned['available_gib']:.1f} GiB that a trial may use"
+                f"needs {planned.peak_gib:.1f} GiB, more than the {planned.available_gib:.1f} GiB that a trial may use"
             )
 
 
@@ -254,7 +253,7 @@ def _steps(group: _Group, left: float) -> int:
     """Returns the steps of each contender within `left` seconds, from 2 to 10; marks those that cannot take two as
     failed."""
     running = [
-        (c, p["seconds_per_step"]) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed
+        (c, p.seconds_per_step) for c, p in zip(group.contenders, group.plans, strict=True) if p and not c.failed
     ]
     # Slowest last: it is the first to be left out if not all can take two steps.
     running.sort(key=lambda pair: pair[1])
@@ -293,7 +292,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
         row: JsonObject = {
             "name": c.name,
             "against": "without",
-            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]} if plan else None,
+            "predicted": vars(plan.predicted) if plan else None,
             "not_run": c.failed,
         }
         if c.turns:
@@ -429,12 +428,12 @@ def _with_and_without_zero(
     results: list[JsonObject] = [
         {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
     ]
-    seconds = one["seconds_per_step"] * PROCESSES * 1.5  # 1.5: shared cores, and communication of gradients and weights
+    seconds = one.seconds_per_step * PROCESSES * 1.5  # 1.5: shared cores, and communication of gradients and weights
     steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
     why = ""
-    if one["peak_gib"] * PROCESSES * GIB > MEMORY:
+    if one.peak_gib * PROCESSES * GIB > MEMORY:
         why = (
-            f"{PROCESSES} processes need {one['peak_gib'] * PROCESSES:.1f} GiB, more than the "
+            f"{PROCESSES} processes need {one.peak_gib * PROCESSES:.1f} GiB, more than the "
             f"{MEMORY / GIB:.0f} GiB that a trial may use"
         )
     elif steps < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from preheat.cli.views.console import Json, Set
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.core.plan import Plan
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
 
@@ -59,10 +60,10 @@ def demo(
     seconds = _SLOW if slow else _FAST
     if chooses:
         # Beside other processes, whose work takes the same cores, a step takes longer than with the machine to itself.
-        seconds_per_step = (plan["now"] or plan)["seconds_per_step"]
+        seconds_per_step = (plan.now or plan).seconds_per_step
         steps = steps_within(seconds, seconds_per_step)
         settings = [*_lasting(steps), *settings]
-        plan |= {"steps": steps, "seconds_total": steps * plan["seconds_per_step"] + plan["seconds_to_start"]}
+        plan = replace(plan, steps=steps, seconds_total=steps * plan.seconds_per_step + plan.seconds_to_start)
     screen.print(picture(plan, "demo"))
     if chooses:
         takes = steps * seconds_per_step
@@ -112,12 +113,11 @@ def _lasting(steps: int) -> list[str]:
     return [f"stop.max_steps={steps}", f"evaluate.every={thirds}", f"checkpoint.every={halves}"]
 
 
-def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, JsonObject]:
+def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
     """Measures this machine at the sizes of the demo, unless its rates are stored, and plans a step.
 
     Before the data is read, because it needs none of it: only the size of the vocabulary.
     """
-    from dataclasses import replace
 
     from preheat.cli.views.console import console
     from preheat.engine.device import resolve_device

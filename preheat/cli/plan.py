@@ -15,15 +15,15 @@ import typer
 
 from preheat.cli.views.console import Json, Set
 from preheat.cli.views.output import passing
-from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
+    from preheat.core.plan import Alternative, Plan, PlanFigures
     from preheat.planning.request import Request
     from preheat.planning.search.result import SearchResult
     from preheat.recipe import Recipe
     from preheat.training.plan_request import Subject
 
-__all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text"]
+__all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text", "text_part_note"]
 
 _METHODS = ("full", "lora", "qlora")  # each needs less memory than the one before
 
@@ -180,7 +180,7 @@ def plan(
     sets = [part for item in set or [] for part in ("--set", item)]
     again = ["preheat", "plan", *([what] if what is not None else []), *sets, *typed]
 
-    def answer(result: JsonObject, page: Callable[[], JsonObject], text: str | None) -> None:
+    def answer(result: Plan, page: Callable[[], PlanFigures], text: str | None) -> None:
         assumed = _assumed(first, result, again, per_host=per_host) if not first.from_user else []
         command = _next_command(result, first, what, sets, again, out=out, gpu=gpu, nodes=nodes, per_host=per_host)
         shown = {"out": out, "html": html, "json": json, "verbose": verbose}
@@ -194,8 +194,8 @@ def plan(
         question = [what, set, gpu, devices, per_host, length, batch_tokens, method, aim, allow, price, first.from_user]
         key = answers.key_of(first.recipe, {"plan": question, "absent": first.absent})
     stored = answers.load(key) if key is not None else None
-    if stored is not None and (html is None or "figures" in stored):
-        answer(stored["plan"], lambda: stored["figures"], stored["recipe_text"])
+    if stored is not None and (html is None or stored.figures is not None):
+        answer(stored.plan, lambda: stored.figures, stored.recipe)  # type: ignore[arg-type, return-value]
         return
     if not json:
         passing("dry run: starting")  # the imports take seconds
@@ -224,17 +224,17 @@ def plan(
         limit = allow or ("exact" if first.from_user else "rounding")
         fixes = Fixes(others, request_on, ("--set", "batch.seq_len=") if first.from_user else ("--length", ""))
         result, page = _searched(request, fixes, aim=aim or "fastest", allow=limit, price=per_hour, quiet=json)
-    result["text_part"] = _of_text_part(first.recipe)
-    if currency is not None:
-        result["currency"] = currency
-    if result["searched"]["interrupted"]:
+    result = replace(
+        result, text_part=text_part_note(first.recipe), currency=currency or result.currency, absent=first.absent
+    )
+    if result.searched.interrupted:
         # The best so far is no answer to store, and the page takes another dry run.
         answer(result, page, None)
         return
     drawn = None if html is None else page()
     text = recipe_text(result, first)
     if key is not None:
-        answers.store(key, {"plan": result, "recipe_text": text} | ({} if drawn is None else {"figures": drawn}))
+        answers.store(key, answers.Answer(result, text, drawn))
     answer(result, lambda: drawn or page(), text)
 
 
@@ -270,11 +270,11 @@ def parse_price(text: str) -> tuple[float, str]:
     return float(match[2].replace(",", "").replace("_", "")) / per, signs.get(currency, currency.upper())
 
 
-def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_host: int) -> list[str]:
+def _assumed(subject: Subject, result: Plan, again: Sequence[str], *, per_host: int) -> list[str]:
     """Returns the settings of a model's plan that the command does not state, with the options that do."""
     from preheat.training.plan_request import lacks_tokenizer
 
-    batch, count = subject.recipe.batch, result["devices"]
+    batch, count = subject.recipe.batch, result.devices
     stated = {item.partition("=")[0].strip() for item in again}
 
     def open_(option: str, *keys: str) -> bool:
@@ -293,14 +293,14 @@ def _assumed(subject: Subject, result: JsonObject, again: Sequence[str], *, per_
                 subject.checkpoint is None and lacks_tokenizer(subject.recipe),
                 "a tokenizer for the model's embedding (--set data.tokenizer)",
             ),
-            (not result["steps"], "run of unknown length (--set stop.tokens=1e9)"),
+            (not result.steps, "run of unknown length (--set stop.tokens=1e9)"),
         )
         if missing
     ]
 
 
 def _next_command(
-    result: JsonObject,
+    result: Plan,
     subject: Subject,
     what: str | None,
     sets: Sequence[str],
@@ -317,11 +317,11 @@ def _next_command(
         again: the command that was typed, without its output options.
         sets: its `--set` options.
     """
-    from preheat.core.plan import Verdict, verdict_on
+    from preheat.core.plan import Verdict
     from preheat.recipe import Data
 
-    devices, searched = result["devices"], bool(result["searched"]["candidates"])
-    if not result["fits"] or (searched and verdict_on(result) is Verdict.UNSAFE):
+    devices, searched = result.devices, bool(result.searched.candidates)
+    if not result.fits or (searched and result.verdict is Verdict.UNSAFE):
         return _what_would_fit(result, again, searched=searched, gpu=gpu)
     if out is None and (searched or what is None):
         return [*again, "--out", "recipe.yaml"]
@@ -341,7 +341,7 @@ def _next_command(
     return ["preheat", "train", recipe, *settings, *last]
 
 
-def _what_would_fit(result: JsonObject, again: Sequence[str], *, searched: bool, gpu: str | None) -> list[str]:
+def _what_would_fit(result: Plan, again: Sequence[str], *, searched: bool, gpu: str | None) -> list[str]:
     """Returns the command that plans the nearest change that may fit."""
 
     def having(*options: str) -> list[str]:
@@ -353,9 +353,9 @@ def _what_would_fit(result: JsonObject, again: Sequence[str], *, searched: bool,
                 arguments += [option, value]
         return arguments
 
-    if instead := [a["options"] for a in result["alternatives"] if "options" in a]:
+    if instead := [a.options for a in result.alternatives if a.options]:
         return having(*instead[0])
-    if result["searched"]["interrupted"]:
+    if result.searched.interrupted:
         return list(again)
     if not searched:
         return having("--aim", "fastest")
@@ -367,12 +367,12 @@ def _what_would_fit(result: JsonObject, again: Sequence[str], *, searched: bool,
         return []
     if "--nodes" in again:
         return having("--nodes", str(2 * int(again[list(again).index("--nodes") + 1])))
-    return having("--count", str(2 * result["devices"]))
+    return having("--count", str(2 * result.devices))
 
 
 def finish(
-    result: JsonObject,
-    page: Callable[[], JsonObject],
+    result: Plan,
+    page: Callable[[], PlanFigures],
     subject: Subject,
     text: str | None = None,
     *,
@@ -395,11 +395,11 @@ def finish(
         command: what to type next.
     """
     from preheat.cli.views.console import console, emit
-    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines, summary
+    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines, page_texts
     from preheat.cli.views.plan_view import plan_details
     from preheat.planning.search.result import held_by_others
 
-    interrupted = result["searched"]["interrupted"]
+    interrupted = result.searched.interrupted
     if out is not None:
         from preheat.files import write_generated
 
@@ -408,38 +408,31 @@ def finish(
     if html is not None and not interrupted:  # the page takes another dry run
         from preheat.report.plan_page import write_plan
 
-        shown = {**summary(result), "assumed": assumed, "command": command}
-        recipe = text or recipe_text(result, subject)
+        texts = page_texts(result, assumed=assumed, command=command)
         # The figures are computed only if a page is written.
-        write_plan({**result, **shown, "figures": page(), "recipe_text": recipe}, html)
-    if subject.absent:
-        result = {**result, "absent": subject.absent}
-    note = result["text_part"] if "text_part" in result else _of_text_part(subject.recipe)
-    result = {key: value for key, value in result.items() if key != "text_part"}
-    if note:
-        result["text_part"] = note
+        write_plan(result, page(), texts, text or recipe_text(result, subject), html)
     if json:
         emit(result)
     else:
-        notes = [note] if note else []
-        if packages := result.get("packages"):
+        notes = [result.text_part] if result.text_part else []
+        if result.packages:
             notes.append(
-                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(packages)}"
+                f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(result.packages)}"
             )
-        notes += filter(None, (held_by_others(result), result["device"].get("notice")))
-        if subject.absent:
+        notes += filter(None, (held_by_others(result), result.device.notice))
+        if result.absent:
             notes.append(
-                f"{subject.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
+                f"{result.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
                 "weights and data were not checked"
             )
         screen = console()
         written = [(path, label) for path, label in ((out, "recipe"), (html, "page")) if path is not None]
         if interrupted:
             written = [(path, label) for path, label in written if label != "page"]
-            searched = result["searched"]
+            searched = result.searched
             notes.insert(
                 0,
-                f"the search was interrupted: {searched['candidates']:,} candidates, {searched['dry_runs']} dry-run; "
+                f"the search was interrupted: {searched.candidates:,} candidates, {searched.dry_runs} dry-run; "
                 "this is the best so far" + ("" if html is None else f"; the page {html} was not written"),
             )
         last = command_lines(command, min(screen.width, WIDTH)) if command else []
@@ -454,11 +447,11 @@ def finish(
     if interrupted:
         raise typer.Exit(128 + SIGINT)
     # Last, after all output: a script reads the plan and the code.
-    if not result["fits"]:
+    if not result.fits:
         raise typer.Exit(3)
 
 
-def _of_text_part(recipe: Recipe) -> str | None:
+def text_part_note(recipe: Recipe) -> str | None:
     """Returns the sentence to print if only the text part of a checkpoint is planned; else None."""
     from preheat.models import configs, text_part
 
@@ -466,7 +459,7 @@ def _of_text_part(recipe: Recipe) -> str | None:
     return text_part.describe(wrapper.model_type) if wrapper is not None else None
 
 
-def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[JsonObject, Callable[[], JsonObject]]:
+def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Plans a recipe without a search, after resolving the settings that it leaves `auto`.
 
     Args:
@@ -487,22 +480,25 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     request = resolve_auto(request)
     recipe, prediction = request.recipe, plan(request)
     added = tuple(recipe.techniques.values())
-    more: JsonObject = {}
-    if any(Tag.EXTENDED_CONTEXT in t.provided() for t in added):  # also report the longest context that fits
-        more["longest_context"] = longest_as_stated(request)
+    extended = any(Tag.EXTENDED_CONTEXT in t.provided() for t in added)  # also report the longest context that fits
     result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
 
-    def page() -> JsonObject:
+    def page() -> PlanFigures:
         return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
     # Settings that were `auto` in the recipe, with the values that the dry run chose.
-    more["settled"] = {
+    settled = {
         f"{name}.{key}": value
         for name, t in recipe.techniques.items()
         for key, value in vars(t).items()
         if key != "on_gpu" and value != getattr(as_written.techniques[name], key)
     }
-    return {**explain(result, devices=devices, price=price), "chosen": "the recipe as it is", **more}, page
+    return replace(
+        explain(result, devices=devices, price=price),
+        chosen=prediction.chosen,
+        longest_context=longest_as_stated(request) if extended else None,
+        settled=settled,
+    ), page
 
 
 @dataclass(frozen=True)
@@ -522,19 +518,20 @@ class Fixes:
 
 def _searched(
     request: Request, fixes: Fixes, *, aim: str, allow: str, price: float | None, quiet: bool
-) -> tuple[JsonObject, Callable[[], JsonObject]]:
+) -> tuple[Plan, Callable[[], PlanFigures]]:
     """Searches for the best recipe; if nothing fits, the alternatives are what does.
 
     Args:
         quiet: do not print progress.
     """
+    from preheat.core.plan import Alternative
     from preheat.hardware.interrupts import Interrupted
     from preheat.planning.explain import explain, figures
     from preheat.planning.observation_cache import observe_for_others
     from preheat.planning.search.candidates import Space
     from preheat.planning.search.max_context import longest
     from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-    from preheat.planning.search.result import SearchResult, fits_safely
+    from preheat.planning.search.result import SearchResult
     from preheat.planning.search.search import passes_for, search
     from preheat.planning.worker_pool import worker_pool
 
@@ -550,22 +547,30 @@ def _searched(
             return longest(space, passes=passes, tell=tell)
         return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
-    def fitting(result: SearchResult) -> Iterator[JsonObject]:
+    def fitting(result: SearchResult) -> Iterator[Alternative]:
         """Yields what fits instead, as alternatives."""
-        keys = ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu", "cost", "energy")
 
         def alternative(
             options: Sequence[str], instead: SearchResult, tradeoff: str, devices: int = devices
-        ) -> JsonObject:
+        ) -> Alternative:
             would = explain(instead, devices=devices, price=price)
-            metrics = {key: would[key] for key in keys}
-            recipe = would["recipe"]["techniques"]
-            what = f"{' '.join(options)}: {would['chosen']}"
-            return {"what": what, "options": list(options), "recipe": recipe, **metrics, "tradeoff": tradeoff}
+            assert would.recipe is not None
+            return Alternative(
+                what=f"{' '.join(options)}: {would.chosen}",
+                recipe=would.recipe["techniques"],
+                peak_gib=would.peak_gib,
+                tokens_per_second=would.tokens_per_second,
+                seconds_per_step=would.seconds_per_step,
+                mfu=would.mfu,
+                tradeoff=tradeoff,
+                cost=would.cost,
+                energy=would.energy,
+                options=tuple(options),
+            )
 
         for name, other in fixes.methods.items():
             instead = search_for(replace(request, recipe=other), passes=passes // 2, confirm=False)
-            if fits_safely(instead.best.plan):
+            if instead.best.plan.fits_safely:
                 base = " on a base in 4 bits" if name == "qlora" else ""
                 yield alternative(["--method", name], instead, f"trains an adapter{base}")
         space = Space(request, allow)  # type: ignore[arg-type]
@@ -582,28 +587,31 @@ def _searched(
     with worker_pool(observe_for_others):
         result = search_for(request)
         explained = explain(result, devices=devices, price=price)
-        if not fits_safely(explained) and not result.interrupted:
+        if not explained.fits_safely and not result.interrupted:
+            instead: list[Alternative] = []
             try:
-                explained["alternatives"].extend(fitting(result))
+                instead.extend(fitting(result))
             except Interrupted as signal:
                 if signal.number != SIGINT:
                     raise
-                explained["searched"]["interrupted"] = True
+                explained = replace(explained, searched=replace(explained.searched, interrupted=True))
+            explained = replace(explained, alternatives=(*explained.alternatives, *instead))
         if not quiet:
             passing()
 
-    def page() -> JsonObject:
+    def page() -> PlanFigures:
         return figures(result, request)
 
     return explained, page
 
 
-def recipe_text(result: JsonObject, subject: Subject) -> str:
+def recipe_text(result: Plan, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe import Data
     from preheat.recipe.commented_yaml import brief
 
-    values = dict(result["recipe"])
+    assert result.recipe is not None
+    values = dict(result.recipe)
     # A model that was given by name trains from its published weights.
     model = values["model"]
     # A model of the hub that is no preset was planned from the folder of its config.json in the hub's cache.
@@ -700,7 +708,7 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
             for s in rows
         ],
     }
-    if note := _of_text_part(recipe):
+    if note := text_part_note(recipe):
         result["text_part"] = note
     if json:
         emit(result)

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -193,7 +194,7 @@ def _dry_run(
         named_or_described(gpu)
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     # These import torch.
-    from preheat.cli.plan import finish, plan_as_written
+    from preheat.cli.plan import finish, plan_as_written, text_part_note
     from preheat.cli.views.console import Alarms, console
     from preheat.engine.device import resolve_device
     from preheat.errors import RecipeError
@@ -218,9 +219,10 @@ def _dry_run(
             console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
     result, page = plan_as_written(request, devices, None)
+    result = replace(result, text_part=text_part_note(subject.recipe), absent=subject.absent)
     again = [part for item in overrides for part in ("--set", item)]
     # For another device, the run starts elsewhere.
-    command = ["preheat", "train", recipe, *again] if gpu is None and nproc < 2 and result["fits"] else []
+    command = ["preheat", "train", recipe, *again] if gpu is None and nproc < 2 and result.fits else []
     finish(result, page, subject, out=None, html=None, json=json, command=command)
 
 

@@ -26,8 +26,8 @@ def unfinished(source: str | Path, step: int | None) -> str:
     if step in ends:
         return ""
     # A step beyond the plan means that the recipe's stop was changed.
-    planned = reader.plan.get("steps")
-    progress = f"step {step:,}" + (f" of {planned:,}" if isinstance(planned, int) and planned >= step else "")
+    planned = reader.plan.steps if reader.plan else None
+    progress = f"step {step:,}" + (f" of {planned:,}" if planned is not None and planned >= step else "")
     if any(isinstance(end, int) and end > step for end in ends):
         return f"this is the model at {progress}, and its run continued"
     return (

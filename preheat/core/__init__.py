@@ -8,13 +8,14 @@ A technique is one idea that changes a build: one file in `preheat/techniques/`;
 from __future__ import annotations
 
 from preheat.core.batch import Batch, LossSum, MaskSpec, RowLoss, Shape, Stateful
+from preheat.core.device import Device, MachineUse
 from preheat.core.example_kind import ExampleKind
+from preheat.core.field_types import Numerics
 from preheat.core.mesh import DATA, Axis, Mesh, sizes_of
 from preheat.core.phases import STEP, Phase
 from preheat.core.problems import Problem, ProblemCode, TechniqueError
 from preheat.core.registry import (
     conflicts_of,
-    has_room,
     incompatibilities,
     parallel_tags,
     problems_of,
@@ -27,10 +28,8 @@ from preheat.core.technique import (
     Build,
     Context,
     DatasetPass,
-    Device,
     LossScaling,
     ModelFacts,
-    Numerics,
     Recipe,
     Searchable,
     Technique,
@@ -56,6 +55,7 @@ __all__ = [
     "LossScaling",
     "LossSum",
     "MaskSpec",
+    "MachineUse",
     "Mesh",
     "ModelFacts",
     "Numerics",
@@ -77,7 +77,6 @@ __all__ = [
     "Trials",
     "Vision",
     "conflicts_of",
-    "has_room",
     "incompatibilities",
     "single_device",
     "problems_of",

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-__all__ = ["LARGEST", "Bound", "Count", "Long", "NonNegative", "Positive", "Seed", "Fraction", "NonNegativeInt"]
+__all__ = [
+    "LARGEST",
+    "Bound",
+    "Count",
+    "Fraction",
+    "Long",
+    "NonNegative",
+    "NonNegativeInt",
+    "Numerics",
+    "Positive",
+    "Seed",
+]
 
 # Bounds, as pydantic metadata: enforced at the YAML boundary only. A plain class keeps pydantic out of this import.
 
@@ -45,3 +56,7 @@ Seed = Annotated[int, Bound(0, 2**32 - 1)]
 Positive = Annotated[float, Bound(0, open_low=True)]
 NonNegative = Annotated[float, Bound(0)]
 Fraction = Annotated[float, Bound(0, 1)]
+
+Numerics = Literal["exact", "rounding", "different"]
+"""A technique's effect on the numbers. exact: only the order of sums differs; rounding: the number format differs;
+different: another model or loss."""

@@ -1,66 +1,40 @@
-"""A plan: the predicted memory and speed of a recipe, and the verdict on it. No torch."""
+"""A plan: the predicted memory and speed of a recipe, the verdict on it, and what a search adds. No torch.
+
+`planning` returns a `Plan`; commands, pages and run folders read it. Its JSON is what `preheat plan --json` prints and
+`preheat plan --schema` describes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["PLAN_KEYS", "Verdict", "chance_to_fit", "expected_memory", "is_tight", "verdict_on"]
+from preheat.core.device import Device, MachineUse
+from preheat.core.field_types import Numerics
 
-PLAN_KEYS = {
-    "fits": "whether the predicted peak is at most what the device has",
-    "verdict": "`Verdict` on the memory: fits, fits tightly, does not fit safely, does not fit",
-    "chance": "probability that the run fits, by `chance_to_fit`",
-    "peak_gib": "predicted peak memory, GiB, less what the imports take",
-    "peak_gib_interval": "[low, high]: nine in ten measured peaks lay between",
-    "available_gib": "what the device has",
-    "memory": (
-        "{category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead; with several "
-        "devices also gathered weights and communication buffers, if any phase has them"
-    ),
-    "overhead": (
-        "{what: GiB} of memory.overhead: rounding, what the allocator keeps, context, workspaces, process, kernels, "
-        "saving"
-    ),
-    "overhead_sources": "{what: where its figure is from}",
-    "allocated_gib": "of it tensors alone",
-    "reserved_gib": (
-        "tensors, and freed ones that the allocator keeps: on a GPU torch's max_memory_reserved less the workspaces"
-    ),
-    "phases": (
-        "{phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation, "
-        "generation (if there are samples)"
-    ),
-    "phase_memory": "{phase: {category: GiB}} at the peak of each phase, categories as of memory",
-    "export": "{category: GiB} at the peak of `preheat export`, a command of its own; None for several devices",
-    "peak_phase": "the one that is the peak of all",
-    "seconds_per_step": "predicted",
-    "tokens_per_second": "predicted; on this machine's CPU with the machine to itself",
-    "tokens_per_second_interval": "[low, high]: nine in ten measured speeds lay between",
-    "mfu": "model FLOPs utilisation, predicted, of the measured matrix rate",
-    "fp32_rate": (
-        "FLOP/s of fp32 matmuls, if the recipe computes in bf16 and this device is slower in it; None otherwise"
-    ),
-    "flops_per_step": "counted by the dry run",
-    "parameters": "{total, active, trained}; active: all but those of the experts that a token is not sent to",
-    "steps": "steps of the run",
-    "seconds_to_start": "what the run takes once, before its first step: compiling, taken as a minute on a GPU",
-    "seconds_total": "predicted time to finish",
-    "contended": "whether the machine was busy when its rates were measured, and is still",
-    "pace": (
-        "how many times as long as by this machine's rates steps of earlier runs took, in the median of the last "
-        "nine of 20 s and more: in the predicted seconds; 1 if fewer than three are known"
-    ),
-    "now": (
-        "{tokens_per_second, seconds_per_step, machine} at present, with what other processes use, if a probe found "
-        "this machine's CPU more than 15 % slower than calibrated; None otherwise"
-    ),
-    "allocator_retries": "whether it fits only if a GPU's allocator frees cached memory in each step, which takes time",
-    "heap": "why preheat's heap, whose memory is predicted, does not work on this machine; None if it does",
-    "watts": "of the device's board at most; None if unknown",
-}
+__all__ = [
+    "Alternative",
+    "Candidate",
+    "Cost",
+    "Energy",
+    "Interval",
+    "LongestContext",
+    "Parameters",
+    "Plan",
+    "PlanFigures",
+    "Predicted",
+    "Rejection",
+    "RooflineFigure",
+    "RooflinePoint",
+    "Searched",
+    "SpeedNow",
+    "Startup",
+    "Timeline",
+    "Verdict",
+]
 
 
 class Verdict(StrEnum):
@@ -76,72 +50,417 @@ class Verdict(StrEnum):
 
 SAFE = 0.97
 """Share of a device's memory above which a predicted peak runs out of memory in practice."""
-
-
 SAFE_WITH_RETRIES = 0.95
-"""The same of the peak without cached memory, if the allocator must release that in each step: the pieces that it
+"""The same of the peak without cached memory, if the allocator must release that in each step: the segments that it
 cannot release need room, too."""
-
-
-def verdict_on(plan: Mapping[str, Any]) -> Verdict:
-    """Returns the verdict on a plan's memory.
-
-    Example:
-        >>> plan = {"fits": True, "peak_gib": 76.0, "peak_gib_interval": [66.9, 85.1], "available_gib": 79.1}
-        >>> verdict_on(plan), verdict_on({**plan, "peak_gib": 79.0})
-        (<Verdict.TIGHT: 'fits tightly'>, <Verdict.UNSAFE: 'does not fit safely'>)
-    """
-    if not plan["fits"]:
-        return Verdict.NO
-    if _held_gib(plan) > (SAFE_WITH_RETRIES if plan.get("allocator_retries") else SAFE) * plan["available_gib"]:
-        return Verdict.UNSAFE
-    return Verdict.TIGHT if is_tight(plan) else Verdict.FITS
-
-
-def _held_gib(plan: Mapping[str, Any]) -> float:
-    """Returns the GiB that a device must hold: without the cached memory that torch releases before it fails."""
-    cached = plan["overhead"].get("allocator", 0.0) if plan.get("allocator_retries") else 0.0
-    return float(plan["peak_gib"] - cached)
-
-
-def is_tight(plan: Mapping[str, Any]) -> bool:
-    """True if a plan fits, but not the upper end of its interval.
-
-    Example:
-        >>> is_tight({"fits": True, "peak_gib_interval": [68.0, 82.0], "available_gib": 79.0})
-        True
-    """
-    # Candidates on a page have no interval.
-    _, high = plan.get("peak_gib_interval") or (0.0, 0.0)
-    return bool(plan["fits"] and high > plan["available_gib"])
-
-
 _NINE_IN_TEN = 1.6449  # standard deviations from the mean of a normal distribution to its 95th percentile
 
 
-def chance_to_fit(plan: Mapping[str, Any]) -> float:
-    """Returns the probability that a device holds what it must: of a normal distribution whose 5th and 95th percentiles
-    are the ends of the peak's interval, since nine in ten measured peaks lie in it.
+class Interval(NamedTuple):
+    """Nine in ten measured values lie between these bounds."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, value: float, factors: tuple[float, float]) -> Interval:
+        return cls(value * factors[0], value * factors[1])
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of weights; a 4-bit weight counts as one.
+
+    Attributes:
+        total: all; of a pipeline those of one stage.
+        active: all but those of the experts that a token is not sent to.
+        trained: those that the optimizer updates.
+    """
+
+    total: int
+    active: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class SpeedNow:
+    """The speed of a busy machine at present, beside the speed with the machine to itself."""
+
+    tokens_per_second: float
+    seconds_per_step: float
+    machine: MachineUse
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Price of a run, in the currency of the price per device-hour.
+
+    Attributes:
+        hour: of all devices.
+        million_tokens: of a million tokens.
+        run: of the whole run; None if its length is unknown.
+    """
+
+    hour: float
+    million_tokens: float
+    run: float | None
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Upper bound of a run's energy in kWh, with the boards at full power and without hosts, network and cooling.
+
+    Attributes:
+        kilowatts: power of all devices.
+        million_tokens: kWh of a million tokens.
+        run: kWh of the whole run; None if its length is unknown.
+    """
+
+    kilowatts: float
+    million_tokens: float
+    run: float | None
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Techniques that delay the first step, compared with a plan without them (or with them, if the plan has none).
+
+    Attributes:
+        pays_from_steps: steps of a run from which on a run with them ends sooner; None: never.
+    """
+
+    techniques: tuple[str, ...]
+    pays_from_steps: int | None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan that fits and is better in something, or what would fit if the plan does not.
+
+    Attributes:
+        what: readable description of techniques and micro-batch, or of the options.
+        recipe: `techniques` of its recipe.
+        tradeoff: what it gives up.
+        options: options of the command to type instead; empty: other techniques.
+    """
+
+    what: str
+    recipe: Mapping[str, Any]
+    peak_gib: float
+    tokens_per_second: float
+    seconds_per_step: float
+    mfu: float
+    tradeoff: str
+    cost: Cost | None = None
+    energy: Energy | None = None
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a candidate was not chosen.
+
+    Attributes:
+        recipe: readable description of its settings.
+    """
+
+    recipe: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Extent of the search.
+
+    Attributes:
+        candidates: number of estimated candidates; 0: the recipe was planned as it is.
+        confirmed: True if the best was dry-run with all its layers.
+        interrupted: True if Ctrl-C ended the search early.
+    """
+
+    candidates: int = 0
+    dry_runs: int = 0
+    confirmed: bool = False
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class LongestContext:
+    """The longest sequences that fit.
+
+    Attributes:
+        length: tokens; 0 if not even the shortest fits.
+        peak_gib: predicted peak at this length.
+        limit: the reason why no longer sequence fits.
+    """
+
+    length: int
+    peak_gib: float | None
+    limit: str
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The predictions of what a run measures; memory in GiB. None on a CPU, except for the peak and the speed.
+
+    Attributes:
+        peak_gib: peak: resident on a CPU, reserved and the context on a GPU.
+        allocated_gib: of it tensors, with cuBLAS's workspaces.
+        reserved_gib: what torch's allocator has from the driver for them.
+        context_gib: what the process holds in addition, by the driver (needs nvidia-ml-py to be measured).
+    """
+
+    peak_gib: float
+    tokens_per_second: float
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    context_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The predicted memory per device and speed of a recipe.
+
+    Attributes:
+        peak_gib: predicted peak memory, GiB, less what the imports take.
+        peak_gib_interval: nine in ten measured peaks lay between.
+        available_gib: memory of the device, less what was in use before the run.
+        in_use_gib: memory in use before the run: on this machine's GPU by other processes, on its CPU by this one.
+        allocator_retries: True if it fits only if a GPU's allocator frees cached memory in each step, which takes time.
+        memory: {category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead; with
+            several devices also gathered weights and communication buffers, if any phase has them.
+        overhead: {line: GiB} of memory["overhead"]: rounding, allocator, context, workspaces, process, kernels, saving.
+        overhead_sources: {line: where its figure is from}.
+        allocated_gib: of the peak tensors alone.
+        reserved_gib: tensors, and freed ones that the allocator keeps: on a GPU torch's max_memory_reserved less the
+            workspaces.
+        phases: {phase: GiB}, the peak of each: load, forward, head and loss, backward, update, saving, evaluation,
+            generation (if there are samples).
+        phase_memory: {phase: {category: GiB}} at the peak of each phase.
+        export: {category: GiB} at the peak of `preheat export`, a command of its own; None for several devices.
+        peak_phase: the one whose peak is the highest.
+        seconds_per_step, tokens_per_second: predicted; on this machine's CPU with the machine to itself.
+        tokens_per_second_interval: nine in ten measured speeds lay between.
+        mfu: predicted model FLOPs utilisation, of `matrix_rate`.
+        matrix_rate: FLOP/s of the device's matmuls in the dtype that the recipe computes in.
+        fp32_rate: FLOP/s of fp32 matmuls, if the recipe computes in bf16 and this device is slower in it.
+        flops_per_step, model_flops_per_step: counted by the dry run, with and without recomputation.
+        tokens_per_step: positions of a global batch.
+        parameters: numbers of weights.
+        steps: steps of the run; None if only time limits it, or if its epochs have unknown sequences.
+        seconds_to_start: what the run takes once, before its first step: compiling, taken as a minute on a GPU.
+        seconds_total: predicted time to finish; None: unknown.
+        slots: {slot: technique that owns it}.
+        packages: packages that the device needs for the planned kernels of recurrent layers.
+        device: what is planned for.
+        watts: of the device's board at most.
+        contended: True if the machine was busy when its rates were measured, and is still.
+        pace: how many times as long as by this machine's rates steps of earlier runs took, in the median of the last
+            nine of 20 s and more: in the predicted seconds; 1 if fewer than three are known.
+        now: speed at present, with what other processes use, if a probe found this machine's CPU more than 15 % slower
+            than calibrated.
+        heap: why preheat's heap, whose memory is predicted, does not work on this machine; None if it does.
+        recipe: the planned recipe with every default.
+        devices: number of devices.
+        chosen: readable description of the techniques.
+        numerics: largest change of numerics compared with the given recipe.
+        cost, energy: of the run, if a price or the device's power is known.
+        currency: of `cost`.
+        startup: when techniques that delay the first step pay; None if no other plan can be compared.
+        alternatives, rejected, searched: of the search.
+        longest_context: for recipes that extend the context.
+        settled: {technique.setting: value} that the recipe left `auto`.
+        text_part: the sentence to print if only the text part of a checkpoint is planned.
+        absent: `model.path` of the recipe, if it cannot be read here and its preset is planned.
+        fits: True if the peak is at most what the device has.
+        verdict: on the memory.
+        chance: probability that the device holds the peak.
 
     Example:
-        >>> plan = {"peak_gib": 80.0, "peak_gib_interval": [70.0, 90.0], "available_gib": 80.0}
-        >>> round(chance_to_fit(plan), 2), round(chance_to_fit({**plan, "available_gib": 90.0}), 2)
-        (0.5, 0.95)
+        >>> from preheat import load_recipe, plan                       # doctest: +SKIP
+        >>> plan(load_recipe("demo")).peak_gib                          # doctest: +SKIP
     """
-    available, held = plan["available_gib"], _held_gib(plan) / plan["peak_gib"]
-    low, high = (held * end for end in plan["peak_gib_interval"])
-    deviation = (high - low) / (2 * _NINE_IN_TEN)
-    return (1 + math.erf((available - (low + high) / 2) / (deviation * math.sqrt(2)))) / 2
+
+    peak_gib: float
+    peak_gib_interval: Interval
+    available_gib: float
+    in_use_gib: float
+    allocator_retries: bool
+    memory: Mapping[str, float]
+    overhead: Mapping[str, float]
+    overhead_sources: Mapping[str, str]
+    allocated_gib: float
+    reserved_gib: float
+    phases: Mapping[str, float]
+    phase_memory: Mapping[str, Mapping[str, float]]
+    export: Mapping[str, float] | None
+    peak_phase: str
+    seconds_per_step: float
+    tokens_per_second: float
+    tokens_per_second_interval: Interval
+    mfu: float
+    matrix_rate: float
+    fp32_rate: float | None
+    flops_per_step: float
+    model_flops_per_step: float
+    tokens_per_step: int
+    parameters: Parameters
+    steps: int | None
+    seconds_to_start: float
+    seconds_total: float | None
+    slots: Mapping[str, str]
+    packages: tuple[str, ...]
+    device: Device
+    watts: float | None
+    contended: bool
+    pace: float
+    now: SpeedNow | None
+    heap: str | None
+    devices: int = 1
+    recipe: Mapping[str, Any] | None = None
+    chosen: str = "the recipe as it is"
+    numerics: Numerics = "exact"
+    cost: Cost | None = None
+    energy: Energy | None = None
+    currency: str = "USD"
+    startup: Startup | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    searched: Searched = Searched()
+    longest_context: LongestContext | None = None
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    text_part: str | None = None
+    absent: str | None = None
+    fits: bool = field(init=False)
+    verdict: Verdict = field(init=False)
+    chance: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fits", self.peak_gib <= self.available_gib)
+        object.__setattr__(self, "verdict", self._verdict())
+        object.__setattr__(self, "chance", self._chance())
+
+    def _verdict(self) -> Verdict:
+        if not self.fits:
+            return Verdict.NO
+        if self._held_gib > (SAFE_WITH_RETRIES if self.allocator_retries else SAFE) * self.available_gib:
+            return Verdict.UNSAFE
+        return Verdict.TIGHT if self.is_tight else Verdict.FITS
+
+    def _chance(self) -> float:
+        """Returns the chance by a normal distribution whose 5th and 95th percentiles are the ends of the interval."""
+        low, high = (self._held_gib / self.peak_gib * end for end in self.peak_gib_interval)
+        deviation = (high - low) / (2 * _NINE_IN_TEN)
+        return (1 + math.erf((self.available_gib - (low + high) / 2) / (deviation * math.sqrt(2)))) / 2
+
+    @property
+    def _held_gib(self) -> float:
+        """GiB that a device must hold: without the cached memory that torch releases before it fails."""
+        return self.peak_gib - (self.overhead.get("allocator", 0.0) if self.allocator_retries else 0.0)
+
+    @property
+    def is_tight(self) -> bool:
+        """True if the plan fits, but not the upper end of its interval."""
+        return self.fits and self.peak_gib_interval.high > self.available_gib
+
+    @property
+    def has_room(self) -> bool:
+        """True if the plan fits in 90 % of the memory: nine in ten plans are low by at most that margin."""
+        return self.peak_gib <= 0.9 * self.available_gib
+
+    @property
+    def fits_safely(self) -> bool:
+        """True if the plan fits, and not in the last few percent of the memory, where runs fail in practice."""
+        return self.fits and self.verdict is not Verdict.UNSAFE
+
+    @property
+    def predicted(self) -> Predicted:
+        """The predictions of what a run measures."""
+        # Only a plan for a GPU has a context among the lines of its overhead.
+        if "context" not in self.overhead:
+            return Predicted(self.peak_gib, self.tokens_per_second)
+        workspaces = self.overhead.get("workspaces", 0.0)  # torch's allocator also serves them
+        return Predicted(
+            self.peak_gib,
+            self.tokens_per_second,
+            self.allocated_gib + workspaces,
+            self.reserved_gib + workspaces,
+            self.overhead["context"],
+        )
 
 
-def expected_memory(plan: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns a plan's predictions of `MEMORY_KEYS`; plans for a CPU have `peak_gib` alone."""
-    # The lines of the plan's overhead: only a plan for a GPU has a context among them.
-    lines: Mapping[str, float] = plan.get("overhead") or {}
-    figures: dict[str, float | None] = {"peak_gib": plan.get("peak_gib")}
-    if "context" not in lines:
-        return figures
-    for key in ("allocated_gib", "reserved_gib"):  # torch's allocator also serves the workspaces
-        size = plan.get(key)
-        figures[key] = None if size is None else size + (lines.get("workspaces") or 0.0)
-    return {**figures, "context_gib": lines["context"]}
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate of a search on a chart of memory and speed.
+
+    Attributes:
+        what: readable description of techniques and micro-batch.
+        techniques: the same without the micro-batch.
+        verdict: None: estimated, without a dry run.
+        best: True for the chosen one.
+    """
+
+    what: str
+    techniques: str
+    peak_gib: float
+    tokens_per_second: float
+    verdict: Verdict | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Memory of live tensors over the allocations of a step.
+
+    Attributes:
+        phases: (number of its first allocation, phase).
+        bytes: (number of the allocation, GiB).
+    """
+
+    phases: tuple[tuple[int, str], ...]
+    bytes: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """An operator under the roofline.
+
+    Attributes:
+        intensity: FLOPs per byte.
+        flops: FLOP/s.
+        share: of the time of all operators with FLOPs.
+    """
+
+    operator: str
+    intensity: float
+    flops: float
+    share: float
+
+
+@dataclass(frozen=True)
+class RooflineFigure:
+    """The operators of a step under the device's roofline.
+
+    Attributes:
+        peak: FLOP/s.
+        bandwidth: bytes/s.
+    """
+
+    peak: float
+    bandwidth: float
+    points: tuple[RooflinePoint, ...]
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """The data of the plots on a plan's page.
+
+    Attributes:
+        guesses: estimated candidates.
+        tried: dry-run candidates.
+    """
+
+    timeline: Timeline
+    roofline: RooflineFigure
+    guesses: tuple[Candidate, ...]
+    tried: tuple[Candidate, ...]

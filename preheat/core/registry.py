@@ -26,12 +26,11 @@ from preheat.errors import RunError, nearest
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    pass
 
 __all__ = [
     "GROUP",
     "conflicts_of",
-    "has_room",
     "incompatibilities",
     "single_device",
     "problems_of",
@@ -121,11 +120,6 @@ def registry() -> Mapping[str, type[Technique]]:
     """Returns every technique that is a key of `techniques` by name, in alphabetical order."""
     _load()
     return {name: cls for name, cls in sorted(_REGISTRY.items()) if not cls.selected_by}
-
-
-def has_room(plan: JsonObject) -> bool:
-    """Returns True if a plan fits in 90 % of the memory: nine in ten plans are low by at most that margin."""
-    return bool(plan["peak_gib"] <= 0.9 * plan["available_gib"])
 
 
 def problems_of(t: Technique, context: Context) -> list[Problem]:

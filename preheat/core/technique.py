@@ -9,12 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from preheat.core import schema
 from preheat.core.batch import Batch, Stateful
+from preheat.core.device import Device
 from preheat.core.example_kind import ExampleKind
-from preheat.core.field_types import Seed
+from preheat.core.field_types import Numerics, Seed
 from preheat.core.mesh import Axis, Mesh
 from preheat.core.slots import Change, Finish, Order, Slot, SlotFunction, Stage
 from preheat.core.tags import Tag
@@ -27,16 +28,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from preheat.core.json_types import JsonObject
+    from preheat.core.plan import Plan
 
 __all__ = [
     "Build",
     "Context",
     "DatasetPass",
-    "Device",
     "Hooks",
     "LossScaling",
     "ModelFacts",
-    "Numerics",
     "Recipe",
     "Searchable",
     "Technique",
@@ -72,20 +72,6 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Device:
-    """Properties of the device that are known without using it."""
-
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory: int  # bytes that a run may use
-    capability: tuple[int, int] | None = None  # CUDA's
-    at_hand: bool = True  # False: a remote device that is only planned for; its packages need not be installed here
-    expandable: bool = False  # torch's allocator uses one growing segment per stream instead of many of fixed sizes
-    notice: str = ""  # a notice to the user about the device
-    driver: str = ""  # version of a GPU's driver
-
-
-@dataclass(frozen=True)
 class Context:
     """The inputs of `check`, `options` and `fallbacks`."""
 
@@ -97,11 +83,6 @@ class Context:
     """Devices along each axis of the mesh."""
     per_host: int = 0
     """Devices of a host; 0: unknown."""
-
-
-Numerics = Literal["exact", "rounding", "different"]
-"""A technique's effect on the numbers. exact: only the order of sums differs; rounding: the number format differs;
-different: another model or loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,12 +256,11 @@ class Searchable(Technique):
         """Returns True if a plan (`resolve_auto`) or a search chooses the settings on such a device."""
         return False
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
         """Returns the technique with its `auto` settings resolved by a dry run.
 
         Args:
-            plan: plans the recipe with another technique in place of this one; its keys are
-                `preheat.core.plan.PLAN_KEYS`.
+            plan: plans the recipe with another technique in place of this one.
         """
         return self
 

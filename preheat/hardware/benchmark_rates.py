@@ -24,12 +24,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from preheat.cache_folder import require_storable
-from preheat.core import Device
+from preheat.core import Device, MachineUse
 from preheat.errors import DoesNotFit, RunError
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.gpu_memory import OTHERS, other_processes_bytes
-from preheat.hardware.machine_use import MachineUse, UseMeter, joined
+from preheat.hardware.machine_use import UseMeter, joined
 from preheat.hardware.rates import MOVERS, AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import Random, Stopwatch, threads_of

@@ -11,18 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from preheat.core import MachineUse
+from preheat.files import BadJson, read_record
 from preheat.hardware.stored_values import Damaged, read_number
 
-if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+__all__ = ["Sample", "UseMeter", "joined", "read_use", "run_delays", "take_sample", "use_between"]
 
-__all__ = ["TOLERATED", "MachineUse", "Sample", "UseMeter", "joined", "run_delays", "take_sample", "use_between"]
-
-TOLERATED = 0.25
-"""Cores of background work that do not count as other work: an eighth of two cores, less than repeated measurements
-differ."""
 _PROC = Path("/proc")
 _BUSY = (0, 1, 2, 5, 6, 7)
 """Columns of a line of /proc/stat: user, nice, system, irq, softirq, and steal, which other virtual machines take.
@@ -46,64 +41,6 @@ class Sample:
     busy: Mapping[int, float] | None
 
 
-@dataclass(frozen=True)
-class MachineUse:
-    """CPU use of an interval, which tells if a measurement had the machine to itself.
-
-    Attributes:
-        seconds: of the wall clock.
-        own_cores: cores used by this process and its children, on average.
-        other_cores: cores used by all other processes, on the CPUs that this one may run on; None: unknown.
-        cpus: number of these CPUs.
-        threads: threads that were measured.
-    """
-
-    seconds: float
-    own_cores: float
-    other_cores: float | None
-    cpus: int
-    threads: int
-
-    @property
-    def alone(self) -> bool | None:
-        """False if other processes used more cores than the measured threads left them; None if that is unknown.
-
-        Example:
-            >>> MachineUse(10, own_cores=1.9, other_cores=0.1, cpus=2, threads=2).alone
-            True
-            >>> MachineUse(10, own_cores=1.2, other_cores=0.8, cpus=2, threads=2).alone
-            False
-        """
-        if self.other_cores is None:
-            return None
-        # A single core that others share is enough: threads wait for the slowest of them.
-        return self.other_cores <= max(self.cpus - self.threads, 0) + TOLERATED
-
-    def note(self) -> JsonObject:
-        """Returns the values to store, which `read` reads."""
-        return {"alone": self.alone, **vars(self)}
-
-    @classmethod
-    def read(cls, values: object) -> MachineUse:
-        """Reads what `note` returned.
-
-        Raises:
-            Damaged: something else.
-        """
-        names = cls.__dataclass_fields__.keys()
-        if not isinstance(values, dict) or values.keys() != {"alone", *names}:
-            raise Damaged("machine is no note of the machine's use")
-        others = values["other_cores"]
-        numbers = {name: read_number(values[name], f"machine.{name}", zero=True) for name in names - {"other_cores"}}
-        return cls(
-            seconds=numbers["seconds"],
-            own_cores=numbers["own_cores"],
-            other_cores=None if others is None else read_number(others, "machine.other_cores", zero=True),
-            cpus=int(numbers["cpus"]),
-            threads=int(numbers["threads"]),
-        )
-
-
 class UseMeter:
     """Measures the use of the machine from now on."""
 
@@ -117,6 +54,22 @@ class UseMeter:
             threads: threads whose speed was measured meanwhile.
         """
         return use_between(self.first, take_sample(), threads)
+
+
+def read_use(values: object) -> MachineUse:
+    """Reads the stored use of a machine.
+
+    Raises:
+        Damaged: the values are something else, or no measurement.
+    """
+    try:
+        use = read_record(MachineUse, values)
+    except BadJson as error:
+        raise Damaged(f"machine is no use of the machine ({error.message})") from None
+    for name, value in vars(use).items():
+        if name != "alone" and value is not None:
+            read_number(value, f"machine.{name}", zero=True)
+    return use
 
 
 def use_between(first: Sample, last: Sample, threads: int) -> MachineUse:

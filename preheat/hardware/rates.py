@@ -21,9 +21,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from preheat.cache_folder import cache_folder, store_json
+from preheat.core import MachineUse
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.link_rates import LinkRate, load_links, seconds_of
-from preheat.hardware.machine_use import MachineUse
+from preheat.hardware.machine_use import read_use
 from preheat.hardware.stored_values import Damaged, read_json, read_number, read_numbers, read_row
 from preheat.sanitize import shorten
 
@@ -274,8 +275,7 @@ class Rates:
         """Returns the measured values as JSON, which `parse` reads."""
         left_out = {*_APART, *(key for key in _OPTIONAL if getattr(self, key) in (None, "", False))}
         values = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
-        note = {} if self.machine is None else {"machine": self.machine.note()}
-        return {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values, **note}
+        return {"format": _FORMAT_GPU if self.of_gpu else _FORMAT, **values}
 
     def holds(self, dtype: str, layout: Layout, n: int, k: int, m: int) -> bool:
         """True if this matmul was measured itself."""
@@ -427,7 +427,7 @@ def parse(values: JsonObject) -> Rates:
         **names,
         **numbers,
         near=near,
-        machine=MachineUse.read(values["machine"]) if "machine" in values else None,
+        machine=read_use(values["machine"]) if "machine" in values else None,
         peak_matrix_rate=peak,
         adamw=adamw,
         matrix=matrix,
@@ -467,7 +467,7 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float, machine: Mac
     path = _runs_path(stored_at(hardware, torch, threads))
     # A damaged file reads as empty, so the new run replaces it.
     runs = [*_read_runs(path), (ratio, machine)][-_MAX_RUNS:]
-    store_json(path, {"runs": [{"ratio": ratio, "machine": use and use.note()} for ratio, use in runs]})
+    store_json(path, {"runs": [{"ratio": ratio, "machine": use} for ratio, use in runs]})
 
 
 def _runs_path(calibration: Path) -> Path:
@@ -491,7 +491,7 @@ def _read_runs(path: Path) -> list[tuple[float, MachineUse | None]]:
 def _read_run(row: object) -> tuple[float, MachineUse | None]:
     if not isinstance(row, dict) or row.keys() != {"ratio", "machine"}:
         raise Damaged("a run is not its ratio and the machine's use")
-    machine = None if row["machine"] is None else MachineUse.read(row["machine"])
+    machine = None if row["machine"] is None else read_use(row["machine"])
     return read_number(row["ratio"], "ratio"), machine
 
 

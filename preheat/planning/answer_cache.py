@@ -13,14 +13,16 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.cache_folder import cache_folder, store_json
+from preheat.core.plan import Plan, PlanFigures
 from preheat.errors import RunError
-from preheat.files import to_json
+from preheat.files import read_record, to_json
 from preheat.hardware.stored_values import Damaged, read_json
 from preheat.recipe.paths import possible_paths
 
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from preheat.core import Recipe
     from preheat.core.json_types import JsonObject
 
-__all__ = ["key_of", "load", "source_digest", "store"]
+__all__ = ["Answer", "key_of", "load", "source_digest", "store"]
 
-_FORMAT = 1
+_FORMAT = 2
 _FILES = 2000  # files of a named folder at most; the state of more is not checked, so their answers are not stored
 
 
@@ -67,20 +69,36 @@ _APART = ("PREHEAT_CACHE", "PREHEAT_PROCESSES", remote_code.VARIABLE)
 """Variables that change no answer, or are part of the key already."""
 
 
-def load(key: str) -> JsonObject | None:
+@dataclass(frozen=True)
+class Answer:
+    """A stored answer.
+
+    Attributes:
+        recipe: the chosen recipe as YAML.
+        figures: of its page; None: not computed yet.
+    """
+
+    plan: Plan
+    recipe: str
+    figures: PlanFigures | None
+
+
+def load(key: str) -> Answer | None:
     """Returns the stored answer; None if there is none, or if its file is damaged."""
     try:
         stored = read_json(_path(key)) or {}
     except Damaged:
         return None
     answer = stored.get("answer")
-    return answer if isinstance(answer, dict) and stored.get("sha256") == _checksum(answer) else None
+    if not isinstance(answer, dict) or stored.get("sha256") != _checksum(answer):
+        return None
+    return read_record(Answer, answer)  # intact, and written by this version, whose digest is in the key
 
 
-def store(key: str, answer: JsonObject) -> None:
+def store(key: str, answer: Answer) -> None:
     """Stores an answer, unless JSON cannot hold it or the folder cannot be written."""
     try:
-        plain = json.loads(json.dumps(answer, allow_nan=False))
+        plain = json.loads(json.dumps(asdict(answer), allow_nan=False))
     except (TypeError, ValueError):  # infinite, or not JSON: it would be read back as something else
         return
     try:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from preheat.core import Phase, Searchable, Technique, conflicts_of, registry
+from preheat.core.plan import Plan
 from preheat.engine.builder import techniques_of
 from preheat.errors import RecipeError
 from preheat.planning.plan import plan
@@ -22,7 +23,7 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Ladder", "Fallback", "find_fallbacks", "settings", "halve_length"]
+__all__ = ["Ladder", "Fallback", "PlannedFallback", "find_fallbacks", "settings", "halve_length"]
 
 GIB = 2**30
 _LESS = 0.99  # of the present need: a smaller saving would run out of memory again
@@ -34,17 +35,26 @@ class Fallback:
 
     Attributes:
         set: differences from the original recipe, in the format of `--set`.
-        peak_gib: GiB at the peak, or at the peak of the phase in question.
     """
 
     set: tuple[str, ...]
     recipe: Recipe
-    plan: JsonObject
-    peak_gib: float
 
     @property
     def description(self) -> str:
         return ", ".join(self.set)
+
+
+@dataclass(frozen=True)
+class PlannedFallback(Fallback):
+    """A fallback that was dry-run.
+
+    Attributes:
+        peak_gib: GiB at the peak, or at the peak of the phase in question.
+    """
+
+    plan: Plan
+    peak_gib: float
 
 
 @dataclass
@@ -58,10 +68,10 @@ class Ladder:
         lowest: the fallback that needs the least memory.
     """
 
-    present: Fallback
-    fallbacks: list[Fallback]
+    present: PlannedFallback
+    fallbacks: list[PlannedFallback]
     skipped: list[JsonObject]
-    lowest: Fallback
+    lowest: PlannedFallback
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,11 @@ class _Planner:
     request: Request
     phase: Phase | None = None
 
-    def fallback(self, recipe: Recipe) -> Fallback:
+    def fallback(self, recipe: Recipe) -> PlannedFallback:
         """Plans a recipe and returns it as a fallback of the request's recipe; raises the errors of `plan`."""
         result = plan(replace(self.request, recipe=recipe))
-        need = result["phases"][self.phase] if self.phase else result["peak_gib"]
-        return Fallback(settings(self.request.recipe, recipe), recipe, result, need)
+        need = result.phases[self.phase] if self.phase else result.peak_gib
+        return PlannedFallback(settings(self.request.recipe, recipe), recipe, result, need)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Returns why the recipe's techniques cannot be combined, without a dry run; None if they can."""
@@ -170,7 +180,7 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
             ):  # the first family changes this phase only and leaves training as it is
                 break
         if ladder.fallbacks:
-            ladder.fallbacks.sort(key=lambda fallback: float(fallback.plan["seconds_per_step"]))
+            ladder.fallbacks.sort(key=lambda fallback: fallback.plan.seconds_per_step)
             return ladder
         ladder.lowest = min([base, *strongest], key=lambda fallback: fallback.peak_gib)
         # Nothing saves memory any more: the lowest is the answer to what a smaller recipe would need.
@@ -179,7 +189,7 @@ def find_fallbacks(request: Request, *, room: float | None, phase: Phase | None 
         base = ladder.lowest
 
 
-def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: Ladder) -> Fallback | None:
+def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: Ladder) -> PlannedFallback | None:
     """Appends the mildest fallback that fits to `ladder.fallbacks`; returns the strongest one if none fits."""
     able: list[Recipe] = []
     original = planner.request.recipe
@@ -189,7 +199,7 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
         else:
             able.append(recipe)
 
-    def tried(recipe: Recipe) -> Fallback | None:
+    def tried(recipe: Recipe) -> PlannedFallback | None:
         try:
             fallback = planner.fallback(recipe)
         except RecipeError as error:
@@ -211,7 +221,9 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
     return None
 
 
-def halve_length(recipe: Recipe, request: Request, *, room: float, phase: Phase | None = None) -> Fallback | None:
+def halve_length(
+    recipe: Recipe, request: Request, *, room: float, phase: Phase | None = None
+) -> PlannedFallback | None:
     """Halves the sequence length until the recipe fits; returns None if sequences of 16 tokens do not fit either.
 
     Args:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from preheat.core import Device, Searchable, Stage, Tag, Technique
-from preheat.core.plan import chance_to_fit, verdict_on
+from preheat.core import Searchable, Stage, Tag, Technique
+from preheat.core.plan import Interval, Parameters, Plan, SpeedNow
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
 from preheat.hardware.rates import Present
@@ -22,9 +21,6 @@ from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import step_seconds
 from preheat.recipe import Recipe
-
-if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["describe", "plan", "resolve_auto", "steps_of"]
 
@@ -41,18 +37,6 @@ _SMALL = 10**9
 
 # Of the device's memory: closer to it, few layers do not decide whether a plan fits, and all are observed.
 _CLOSE = 0.02
-
-
-def _segments(device: Device) -> str | None:
-    """Returns the allocator's kind of segments, as in `hardware.segments`; None on a CPU, which uses our own heap."""
-    if device.kind == "cpu":
-        return None
-    return "expandable" if device.expandable else "fixed"
-
-
-def _interval(value: float, factors: tuple[float, float]) -> list[float]:
-    # Nine in ten measurements lie between these bounds.
-    return [value * factor for factor in factors]
 
 
 def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
@@ -79,11 +63,8 @@ def steps_of(recipe: Recipe, rows: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def plan(request: Request) -> JsonObject:
+def plan(request: Request) -> Plan:
     """Predicts the memory per device and the speed of a recipe, extrapolated from few layers if possible.
-
-    Returns:
-        The keys of `preheat.core.plan.PLAN_KEYS`.
 
     Raises:
         RecipeError: the recipe cannot be built.
@@ -92,7 +73,7 @@ def plan(request: Request) -> JsonObject:
     observation = observe_few_layers(request)
     result = describe(request, observation)
     # Extrapolation errs by less than this margin, so only close verdicts need all layers.
-    near = abs(result["peak_gib"] / result["available_gib"] - 1) < _CLOSE
+    near = abs(result.peak_gib / result.available_gib - 1) < _CLOSE
     if not observation.log and (near or needs_allocator_retries(observation, request.room)):
         result = describe(request, observe(request))
     return result
@@ -107,7 +88,7 @@ def resolve_auto(request: Request) -> Request:
         context, technique = request.context, request.recipe.techniques[name]
         if isinstance(technique, Searchable):
 
-            def plan_with(other: Technique, name: str = name, request: Request = request) -> JsonObject:
+            def plan_with(other: Technique, name: str = name, request: Request = request) -> Plan:
                 return plan(_with_technique(request, name, other))
 
             request = _with_technique(request, name, technique.resolve_auto(context, plan_with))
@@ -119,13 +100,9 @@ def _with_technique(request: Request, name: str, technique: Technique) -> Reques
     return replace(request, recipe=replace(recipe, techniques={**recipe.techniques, name: technique}))
 
 
-def _at_present(present: Present, tokens: int, seconds: float) -> JsonObject:
+def _speed_now(present: Present, tokens: int, seconds: float) -> SpeedNow:
     """Returns the speed now of a step that takes `seconds` if it has the machine to itself."""
-    return {
-        "tokens_per_second": tokens / seconds * present.share,
-        "seconds_per_step": seconds / present.share,
-        "machine": present.machine.note(),
-    }
+    return SpeedNow(tokens / seconds * present.share, seconds / present.share, present.machine)
 
 
 def _gib_by_category(sizes: Mapping[str, int], added: int, categories: Sequence[str]) -> dict[str, float]:
@@ -139,8 +116,8 @@ def active_parameters(request: Request, observation: Observation) -> int:
     return observation.parameters - (round(observation.experts * (1 - chosen / count)) if count else 0)
 
 
-def describe(request: Request, observation: Observation) -> JsonObject:
-    """Turns an observation into a plan, with the keys of `preheat.core.plan.PLAN_KEYS`."""
+def describe(request: Request, observation: Observation) -> Plan:
+    """Turns an observation into a plan."""
     recipe, device, rates = request.recipe, request.room, request.rates
     assert rates is not None, "a plan needs the rates of its device"
     # Memory = tensors of the dry run at the peak + overhead of the process.
@@ -152,7 +129,7 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     phases = {phase: _gib_by_category(sizes, added, categories) for phase, sizes in observation.categories.items()}
     lines = {"rounding": observation.categories[observation.peak_phase]["rounding"]} | more
     exported = exporting(recipe, observation, device)
-    lines = {what: size for what, size in lines.items() if size}
+    lines = {line: size for line, size in lines.items() if size}
     peak = (observation.peak[observation.peak_phase] + added) / GIB
     # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
     available = max(request.device.memory - request.in_use, 1) / GIB
@@ -176,55 +153,46 @@ def describe(request: Request, observation: Observation) -> JsonObject:
     start = sum(t.startup_seconds(device) for t in recipe.techniques.values())
     # Without steps or hours the length of the run is unknown: None.
     total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
-    verdict = {
-        "fits": peak <= available,
-        "peak_gib": peak,
-        "peak_gib_interval": _interval(peak, _MEMORY[of_memory]),
-        "available_gib": available,
-        "in_use_gib": request.in_use / GIB,
-        "allocator_retries": peak <= available and needs_allocator_retries(observation, device),
-        "overhead": {what: size / GIB for what, size in lines.items()},
-    }
-    return {
-        **verdict,
-        "verdict": verdict_on(verdict),
-        "chance": chance_to_fit(verdict),
-        "memory": phases[observation.peak_phase],
-        "overhead_sources": {what: SOURCES[what] for what in lines},
-        "allocated_gib": observation.peak[observation.peak_phase] / GIB,
-        "reserved_gib": (observation.peak[observation.peak_phase] + more["allocator"]) / GIB,
-        "phases": {phase: (size + added) / GIB for phase, size in observation.peak.items()},
-        "phase_memory": phases,
-        "export": exported
+    speed = observation.tokens / seconds
+    fp32_rate = rates.peak_matrix_rate.get("fp32", 0.0)
+    return Plan(
+        peak_gib=peak,
+        peak_gib_interval=Interval.around(peak, _MEMORY[of_memory]),
+        available_gib=available,
+        in_use_gib=request.in_use / GIB,
+        allocator_retries=peak <= available and needs_allocator_retries(observation, device),
+        memory=phases[observation.peak_phase],
+        overhead={line: size / GIB for line, size in lines.items()},
+        overhead_sources={line: SOURCES[line] for line in lines},
+        allocated_gib=observation.peak[observation.peak_phase] / GIB,
+        reserved_gib=(observation.peak[observation.peak_phase] + more["allocator"]) / GIB,
+        phases={phase: (size + added) / GIB for phase, size in observation.peak.items()},
+        phase_memory=phases,
+        export=exported
         and _gib_by_category(
-            exported, sum(size for what, size in more.items() if what not in ("allocator", "saving")), categories
+            exported, sum(size for line, size in more.items() if line not in ("allocator", "saving")), categories
         ),
-        "peak_phase": observation.peak_phase,
-        "seconds_per_step": seconds,
-        "tokens_per_second": observation.tokens / seconds,
-        "tokens_per_second_interval": _interval(observation.tokens / seconds, _SPEED[of_speed]),
-        "mfu": observation.model_flops / seconds / ceiling,
-        "matrix_rate": ceiling,
-        "fp32_rate": quicker
-        if dtype == "bf16" and (quicker := rates.peak_matrix_rate.get("fp32", 0.0)) > 1.2 * ceiling
-        else None,
-        "flops_per_step": sum(observation.flops.values()),
-        "model_flops_per_step": observation.model_flops,
-        "tokens_per_step": observation.tokens,
-        "parameters": {
-            "total": observation.parameters,
-            "active": active_parameters(request, observation),
-            "trained": observation.trained,
-        },
-        "steps": steps,
-        "seconds_to_start": start,
-        "seconds_total": total,
-        "slots": observation.slots,
-        "packages": packages_of(observation),
-        "device": {"kind": device.kind, "name": device.name, "segments": _segments(device), "notice": device.notice},
-        "watts": rates.device.watts if isinstance(rates, Roofline) else None,
-        "contended": rates.contended,
-        "pace": rates.pace,
-        "now": rates.now and _at_present(rates.now, observation.tokens, seconds),
-        "heap": unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
-    }
+        peak_phase=observation.peak_phase,
+        seconds_per_step=seconds,
+        tokens_per_second=speed,
+        tokens_per_second_interval=Interval.around(speed, _SPEED[of_speed]),
+        mfu=observation.model_flops / seconds / ceiling,
+        matrix_rate=ceiling,
+        fp32_rate=fp32_rate if dtype == "bf16" and fp32_rate > 1.2 * ceiling else None,
+        flops_per_step=sum(observation.flops.values()),
+        model_flops_per_step=observation.model_flops,
+        tokens_per_step=observation.tokens,
+        parameters=Parameters(observation.parameters, active_parameters(request, observation), observation.trained),
+        steps=steps,
+        seconds_to_start=start,
+        seconds_total=total,
+        slots=observation.slots,
+        packages=tuple(packages_of(observation)),
+        device=request.device,
+        watts=rates.device.watts if isinstance(rates, Roofline) else None,
+        contended=rates.contended,
+        pace=rates.pace,
+        now=None if rates.now is None else _speed_now(rates.now, observation.tokens, seconds),
+        devices=request.devices,
+        heap=unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from preheat.core.json_types import JsonObject
+from preheat.core.plan import Candidate, RooflineFigure, Timeline, Verdict
 from preheat.report.formatting import gib, percent, unit_of
 from preheat.report.page import LegendEntry, figure, series_colour
 from preheat.report.svg import NARROW, SENTINEL, WIDE, both_widths, drawn, ticks
@@ -18,17 +18,16 @@ __all__ = ["pareto", "roofline", "timeline"]
 _SHADES = {"forward": "series-1", "head and loss": "series-4", "backward": "series-2", "update": "series-3"}
 
 
-def timeline(trace: JsonObject, available: float) -> str:
+def timeline(trace: Timeline, available: float) -> str:
     """Draws the memory of live tensors over the allocations of a step, one colour per phase.
 
     Args:
-        trace: "bytes", the points (number of the allocation, GiB), and "phases", each (first allocation, name).
         available: the device's memory in GiB, drawn as a line if the chart reaches near it.
 
     Returns:
         The figure as HTML.
     """
-    points, phases = trace["bytes"], trace["phases"]
+    points, phases = trace.bytes, trace.phases
     most = max((size for _, size in points), default=0.0)
     unit, scale = unit_of([most])
     caption = f"Tensors alive from allocation to allocation; at most {gib(most)}."
@@ -56,16 +55,16 @@ def timeline(trace: JsonObject, available: float) -> str:
     return figure(f"Memory over a step, {unit}", caption, drawn("plan-timeline", NARROW, caption, draw), legend)
 
 
-def roofline(figures: JsonObject) -> str:
+def roofline(figures: RooflineFigure) -> str:
     """Draws the roofline: FLOP/s against FLOPs per byte; the legend has each operator's share of the matmul time."""
-    points, peak, bandwidth = figures["points"], figures["peak"], figures["bandwidth"]
+    points, peak, bandwidth = figures.points, figures.peak, figures.bandwidth
     caption = "Under the slope memory decides, under the level the matrix units: " + ", ".join(
-        f"{p['operator']} {p['flops'] / peak:.0%} of the peak" for p in points
+        f"{p.operator} {p.flops / peak:.0%} of the peak" for p in points
     )
     # FLOPs per byte at which memory and matrix units are equally fast.
     knee = peak / bandwidth
-    low = min([knee / 16, *(p["intensity"] / 2 for p in points)])
-    high = max([knee * 16, *(p["intensity"] * 2 for p in points)])
+    low = min([knee / 16, *(p.intensity / 2 for p in points)])
+    high = max([knee * 16, *(p.intensity * 2 for p in points)])
 
     def draw(axes: Axes) -> None:
         axes.plot(
@@ -73,7 +72,7 @@ def roofline(figures: JsonObject) -> str:
         )
         for n, p in enumerate(points):
             colour = SENTINEL[series_colour(n)]
-            axes.plot([p["intensity"]], [p["flops"] / 1e12], marker="o", markersize=7, color=colour)
+            axes.plot([p.intensity], [p.flops / 1e12], marker="o", markersize=7, color=colour)
         axes.set_xscale("log", nonpositive="mask")
         axes.set_yscale("log", nonpositive="mask")
         for axis in (axes.xaxis, axes.yaxis):
@@ -83,23 +82,22 @@ def roofline(figures: JsonObject) -> str:
         axes.set_xlabel("FLOPs a byte", loc="right", labelpad=2)
 
     legend = [
-        LegendEntry(f"{p['operator']}, {percent(p['share'])} of their time", series_colour(n))
-        for n, p in enumerate(points)
+        LegendEntry(f"{p.operator}, {percent(p.share)} of their time", series_colour(n)) for n, p in enumerate(points)
     ]
     return figure("Roofline, TFLOP/s", f"{caption}.", drawn("plan-roofline", NARROW, caption, draw), legend)
 
 
-def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available: float) -> str:
+def pareto(tried: Sequence[Candidate], guesses: Sequence[Candidate], available: float) -> str:
     """Draws tokens/s against memory of all candidates: dry-run ones, and estimated ones in grey.
 
     Returns "" for a single candidate, since there is nothing to compare.
     """
-    if len(tried) + len(guesses) < 2 or len({(p["peak_gib"], p["tokens_per_second"]) for p in (*tried, *guesses)}) < 2:
+    if len(tried) + len(guesses) < 2 or len({(p.peak_gib, p.tokens_per_second) for p in (*tried, *guesses)}) < 2:
         return ""
     # Leave out candidates that need far more memory than the device has: they would squeeze the rest into a corner.
-    most = max([available * 1.6, *(p["peak_gib"] for p in tried)]) * 1.08
-    shown = [p for p in guesses if p["peak_gib"] <= most]
-    unit, scale = unit_of([*(p["peak_gib"] for p in (*tried, *shown)), available])
+    most = max([available * 1.6, *(p.peak_gib for p in tried)]) * 1.08
+    shown = [p for p in guesses if p.peak_gib <= most]
+    unit, scale = unit_of([*(p.peak_gib for p in (*tried, *shown)), available])
     beyond = len(guesses) - len(shown)
     caption = (
         "Small marks are estimates, large ones were dry-run, and the filled one was chosen. What is left "
@@ -107,35 +105,33 @@ def pareto(tried: Sequence[JsonObject], guesses: Sequence[JsonObject], available
     ) + (f" {beyond:,} candidates that need more than {gib(most)} are not drawn." if beyond else "")
 
     # The device's line is drawn only if it does not squeeze the marks into a corner.
-    far = max(p["peak_gib"] for p in (*tried, *shown))
+    far = max(p.peak_gib for p in (*tried, *shown))
     near = available <= far * 2.5
 
     def draw(axes: Axes) -> None:
         for p in shown:
-            colour = SENTINEL["muted" if p["peak_gib"] <= available else "warn"]
-            axes.plot(
-                [p["peak_gib"] * scale], [p["tokens_per_second"]], marker="o", markersize=3, color=colour, alpha=0.55
-            )
+            colour = SENTINEL["muted" if p.peak_gib <= available else "warn"]
+            axes.plot([p.peak_gib * scale], [p.tokens_per_second], marker="o", markersize=3, color=colour, alpha=0.55)
         for p in tried:
-            colour = SENTINEL["series-1" if p["fits"] else "warn"]
+            colour = SENTINEL["series-1" if p.verdict is not Verdict.NO else "warn"]
             axes.plot(
-                [p["peak_gib"] * scale],
-                [p["tokens_per_second"]],
+                [p.peak_gib * scale],
+                [p.tokens_per_second],
                 marker="o",
-                markersize=9 if p["best"] else 6,
+                markersize=9 if p.best else 6,
                 color=colour,
-                markerfacecolor=colour if p["best"] else SENTINEL["page"],
+                markerfacecolor=colour if p.best else SENTINEL["page"],
             )
         if near:
             axes.axvline(available * scale, color=SENTINEL["ink"], linewidth=1.5)
         axes.set_xlim(0, max([far, available] if near else [far]) * scale * 1.08)
-        axes.set_ylim(0, max(p["tokens_per_second"] for p in (*tried, *shown)) * 1.12)
+        axes.set_ylim(0, max(p.tokens_per_second for p in (*tried, *shown)) * 1.12)
         ticks(axes.xaxis)
         ticks(axes.yaxis)
         axes.grid(axis="y", color=SENTINEL["grid"], linewidth=0.8)
         axes.set_xlabel(f"{unit} of a device", loc="right", labelpad=2)
 
-    unfit = any(not p["fits"] for p in tried) or any(p["peak_gib"] > available for p in shown)
+    unfit = any(p.verdict is Verdict.NO for p in tried) or any(p.peak_gib > available for p in shown)
     legend = [
         LegendEntry("fits", "series-1"),
         *([LegendEntry("estimated", "muted")] if shown else []),

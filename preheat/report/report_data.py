@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 from preheat.core.json_types import JsonObject
-from preheat.core.plan import expected_memory
+from preheat.core.plan import Plan
+from preheat.files import strict
 from preheat.report.formatting import (
     count,
     duration,
@@ -26,6 +27,11 @@ from preheat.run.reader import Reader
 
 __all__ = ["collect"]
 
+_PREDICTED = (
+    *("fits", "peak_gib", "available_gib", "tokens_per_second", "seconds_per_step", "mfu"),
+    *("flops_per_step", "seconds_total"),
+)
+"""Fields of `Plan` that a report shows."""
 NOT_IN_TIMELINE = ("sample", "baseline")  # events with sections of their own
 
 
@@ -49,7 +55,7 @@ def collect(path: str | Path) -> JsonObject:
     evaluation = run.evaluation
     recipe, recipe_text = run.raw_recipe()
     # A damaged or foreign file may hold anything: enforce the types that the page relies on.
-    recipe, plan, environment, changes, evaluation = map(mapping, (recipe, plan, environment, changes, evaluation))
+    recipe, environment, changes, evaluation = map(mapping, (recipe, environment, changes, evaluation))
     metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
     events = [e for e in events if isinstance(e.get("kind"), str)]
     # The last measurement, and the session that it belongs to: a resumed run may have several.
@@ -72,7 +78,7 @@ def collect(path: str | Path) -> JsonObject:
         "summary": {
             "steps": end.get("steps", last.get("step")),
             "skipped_steps": last.get("skipped_steps"),
-            "steps_planned": plan.get("steps"),
+            "steps_planned": plan.steps if plan else None,
             "tokens": end.get("tokens", last.get("tokens")),
             "seconds": end.get("seconds", last.get("elapsed")),
             "first_loss": metrics[0].get("loss") if metrics else None,
@@ -80,24 +86,11 @@ def collect(path: str | Path) -> JsonObject:
             "validation_loss": _first(end.get("validation_loss"), evaluated.get("validation_loss")),
             "sessions": sum(e["kind"] in ("started", "resumed") for e in events),
             "measured_session": measured_in or None,
-            "parameters": plan.get("parameters"),
+            "parameters": strict(plan.parameters) if plan else None,
             "model": recipe.get("model"),
             "data": mapping(recipe.get("data")).get("source"),
         },
-        "predicted": {
-            k: plan.get(k)
-            for k in (
-                "fits",
-                "peak_gib",
-                "available_gib",
-                "tokens_per_second",
-                "seconds_per_step",
-                "mfu",
-                "flops_per_step",
-                "seconds_total",
-            )
-        }
-        | expected_memory(plan),
+        "predicted": {key: getattr(plan, key, None) for key in _PREDICTED} | (vars(plan.predicted) if plan else {}),
         "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
         | {k: measured[k] for k in (*MEMORY_KEYS, "machine") if k in measured},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
@@ -115,8 +108,8 @@ def collect(path: str | Path) -> JsonObject:
             ),
             None,
         ),
-        "memory": plan.get("memory"),
-        "phases": plan.get("phases"),
+        "memory": plan.memory if plan else None,
+        "phases": plan.phases if plan else None,
         "changes": changes,
         "samples": samples,
         "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
@@ -136,7 +129,7 @@ def collect(path: str | Path) -> JsonObject:
     return figures
 
 
-def _setup(recipe: JsonObject, plan: JsonObject, environment: JsonObject) -> list[tuple[str, str]]:
+def _setup(recipe: JsonObject, plan: Plan | None, environment: JsonObject) -> list[tuple[str, str]]:
     """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
@@ -146,7 +139,7 @@ def _setup(recipe: JsonObject, plan: JsonObject, environment: JsonObject) -> lis
     per_step = f"{size:,.0f} sequences" + (f", {size * length:,.0f} tokens" if length else "") if size else None
     if per_step and micro and micro > 1:
         per_step += f", in {micro:,.0f} micro-batches"
-    steps = number(plan.get("steps"))
+    steps = plan.steps if plan else None
     limits = [f"stop.{key} {value(limit)}" for key, limit in stop.items() if limit is not None and key != "max_steps"]
     planned = ([f"{steps:,.0f}"] if steps else [value(stop["max_steps"])] if stop.get("max_steps") else []) + limits
     warmup = number(schedule.get("warmup_ratio"))
@@ -218,7 +211,7 @@ def _bad(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _state(events: list[JsonObject], metrics: list[JsonObject], plan: JsonObject) -> dict[str, str]:
+def _state(events: list[JsonObject], metrics: list[JsonObject], plan: Plan | None) -> dict[str, str]:
     """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, message}."""
     session: dict[str, JsonObject] = {}
     for event in events:
@@ -227,7 +220,7 @@ def _state(events: list[JsonObject], metrics: list[JsonObject], plan: JsonObject
             session = {}
         session[event["kind"]] = event
     step = metrics[-1]["step"] if metrics else 0
-    planned = number(plan.get("steps"))
+    planned = plan.steps if plan else None
     at = f"step {step:,}" + (f" of {planned:,.0f}" if planned else "")
     if "failed" in session:
         reasons = [

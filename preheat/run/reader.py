@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from preheat.core.plan import Plan
 from preheat.errors import PreheatError, RunError
-from preheat.files import parse_json, read_bytes
+from preheat.files import parse_json, read_bytes, read_record
 from preheat.run.layout import MARK, MEMORY_KEYS, METRIC_KEYS, abbreviate, read_mark
 from preheat.sanitize import quoted, shorten
 
@@ -110,19 +111,6 @@ _KEPT = _both(
 
 
 _FILES: dict[str, dict[str, _Check]] = {
-    "plan.json": {
-        "peak_gib": _real,
-        "available_gib": _real,
-        "fits": lambda v: v is None or isinstance(v, bool),
-        "memory": _none_or(_map(_real)),
-        "phases": _none_or(_map(_real)),
-        "overhead": _none_or(_map(_real)),
-        "parameters": _none_or(_may_have(total=_real, active=_real, trained=_real)),
-        **dict.fromkeys(
-            ("seconds_per_step", "tokens_per_second", "mfu", "flops_per_step", "steps", "seconds_total"), _real
-        ),
-        **dict.fromkeys(("allocated_gib", "reserved_gib"), _real),
-    },
     "environment.json": {
         "device": _none_or(_text),
         "processes": _none_or(_count),
@@ -207,7 +195,7 @@ class Reader:
 
     Example:
         >>> run = Reader("runs/demo")                                   # doctest: +SKIP
-        >>> run.plan["peak_gib"], run.metrics()[-1]["loss"]             # doctest: +SKIP
+        >>> run.plan.peak_gib, run.metrics()[-1]["loss"]             # doctest: +SKIP
     """
 
     def __init__(self, path: str | Path):
@@ -303,8 +291,16 @@ class Reader:
         return current_names(values) if isinstance(values, dict) else {}, text
 
     @property
-    def plan(self) -> dict[str, Any]:
-        return self._json("plan.json")
+    def plan(self) -> Plan | None:
+        """The prediction; None if it is missing or damaged."""
+        file = self.path / "plan.json"
+        if not file.exists():
+            return None
+        try:
+            return read_record(Plan, parse_json(read_bytes(file)))
+        except ValueError as error:
+            self.damaged["plan.json"] = f"left out: {error}"
+            return None
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from preheat.core import (
     Technique,
     Trials,
     conflicts_of,
-    has_room,
 )
 from preheat.recipe import Bound, Fraction
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from preheat.core.json_types import JsonObject
+    from preheat.core.plan import Plan
     from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache
 
 __all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
@@ -184,7 +183,7 @@ class ActivationCheckpointing(Searchable):
     def provided(self) -> frozenset[Tag]:
         return self.provides if self.acts() else frozenset()
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
         fixed = replace(self, on_gpu="mode")
         if not self.left_open(context.device):
             return fixed
@@ -199,8 +198,8 @@ class ActivationCheckpointing(Searchable):
             ):
                 continue
             prediction = plan(candidate)
-            if has_room(prediction):
-                fitting.append((prediction["seconds_per_step"], candidate))
+            if prediction.has_room:
+                fitting.append((prediction.seconds_per_step, candidate))
             if mode == "none" and fitting:
                 break  # nothing is computed twice
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else fixed  # nothing fits: the recipe's own mode

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from preheat.core.json_types import JsonObject
+    from preheat.core.plan import Plan
     from preheat.models.kernel_swap import Forwards
     from preheat.ops.attention.custom_op import OpaqueAttention
 
@@ -333,7 +334,7 @@ class Compile(Searchable):
     def startup_seconds(self, device: Device) -> float:
         return _COMPILE_SECONDS[device.kind] if self.acts() else 0.0
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
         if self.when != "auto":
             return self
         never = replace(self, when="never")
@@ -347,8 +348,8 @@ class Compile(Searchable):
             return never
         without, compiled = plan(never), plan(always)
         # Fitting comes before speed: fusing may be what makes the run fit.
-        if compiled["fits"] != without["fits"]:
-            return always if compiled["fits"] else never
+        if compiled.fits != without.fits:
+            return always if compiled.fits else never
         return always if _finishes_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
@@ -403,18 +404,18 @@ class Compile(Searchable):
         return Change(f"{len(layers)} layers compiled when they first run{but}", len(layers))
 
 
-def _finishes_sooner(one: JsonObject, other: JsonObject) -> bool:
+def _finishes_sooner(one: Plan, other: Plan) -> bool:
     """Returns True if the first plan finishes the same work sooner, startup included.
 
     Compares only steps if the length of the run is unknown.
     """
 
     # total seconds / total tokens, of which only the rate and the training time are known.
-    def per_token(plan: JsonObject) -> float:
-        total = plan["seconds_total"]
+    def per_token(plan: Plan) -> float:
+        total = plan.seconds_total
         if total is None:
-            return 1 / float(plan["tokens_per_second"])
-        remaining = total - plan["seconds_to_start"]  # for runs limited by hours and by steps
-        return float(total / (plan["tokens_per_second"] * remaining)) if remaining > 0 else math.inf
+            return 1 / plan.tokens_per_second
+        remaining = total - plan.seconds_to_start  # for runs limited by hours and by steps
+        return total / (plan.tokens_per_second * remaining) if remaining > 0 else math.inf
 
     return per_token(one) < per_token(other)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from preheat.core import LossSum
-    from preheat.core.json_types import JsonObject, StateDict
+    from preheat.core.json_types import StateDict
+    from preheat.core.plan import Plan
 
 
 __all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
@@ -220,13 +221,13 @@ class DynamicBatch(Searchable):
             )
         return problems
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
         if self.start != "auto":
             return self
 
         def share(other: Technique) -> float:
             prediction = plan(other)
-            return float(prediction["peak_gib"] / prediction["available_gib"])
+            return float(prediction.peak_gib / prediction.available_gib)
 
         candidates = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
         # A generator: planning ends with the first size that fits, the largest.

@@ -30,7 +30,6 @@ from preheat.core import (
     Technique,
     Trials,
     conflicts_of,
-    has_room,
 )
 from preheat.ops.gradient_accumulation import accumulate
 from preheat.recipe import Bound
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from preheat.core.json_types import JsonObject
+    from preheat.core.plan import Plan
     from preheat.recipe import Recipe
 
 __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
@@ -177,7 +176,7 @@ class GradientAccumulation(Searchable):
             f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
         )
 
-    def resolve_auto(self, context: Context, plan: Callable[[Technique], JsonObject]) -> Technique:
+    def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:
         if self.on_gpu != "auto":
             return self
         fixed = replace(self, on_gpu="steps")
@@ -194,7 +193,7 @@ class GradientAccumulation(Searchable):
                 continue
             # Assigned before it is known to fit: if none does, the smallest micro-batches remain.
             prediction = plan(chosen := candidate)
-            if has_room(prediction):
+            if prediction.has_room:
                 break
         return chosen
 

@@ -18,7 +18,6 @@ import torch
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Batch, Build, Phase, Shape, Tag
-from preheat.core.plan import expected_memory
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, rows_consumed
 from preheat.engine.async_checkpoint import Saved
@@ -567,7 +566,7 @@ class _Loop:
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
             **{key: measured[key] for key in (*MEMORY_KEYS, "machine") if key in measured},
-            "predicted": {**expected_memory(plan), "tokens_per_second": plan["tokens_per_second"]},
+            "predicted": vars(plan.predicted),
             "stopped": self.stopped,
         }
         if self.evaluated is not None and self.evaluated[1].scores:

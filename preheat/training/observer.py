@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from preheat.core.plan import Plan
+
 __all__ = ["Logged", "Watch"]
 
 _log = logging.getLogger("preheat.run")
@@ -22,7 +24,7 @@ class Watch:
     def progress(self, what: str, done: float, total: float | None) -> None:
         """Called when part of the current stage is done."""
 
-    def planned(self, plan: Mapping[str, Any]) -> None:
+    def planned(self, plan: Plan) -> None:
         """Called with the predicted memory and speed, before training."""
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:
@@ -54,12 +56,12 @@ class Logged(Watch):
     def stage(self, words: str) -> None:
         _log.info("%s", words)
 
-    def planned(self, plan: Mapping[str, Any]) -> None:
+    def planned(self, plan: Plan) -> None:
         _log.info(
             "planned: %.2f of %.2f GiB, %s tokens/s",
-            plan["peak_gib"],
-            plan["available_gib"],
-            f"{plan['tokens_per_second']:,.0f}",
+            plan.peak_gib,
+            plan.available_gib,
+            f"{plan.tokens_per_second:,.0f}",
         )
 
     def step(self, metrics: Mapping[str, Any], total: int | None) -> None:

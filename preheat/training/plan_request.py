@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Device
+from preheat.core.plan import Plan
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import named_or_described
 from preheat.hardware.probe import parse_memory
@@ -251,21 +252,19 @@ def request_of(
     )
 
 
-def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> JsonObject:
+def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> Plan:
     """Returns the plan of a recipe on this machine, which is benchmarked first if it was not yet.
 
     Args:
         trust_remote_code: as in `train`.
 
-    Returns:
-        The keys of `preheat.core.plan.PLAN_KEYS`, and `recipe`.
     """
     from preheat.planning.plan import plan, resolve_auto
 
     with remote_code.trusting(trust_remote_code):
         recipes.check(recipe)  # one that was made in Python: before this machine is benchmarked
         request = resolve_auto(request_of(recipe))
-        return plan(request) | {"recipe": recipes.as_values(request.recipe)}
+        return replace(plan(request), recipe=recipes.as_values(request.recipe))
 
 
 def rows_of(recipe: Recipe, source_config: PretrainedConfig | None = None, **options: Any) -> int | None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Build, Searchable
-from preheat.core.plan import expected_memory
 from preheat.engine import checkpoint
 from preheat.engine.builder import alone
 from preheat.errors import RunError
@@ -196,7 +195,7 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
         "validation_loss": end.get("validation_loss"),
         "tokens_per_second": measured.get("tokens_per_second"),
         **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
-        "predicted": {**expected_memory(plan), "tokens_per_second": plan.get("tokens_per_second")},
+        "predicted": vars(plan.predicted) if plan else {},
         "stopped": None,
         "already_finished": True,
         "report": str(page) if page.is_file() else None,

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
+from preheat.core.plan import Plan
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build, peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.run_evaluator import RunEvaluator
+from preheat.files import read_record, strict
 from preheat.hardware.cpu_allocator import install_heap, release_unused
 from preheat.hardware.deterministic import repeats
 from preheat.hardware.gpu_memory import limit_memory
@@ -92,7 +94,7 @@ class Session:
     watch: Watch
     ranks: Ranks
     """Rank of this process and the store."""
-    plan: JsonObject
+    plan: Plan
     scan: Looked | None
     """The checkpoint to resume from, if any; on rank 0 only."""
     imports: int
@@ -243,14 +245,15 @@ def open_session(
         ready = prepared
         # The others build the recipe that rank 0 chose: a dry run on their side might resolve other settings.
         request, expected = ready.request, ready.expected
-        ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": expected})
+        ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": strict(expected)})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
         message = ranks.fetch("prepared")
         if "finished" in message:
             ranks.gather("read")
             return Finished(message["finished"])
-        built, expected = recipes.parse(message["recipe"], where="the recipe of rank 0"), message["plan"]
+        built = recipes.parse(message["recipe"], where="the recipe of rank 0")
+        expected = read_record(Plan, message["plan"])
         source_config = configs.source(recipe)
         data, probes, samples = read_data(recipe, source_config, watch)  # rank 0 has checked the recipe
         vocabulary = vocabulary_size(data.tokenizer)
@@ -328,7 +331,7 @@ class _Ready:
     samples: Samples
     resolved: Recipe
     request: Request
-    expected: JsonObject
+    expected: Plan
     scan: Looked | None
     events: list[JsonObject]
 
@@ -441,7 +444,7 @@ def _prepare(
             watch.notice(line)
     expected = plan(request)
     watch.planned(expected)
-    if not expected["fits"] and not force:
+    if not expected.fits and not force:
         hint = (
             fragmentation_hint(expected)
             or "use smaller micro-batches or techniques that save memory (preheat techniques lists them)"

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from preheat.core import Slot
+from preheat.core import MachineUse, Slot
+from preheat.files import strict
 from preheat.hardware.gpu_memory import memory_peak
-from preheat.hardware.machine_use import MachineUse, UseMeter
+from preheat.hardware.machine_use import UseMeter
 from preheat.hardware.probe import resident_bytes
 from preheat.hardware.rates import note_run
 from preheat.training.session import Session
@@ -47,7 +48,7 @@ class ThroughputMeter:
         plan = self.session.plan
         # MFU = FLOPs per token * tokens/s / peak FLOP/s; recomputed FLOPs do not count (PaLM, arXiv:2204.02311,
         # appendix B).
-        return float(plan["model_flops_per_step"] / plan["tokens_per_step"] * speed / plan["matrix_rate"])
+        return float(plan.model_flops_per_step / plan.tokens_per_step * speed / plan.matrix_rate)
 
     def measured(self) -> JsonObject:
         """Returns the measured figures to compare with the predicted ones."""
@@ -57,12 +58,12 @@ class ThroughputMeter:
             # The median, because single steps wait for checkpoints, data or other processes of the machine.
             figures |= {
                 "tokens_per_second": speed,
-                "seconds_per_step": self.session.plan["tokens_per_step"] / speed,
+                "seconds_per_step": self.session.plan.tokens_per_step / speed,
                 "mfu": self.mfu(speed),
                 "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
             }
             if machine := self.machine():
-                figures["machine"] = machine.note()
+                figures["machine"] = strict(machine)
         return figures
 
     def store_speed_correction(self) -> None:
@@ -73,7 +74,7 @@ class ThroughputMeter:
         """
         # The first step warms up: compilation, allocator and caches.
         plan, speeds = self.session.plan, self.speeds[1:]
-        seconds = sum(plan["tokens_per_step"] / speed for speed in speeds)
+        seconds = sum(plan.tokens_per_step / speed for speed in speeds)
         if (
             seconds < _MIN_SECONDS
             or self.session.build.owner(Slot.BATCH_SHAPE) != "plain"
@@ -81,5 +82,5 @@ class ThroughputMeter:
         ):
             return
         # The plan already contains the pace of earlier runs: dividing it out keeps corrections from accumulating.
-        ratio = plan["tokens_per_second"] * plan["pace"] / median(speeds)
-        note_run(plan["device"]["name"], torch.__version__, torch.get_num_threads(), ratio, self.machine())
+        ratio = plan.tokens_per_second * plan.pace / median(speeds)
+        note_run(plan.device.name, torch.__version__, torch.get_num_threads(), ratio, self.machine())

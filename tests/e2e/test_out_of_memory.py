@@ -135,7 +135,9 @@ def test_the_first_step(preheat: Command) -> None:
 
 
 def rung_parameters(run: Path) -> float:
-    return Reader(run).plan["parameters"]["total"] * 4 / 2**30
+    plan = Reader(run).plan
+    assert plan is not None
+    return plan.parameters.total * 4 / 2**30
 
 
 @LONG

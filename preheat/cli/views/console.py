@@ -12,6 +12,7 @@ import typer
 from preheat.cli.views.output import bar, console, say
 from preheat.cli.views.plan_answer import Answer
 from preheat.cli.views.units import duration, gflops, rate
+from preheat.core.plan import Plan
 from preheat.files import to_json
 from preheat.sanitize import memory
 from preheat.training.observer import Watch
@@ -66,7 +67,7 @@ def experts(metrics: Mapping[str, Any]) -> str:
     return f"busiest expert x{metrics['expert_load']:.1f}{idle}"
 
 
-def picture(plan: Mapping[str, Any], name: str) -> Answer:
+def picture(plan: Plan, name: str) -> Answer:
     """Returns a plan as a rich renderable of one screen: verdict, memory by category, speed and time."""
     return Answer(plan, name)
 
@@ -123,7 +124,7 @@ class Live(Alarms):
             self._bar.update(self._task, completed=done, total=total, words=what)
             self._bar.refresh()
 
-    def planned(self, plan: Mapping[str, Any]) -> None:
+    def planned(self, plan: Plan) -> None:
         if not self._planned:
             self.screen.print(picture(plan, self.name))
 

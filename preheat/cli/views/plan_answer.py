@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.mesh import DATA, Axis, sizes_of
-from preheat.core.plan import Verdict, chance_to_fit, is_tight, verdict_on
+from preheat.core.plan import Alternative, Cost, Energy, Plan, SpeedNow, Verdict
 from preheat.sanitize import clean, memory, percent, shorten, three_digits
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
     from preheat.core import Recipe, Technique
+    from preheat.report.plan_page import PlanTexts
 
-__all__ = ["LINES", "WIDTH", "Answer", "command_lines", "describe", "quantity", "recipe_of", "summary"]
+__all__ = ["LINES", "WIDTH", "Answer", "command_lines", "describe", "page_texts", "quantity", "recipe_of"]
 
 LINES, WIDTH = 24, 80
 _LABEL = 10  # columns of a line's label
@@ -68,14 +69,13 @@ class Answer:
     """A plan as a rich renderable of at most `LINES` lines.
 
     Attributes:
-        plan: the keys of `PLAN_KEYS`; those of `explain` if there are any.
         name: of the recipe or model.
         assumed: settings that nobody stated.
         notes: sentences to print below the answer.
         below: lines that the caller prints after it, such as the next command.
     """
 
-    plan: Mapping[str, Any]
+    plan: Plan
     name: str
     assumed: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -89,7 +89,7 @@ class Answer:
 
     def lines(self, width: int = WIDTH) -> list[tuple[str, str]]:
         """Returns (line, style) of each line."""
-        recipe = recipe_of(self.plan) if self.plan.get("recipe") else None
+        recipe = recipe_of(self.plan) if self.plan.recipe else None
         entries, head = self._entries(recipe), self._head(recipe, width)
         bars = _bars(self.plan, width)
         room = LINES - self.below - len(head)
@@ -112,21 +112,21 @@ class Answer:
         return [*head, *bars, *body]
 
     def _head(self, recipe: Recipe | None, width: int) -> list[tuple[str, str]]:
-        plan, device = self.plan, self.plan["device"]
-        count = plan.get("devices") or 1
-        where = f"{count:,} x {device['name']}" if count > 1 else device["name"]
-        verdict = verdict_on(plan)
-        said = "nothing fits so far" if verdict is Verdict.NO and _is_interrupted(plan) else verdict.value
+        plan, device = self.plan, self.plan.device
+        count = plan.devices
+        where = f"{count:,} x {device.name}" if count > 1 else device.name
+        verdict = plan.verdict
+        said = "nothing fits so far" if verdict is Verdict.NO and plan.searched.interrupted else verdict.value
         model = _model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
         room = width - len(model) - len(said) - 9
         place = shorten(where, max(room - 8, 8))
         about = f"{shorten(self.name, max(room - len(place), 8))} ({model}) on {place}"
-        low, high = (memory(gib) for gib in plan["peak_gib_interval"])
-        has, needs = memory(plan["available_gib"]), memory(plan["peak_gib"])
-        if plan["available_gib"] * 1024 < 1:
+        low, high = (memory(gib) for gib in plan.peak_gib_interval)
+        has, needs = memory(plan.available_gib), memory(plan.peak_gib)
+        if plan.available_gib * 1024 < 1:
             needed = f"needs {needs}, and the process itself takes all that is there"
-        elif plan["fits"]:
+        elif plan.fits:
             needed = f"{_of(needs, has)}{' a device' if count > 1 else ''}"
         else:
             needed = f"needs {_of(needs, has)}{' a device' if count > 1 else ''}"
@@ -143,14 +143,14 @@ class Answer:
 
     def _entries(self, recipe: Recipe | None) -> list[_Entry]:
         plan = self.plan
-        if plan["fits"]:
+        if plan.fits:
             entries = [_Entry("speed", _speed(plan)), _Entry("time", _time(plan), most=3)]
-            if plan.get("now"):
-                entries.insert(1, _Entry("now", _at_present(plan), style="yellow"))
-            if cost := plan.get("cost"):
+            if plan.now:
+                entries.insert(1, _Entry("now", _at_present(plan.now, plan.contended), style="yellow"))
+            if cost := plan.cost:
                 entries.append(_Entry("cost", _cost(cost, plan)))
-            if plan.get("energy"):
-                entries.append(_Entry("energy", _energy(plan["energy"]), most=1, order=_FIRST))
+            if plan.energy:
+                entries.append(_Entry("energy", _energy(plan.energy), most=1, order=_FIRST))
         else:  # how fast it would be is of no use
             entries = [_Entry("nearest", _nearest(plan))]
         if recipe is not None:
@@ -158,14 +158,14 @@ class Answer:
             entries.append(_Entry("method", _method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
-        if longest := plan.get("longest_context"):
+        if longest := plan.longest_context:
             reached = (
-                f"{longest['length']:,} tokens a row fit ({memory(longest['peak_gib'])})"
-                if longest["length"]
+                f"{longest.length:,} tokens a row fit ({memory(longest.peak_gib)})"
+                if longest.peak_gib is not None
                 else "no row fits"
             )
-            entries.append(_Entry("longest", f"{reached}; {longest['limit']}", order=2))
-        alternatives = plan.get("alternatives") or []
+            entries.append(_Entry("longest", f"{reached}; {longest.limit}", order=2))
+        alternatives = plan.alternatives
         for n, alternative in enumerate(alternatives[:3]):
             text = _alternative(alternative, plan, recipe)
             # Half an alternative cannot be typed; the nearest one stays longest.
@@ -192,11 +192,11 @@ def _of(first: str, last: str, between: str = " of ") -> str:
     return f"{amount if last.endswith(f' {unit}') else first}{between}{last}"
 
 
-def _bars(plan: Mapping[str, Any], width: int, small: float = _SMALL) -> list[tuple[str, str]]:
+def _bars(plan: Plan, width: int, small: float = _SMALL) -> list[tuple[str, str]]:
     """Returns a bar per category of memory at the peak, and one for what is left; `small` ones share a bar."""
-    peak, has = plan["peak_gib"], plan["available_gib"]
-    large = {c: gib for c, gib in plan["memory"].items() if gib >= small * peak}
-    rest = sum(plan["memory"].values()) - sum(large.values())
+    peak, has = plan.peak_gib, plan.available_gib
+    large = {c: gib for c, gib in plan.memory.items() if gib >= small * peak}
+    rest = sum(plan.memory.values()) - sum(large.values())
     rows = [*large.items(), *([("other", rest)] if rest >= _SMALL / 2 * peak else [])]
     label = max(13, *(len(c) for c, _ in rows))
     room = max(min(_BAR, width - label - 14), 6)
@@ -204,7 +204,7 @@ def _bars(plan: Mapping[str, Any], width: int, small: float = _SMALL) -> list[tu
     far = has >= 2.5 * peak
     scale = (room - 4) / max(peak, 1e-9) if far else room / max(peak, has, 1e-9)
     lines = [(f"  {c:<{label}}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
-    if plan["fits"] and has - peak >= _SMALL / 4 * has:
+    if plan.fits and has - peak >= _SMALL / 4 * has:
         left = "░ …" if far else "░" * max(room - round(peak * scale), 0)
         lines.append((f"  {'free':<{label}}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
     return lines
@@ -236,75 +236,80 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 3600:,.0f} h{days}"
 
 
-def summary(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns parts of the answer for the page: the whole method, its basis, notes on export and start."""
+def page_texts(plan: Plan, *, assumed: Sequence[str] = (), command: Sequence[str] = ()) -> PlanTexts:
+    """Returns the texts of the answer that the page shows as well.
+
+    Args:
+        assumed: settings that nobody stated.
+        command: what to type next.
+    """
+    from preheat.report.plan_page import PlanTexts
+
     recipe = recipe_of(plan)
     stages = _stages(plan, recipe)
-    others = [
-        {**a, "changes": _changes(a, plan, recipe) if "options" not in a else a["what"]} for a in plan["alternatives"]
-    ]
-    return {
-        "method": ", ".join(_shown(recipe.techniques.values())) or "no techniques",
-        "rests_on": _batch(recipe, plan),
-        "export_note": _export(plan),
-        "now_note": _at_present(plan) if plan.get("now") else "",
-        "start_note": _start(plan),
-        "of_stage": f", in one of {stages} stages" if stages > 1 else "",
-        "alternatives": others,
-    }
+    return PlanTexts(
+        method=", ".join(_shown(recipe.techniques.values())) or "no techniques",
+        batch=_batch(recipe, plan),
+        startup=_start(plan),
+        export=_export(plan),
+        now=_at_present(plan.now, plan.contended) if plan.now else "",
+        stage=f", in one of {stages} stages" if stages > 1 else "",
+        changes=tuple(a.what if a.options else _changes(a, plan, recipe) for a in plan.alternatives),
+        assumed=tuple(assumed),
+        command=tuple(command),
+    )
 
 
-def _speed(plan: Mapping[str, Any]) -> str:
-    low, high = plan["tokens_per_second_interval"]
-    peak = plan["matrix_rate"]
+def _speed(plan: Plan) -> str:
+    low, high = plan.tokens_per_second_interval
+    peak = plan.matrix_rate
     flops = f"{three_digits(peak / 1e12)} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
     # Of a catalogue's device the rate is that of its data sheet.
-    of = f"the {flops} measured here" if plan["device"]["kind"] == "cpu" else f"the device's {flops}"
-    return f"{rate(plan['tokens_per_second'])} tokens/s ({rate(low)} to {rate(high)}), {percent(plan['mfu'])} of {of}"
+    of = f"the {flops} measured here" if plan.device.kind == "cpu" else f"the device's {flops}"
+    return f"{rate(plan.tokens_per_second)} tokens/s ({rate(low)} to {rate(high)}), {percent(plan.mfu)} of {of}"
 
 
-def _at_present(plan: Mapping[str, Any]) -> str:
+def _at_present(now: SpeedNow, contended: bool) -> str:
     """Describes the speed of a machine that is slower now than it was calibrated."""
-    machine, speed = plan["now"]["machine"], f"{rate(plan['now']['tokens_per_second'])} tokens/s"
-    if machine["alone"] is False:
-        used = f"other processes use {machine['other_cores']:.1f} of {machine['cpus']} cores"
-        estimated = "an estimate for" if plan.get("contended") else "with"
+    machine, speed = now.machine, f"{rate(now.tokens_per_second)} tokens/s"
+    if machine.alone is False:
+        used = f"other processes use {machine.other_cores:.1f} of {machine.cpus} cores"
+        estimated = "an estimate for" if contended else "with"
         return f"{speed}, because {used}; the speed above is {estimated} the machine to itself"
-    why = ", though no other process uses its cores" if machine["alone"] else ""
+    why = ", though no other process uses its cores" if machine.alone else ""
     return f"{speed}: slower than when it was calibrated{why}; to measure again: preheat calibrate"
 
 
-def _time(plan: Mapping[str, Any]) -> str:
-    parts = [f"{plan['seconds_per_step']:.3g} s a step of {plan['tokens_per_step']:,} tokens"]
-    if plan["steps"]:
-        parts.append(f"{duration(plan['seconds_total'])} for {plan['steps']:,} step{'s' if plan['steps'] != 1 else ''}")
+def _time(plan: Plan) -> str:
+    parts = [f"{plan.seconds_per_step:.3g} s a step of {plan.tokens_per_step:,} tokens"]
+    if plan.steps and plan.seconds_total:
+        parts.append(f"{duration(plan.seconds_total)} for {plan.steps:,} step{'s' if plan.steps != 1 else ''}")
     else:
-        parts.append(f"{hours(_BILLION / plan['tokens_per_second'])} per billion tokens")
-        if plan["seconds_total"]:
-            parts.append(f"ends after {hours(plan['seconds_total'])}")
+        parts.append(f"{hours(_BILLION / plan.tokens_per_second)} per billion tokens")
+        if plan.seconds_total:
+            parts.append(f"ends after {hours(plan.seconds_total)}")
     if start := _start(plan):
         parts.append(start)
     return "; ".join(parts)
 
 
-def _start(plan: Mapping[str, Any]) -> str:
+def _start(plan: Plan) -> str:
     """Describes what delays the first step, and from how many steps on that pays; "" if nothing does."""
     parts = []
-    if plan.get("seconds_to_start"):
-        parts.append(f"the first step comes {plan['seconds_to_start']:.0f} s later, after compiling")
-    # Plans that no search made do not have it.
-    if (startup := plan.get("startup")) and startup["pays_from_steps"]:
-        parts.append(f"{', '.join(startup['techniques'])} pays from {startup['pays_from_steps']:,} steps on")
+    if plan.seconds_to_start:
+        parts.append(f"the first step comes {plan.seconds_to_start:.0f} s later, after compiling")
+    if plan.startup and plan.startup.pays_from_steps:
+        parts.append(f"{', '.join(plan.startup.techniques)} pays from {plan.startup.pays_from_steps:,} steps on")
     return "; ".join(parts)
 
 
-def _cost(cost: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
-    money = plan.get("currency") or "USD"
-    run = f"{_money(cost['run'])} {money} for the run" if cost["run"] else None
+def _cost(cost: Cost, plan: Plan) -> str:
+    money = plan.currency
+    run = f"{_money(cost.run)} {money} for the run" if cost.run else None
     parts = [
         run,
-        f"{_money(cost['million_tokens'] * 1000)} {money} per billion tokens",
-        f"{_money(cost['hour'])} an hour",
+        f"{_money(cost.million_tokens * 1000)} {money} per billion tokens",
+        f"{_money(cost.hour)} an hour",
     ]
     return ", ".join(p for p in parts if p)
 
@@ -313,15 +318,15 @@ def _money(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"
 
 
-def _energy(energy: Mapping[str, Any]) -> str:
-    run = f"{three_digits(energy['run'])} kWh for the run, " if energy["run"] else ""
-    return f"{run}at most {three_digits(energy['million_tokens'] * 1000)} kWh per billion tokens, boards at full power"
+def _energy(energy: Energy) -> str:
+    run = f"{three_digits(energy.run)} kWh for the run, " if energy.run else ""
+    return f"{run}at most {three_digits(energy.million_tokens * 1000)} kWh per billion tokens, boards at full power"
 
 
-def _batch(recipe: Recipe, plan: Mapping[str, Any]) -> str:
+def _batch(recipe: Recipe, plan: Plan) -> str:
     """Describes the micro-batch, the length of a row and the layout."""
     techniques = list(recipe.techniques.values())
-    count = plan.get("devices") or recipe.parallel.devices or 1
+    count = plan.devices
     sizes = sizes_of(techniques, count) if any(t.is_parallel() for t in techniques) else {}
     ranks = math.prod(sizes.get(axis, 1) for axis in DATA)
     micros = math.prod(t.micro_batch_count() for t in techniques)
@@ -335,42 +340,37 @@ def _batch(recipe: Recipe, plan: Mapping[str, Any]) -> str:
     return text
 
 
-def _model(plan: Mapping[str, Any], recipe: Recipe | None) -> str:
-    p = plan["parameters"]
-    trained = f", {quantity(p['trained'])} trained" if p["trained"] != p["total"] else ""
-    # Plans that older versions wrote do not have it.
-    active = f", {quantity(p['active'])} active" if p.get("active", p["total"]) != p["total"] else ""
-    text = f"{quantity(p['total'])} parameters{active}{trained}"
+def _model(plan: Plan, recipe: Recipe | None) -> str:
+    p = plan.parameters
+    trained = f", {quantity(p.trained)} trained" if p.trained != p.total else ""
+    active = f", {quantity(p.active)} active" if p.active != p.total else ""
+    text = f"{quantity(p.total)} parameters{active}{trained}"
     stages = 1 if recipe is None else _stages(plan, recipe)
     # A pipeline's dry run builds one stage.
     return f"{text}, in one of {stages} stages" if stages > 1 else text
 
 
-def _stages(plan: Mapping[str, Any], recipe: Recipe) -> int:
+def _stages(plan: Plan, recipe: Recipe) -> int:
     techniques = list(recipe.techniques.values())
     if not any(Axis.PIPELINE in t.degrees() for t in techniques):
         return 1
-    return sizes_of(techniques, plan.get("devices") or recipe.parallel.devices or 1)[Axis.PIPELINE]
+    return sizes_of(techniques, plan.devices)[Axis.PIPELINE]
 
 
-def _nearest(plan: Mapping[str, Any]) -> str:
+def _nearest(plan: Plan) -> str:
     """Says how near a plan that does not fit is, and what would make it fit."""
-    searched, peak, has = plan.get("searched") or {}, plan["peak_gib"], plan["available_gib"]
-    least = f", the least of {searched['candidates']:,} candidates" if searched.get("candidates") else ""
-    if _is_interrupted(plan):
+    searched, peak, has = plan.searched, plan.peak_gib, plan.available_gib
+    least = f", the least of {searched.candidates:,} candidates" if searched.candidates else ""
+    if searched.interrupted:
         return f"{memory(peak - has)} too much; a candidate that was not tried yet may fit"
     if has * 1024 < 1:
         return f"{memory(peak)} too much{least}; the limit must exceed what the process takes"
     text = f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}"
-    if any("--count" in alternative.get("options", ()) for alternative in plan.get("alternatives") or ()):
+    if any("--count" in alternative.options for alternative in plan.alternatives):
         return text  # the number of devices that suffice is known
     # At best, all memory divides by the devices.
-    devices = math.ceil((plan.get("devices") or 1) * peak / has)
+    devices = math.ceil(plan.devices * peak / has)
     return f"{text}, or split over at least {devices:,} of these devices"
-
-
-def _is_interrupted(plan: Mapping[str, Any]) -> bool:
-    return bool((plan.get("searched") or {}).get("interrupted"))
 
 
 def describe(technique: Technique, plain: Technique | None = None) -> str:
@@ -394,12 +394,13 @@ def describe(technique: Technique, plain: Technique | None = None) -> str:
     return technique.name() + (f" ({', '.join(parts)})" if parts else "")
 
 
-def recipe_of(plan: Mapping[str, Any], techniques: Mapping[str, Any] | None = None) -> Recipe:
+def recipe_of(plan: Plan, techniques: Mapping[str, Any] | None = None) -> Recipe:
     """Returns the recipe of a plan, or the same with the techniques of an alternative."""
     from preheat import recipe as recipes
     from preheat.recipe.yaml_io import write
 
-    values = dict(plan["recipe"])
+    assert plan.recipe is not None, "only plans of a command have their recipe"
+    values = dict(plan.recipe)
     return recipes.parse(write(values if techniques is None else {**values, "techniques": techniques}))
 
 
@@ -408,27 +409,27 @@ def _shown(techniques: Iterable[Technique]) -> list[str]:
     return [describe(t) for t in techniques if t.is_parallel() or t.micro_batch_count() == 1]
 
 
-def _method(recipe: Recipe, plan: Mapping[str, Any]) -> str:
+def _method(recipe: Recipe, plan: Plan) -> str:
     text = ", ".join(_shown(recipe.techniques.values())) or "no techniques"
-    searched = (plan.get("searched") or {}).get("candidates")
-    return f"{text}; {_NUMERICS[plan['numerics']]}" if searched else text
+    searched = plan.searched.candidates
+    return f"{text}; {_NUMERICS[plan.numerics]}" if searched else text
 
 
-def _alternative(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Recipe | None) -> str:
+def _alternative(alternative: Alternative, plan: Plan, recipe: Recipe | None) -> str:
     """Describes what an alternative gives up and what it changes in the best recipe."""
-    if options := alternative.get("options"):
+    if options := alternative.options:
         return (
-            f"{' '.join(options)}: fits in {memory(alternative['peak_gib'])}, "
-            f"{rate(alternative['tokens_per_second'])} tokens/s; {alternative['tradeoff']}"
+            f"{' '.join(options)}: fits in {memory(alternative.peak_gib)}, "
+            f"{rate(alternative.tokens_per_second)} tokens/s; {alternative.tradeoff}"
         )
     if recipe is None:
-        return f"{alternative['tradeoff']}: {alternative['what']}"
-    return f"{alternative['tradeoff']}: {_changes(alternative, plan, recipe)}"
+        return f"{alternative.tradeoff}: {alternative.what}"
+    return f"{alternative.tradeoff}: {_changes(alternative, plan, recipe)}"
 
 
-def _changes(alternative: Mapping[str, Any], plan: Mapping[str, Any], recipe: Recipe) -> str:
+def _changes(alternative: Alternative, plan: Plan, recipe: Recipe) -> str:
     """Describes what an alternative changes in the best recipe."""
-    other = recipe_of(plan, alternative["recipe"])
+    other = recipe_of(plan, alternative.recipe)
     ours, theirs = _shown(recipe.techniques.values()), _shown(other.techniques.values())
     names = {t.name() for t in recipe.techniques.values()} & {t.name() for t in other.techniques.values()}
     added = [text for text in theirs if text not in ours and text.split(" ")[0] not in names]
@@ -452,43 +453,41 @@ def _change(technique: Technique, ours: Technique) -> str:
     return describe(technique, ours if same_mode else None)
 
 
-def _export(plan: Mapping[str, Any]) -> str:
+def _export(plan: Plan) -> str:
     """Says where a later export runs, if it needs more than the device."""
-    needs = sum((plan.get("export") or {}).values())
-    if needs <= plan["available_gib"]:
+    needs = sum((plan.export or {}).values())
+    if needs <= plan.available_gib:
         return ""
-    if plan["device"]["kind"] == "cpu":
+    if plan.device.kind == "cpu":
         return f"does not fit here: a later preheat export needs {memory(needs)}"
     return f"runs on the host: a later preheat export needs {memory(needs)} of its memory"
 
 
-def warnings_of(plan: Mapping[str, Any]) -> list[str]:
+def warnings_of(plan: Plan) -> list[str]:
     """Returns the doubts about a plan, none of which changes its verdict."""
     from preheat.planning.search.result import fragmentation_hint
 
     warnings = [hint] if (hint := fragmentation_hint(plan)) else []
     # Cached memory that is released in time takes nothing from the chance.
-    if is_tight(plan) and (chance := chance_to_fit(plan)) < _LIKELY:
-        smaller = any(a["peak_gib"] < plan["peak_gib"] for a in plan.get("alternatives") or ())
+    if plan.is_tight and (chance := plan.chance) < _LIKELY:
+        smaller = any(a.peak_gib < plan.peak_gib for a in plan.alternatives)
         advice = "an alternative is safer" if smaller else "shorter rows are safer"
         warnings.append(f"little room: the chance to fit is {percent(chance)}; {advice}")
-    if quicker := plan.get("fp32_rate"):
+    if quicker := plan.fp32_rate:
         warnings.append(
-            f"{plan['device']['name']} is slow in bf16: {gflops(plan['matrix_rate'])} GFLOP/s, and {gflops(quicker)} "
+            f"{plan.device.name} is slow in bf16: {gflops(plan.matrix_rate)} GFLOP/s, and {gflops(quicker)} "
             "in fp32; a step is faster without mixed_precision"
         )
-    if abs(plan.get("pace", 1.0) - 1) > 0.02:
-        warnings.append(
-            f"speed: {plan['pace']:.2f} times as long as the measured rates predict, like the last runs here"
-        )
-    if plan.get("contended"):
+    if abs(plan.pace - 1) > 0.02:
+        warnings.append(f"speed: {plan.pace:.2f} times as long as the measured rates predict, like the last runs here")
+    if plan.contended:
         warnings.append(
             "the machine was busy when it was calibrated and still is, so speeds may be too low by a third: plan again "
             "when it is quiet"
         )
-    if plan.get("heap"):
+    if plan.heap:
         warnings.append(
-            f"{plan['heap']}; torch's own allocator will be used, which often takes a third more memory than planned"
+            f"{plan.heap}; torch's own allocator will be used, which often takes a third more memory than planned"
         )
     return warnings
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
-from preheat.core.plan import Verdict, verdict_on
+from preheat.core.plan import Plan, Rejection, Verdict
 from preheat.sanitize import memory, three_digits
 
 if TYPE_CHECKING:
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 __all__ = ["budget_picture", "plan_details", "serving_picture"]
 
 
-def plan_details(result: JsonObject) -> Group:
+def plan_details(plan: Plan) -> Group:
     """Returns what the answer leaves out: memory by phase, overhead, all alternatives and rejections."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
-    if result["searched"]["candidates"]:
-        s = result["searched"]
-        sure = ", the best with all its layers" if s["confirmed"] else ""
-        parts.append(Text(f"{s['candidates']:,} candidates, {s['dry_runs']} dry-run{sure}", style="dim"))
-    parts += [Text("memory by phase", style="bold"), _phases(result)]
-    parts += [Text("overhead at the peak", style="bold"), *_overhead(result)]
-    if settled := result.get("settled"):
+    if plan.searched.candidates:
+        s = plan.searched
+        sure = ", the best with all its layers" if s.confirmed else ""
+        parts.append(Text(f"{s.candidates:,} candidates, {s.dry_runs} dry-run{sure}", style="dim"))
+    parts += [Text("memory by phase", style="bold"), _phases(plan)]
+    parts += [Text("overhead at the peak", style="bold"), *_overhead(plan)]
+    if settled := plan.settled:
         parts += [
             Text("settings that were auto", style="bold"),
             *(Text(f"  {key}: {value}") for key, value in settled.items()),
         ]
-    if result["alternatives"]:
-        unfit = verdict_on(result) in (Verdict.UNSAFE, Verdict.NO)
-        parts += [Text("what would fit" if unfit else "alternatives", style="bold"), _alternatives(result)]
-    if result["rejected"]:
-        parts += [Text("why not", style="bold"), *_reasons(result["rejected"])]
+    if plan.alternatives:
+        unfit = plan.verdict in (Verdict.UNSAFE, Verdict.NO)
+        parts += [Text("what would fit" if unfit else "alternatives", style="bold"), _alternatives(plan)]
+    if plan.rejected:
+        parts += [Text("why not", style="bold"), *_reasons(plan.rejected)]
     return Group(*parts)
 
 
-def _overhead(result: JsonObject) -> list[Text]:
+def _overhead(plan: Plan) -> list[Text]:
     from rich.text import Text
 
     return [
-        Text(f"  {what}: {memory(gib)}: {result['overhead_sources'][what]}", style="dim")
-        for what, gib in result["overhead"].items()
+        Text(f"  {what}: {memory(gib)}: {plan.overhead_sources[what]}", style="dim")
+        for what, gib in plan.overhead.items()
     ]
 
 
@@ -64,55 +64,53 @@ _HEADS = {
 """Category of memory -> head of its column."""
 
 
-def _phases(plan: Mapping[str, Any]) -> Table:
+def _phases(plan: Plan) -> Table:
     """Returns a table of memory with a row per phase and a column per category; the peak phase is bold."""
     from rich.table import Table
 
     # One unit for the whole table, so that its columns can be compared.
-    unit, scale = ("GiB", 1) if plan["peak_gib"] >= 1 else ("MiB", 1024)
+    unit, scale = ("GiB", 1) if plan.peak_gib >= 1 else ("MiB", 1024)
 
     def size(gib: float) -> str:
         text = f"{gib * scale:,.2f}" if scale == 1 else f"{gib * scale:,.0f}"
         # A dash for sizes that round to zero.
         return text if float(text.replace(",", "")) else "-"
 
-    heads = [_HEADS.get(category, category) for category in plan["memory"]]
+    heads = [_HEADS.get(category, category) for category in plan.memory]
     # More columns than those of one device leave less space between them on 80 columns.
     space = 1 if len(heads) > 6 else 2
     table = Table(f"  {unit} in", *heads, "all", box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="")
     for column in table.columns[1:]:
         column.justify = "right"
-    for phase, categories in plan["phase_memory"].items():
-        style = "bold" if phase == plan["peak_phase"] else None
-        table.add_row(f"  {phase}", *map(size, categories.values()), size(plan["phases"][phase]), style=style)
+    for phase, categories in plan.phase_memory.items():
+        style = "bold" if phase == plan.peak_phase else None
+        table.add_row(f"  {phase}", *map(size, categories.values()), size(plan.phases[phase]), style=style)
     # A command of its own after the run: not part of the peak.
-    if plan["export"]:
-        table.add_row(
-            "  export, later", *map(size, plan["export"].values()), size(sum(plan["export"].values())), style="dim"
-        )
+    if plan.export:
+        table.add_row("  export, later", *map(size, plan.export.values()), size(sum(plan.export.values())), style="dim")
     return table
 
 
-def _alternatives(result: JsonObject) -> Table:
+def _alternatives(plan: Plan) -> Table:
     from rich.table import Table
 
     # Numbers come first and are never wrapped; the techniques get the rest of the line.
     table = Table(box=None, pad_edge=False)
-    for title in ("memory", "tokens/s", *([f"{result.get('currency', 'USD')} / M tokens"] if result["cost"] else [])):
+    for title in ("memory", "tokens/s", *([f"{plan.currency} / M tokens"] if plan.cost else [])):
         table.add_column(title, justify="right", no_wrap=True)
     # Narrow columns wrap their words instead of hiding numbers.
     table.add_column("gives up", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
-    for a in result["alternatives"]:
-        cost = [three_digits(a["cost"]["million_tokens"])] if result["cost"] else []
-        table.add_row(memory(a["peak_gib"]), rate(a["tokens_per_second"]), *cost, a["tradeoff"], a["what"])
+    for a in plan.alternatives:
+        cost = [three_digits(a.cost.million_tokens)] if a.cost else []
+        table.add_row(memory(a.peak_gib), rate(a.tokens_per_second), *cost, a.tradeoff, a.what)
     return table
 
 
-def _reasons(rejected: Sequence[Mapping[str, str]]) -> list[Text]:
+def _reasons(rejected: Sequence[Rejection]) -> list[Text]:
     from rich.text import Text
 
-    return [Text(f"  {r['recipe']}: {r['reason']}", style="dim") for r in rejected]
+    return [Text(f"  {r.recipe}: {r.reason}", style="dim") for r in rejected]
 
 
 def serving_picture(result: JsonObject) -> Group:

@@ -6,19 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from signal import SIGINT
-from typing import TYPE_CHECKING
 
 from preheat.core import DATA
+from preheat.core.plan import LongestContext
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import SearchResult, fits_safely, too_large
+from preheat.planning.search.result import SearchResult, too_large
 from preheat.planning.search.search import search
-
-if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["longest", "longest_as_stated"]
 
@@ -56,7 +53,7 @@ def longest(
             return replace(best, interrupted=True)
         if result.interrupted:
             return replace(best or result, interrupted=True)
-        if not fits_safely(result.best.plan):
+        if not result.best.plan.fits_safely:
             if best is not None:
                 best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
             return best or result
@@ -68,40 +65,36 @@ def longest(
         length *= 2
 
 
-def longest_as_stated(request: Request) -> JsonObject:
+def longest_as_stated(request: Request) -> LongestContext:
     """Finds the longest sequences that fit with the recipe's own techniques and micro-batches of one sequence.
 
     Starts from the recipe's length and doubles it, or halves it if it does not fit.
-
-    Returns:
-        {length, peak_gib, limit}: tokens (0 if not even the shortest fits), the predicted peak, and the reason why no
-        longer sequence fits.
     """
     recipe, sizes = request.recipe, request.context.sizes
     # The smallest batch: one sequence per micro-batch and data-parallel rank.
     rows = math.prod(sizes[axis] for axis in DATA) * math.prod(
         t.micro_batch_count() for t in recipe.techniques.values()
     )
-    longest: JsonObject = {"length": 0, "peak_gib": None, "limit": ""}
+    longest = LongestContext(0, None, "")
     length, doubled = recipe.batch.seq_len, 0
     while doubled < DOUBLINGS:
         longer = replace(recipe, batch=replace(recipe.batch, seq_len=length, size=rows))
         try:
             planned = plan(replace(request, recipe=longer))
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
-            return {**longest, "limit": f"rows of {length:,} tokens: {str(error).splitlines()[0]}"}
-        if fits_safely(planned):
-            longest |= {"length": length, "peak_gib": planned["peak_gib"]}
+            return replace(longest, limit=f"rows of {length:,} tokens: {str(error).splitlines()[0]}")
+        if planned.fits_safely:
+            longest = replace(longest, length=length, peak_gib=planned.peak_gib)
             # A longer length failed before: the halving has found the answer.
-            if longest["limit"]:
+            if longest.limit:
                 return longest
             length, doubled = 2 * length, doubled + 1
             continue
-        longest["limit"] = f"rows of {length:,} tokens: {too_large(planned)}"
-        if longest["length"] or length < 2 * SHORTEST:
+        longest = replace(longest, limit=f"rows of {length:,} tokens: {too_large(planned)}")
+        if longest.length or length < 2 * SHORTEST:
             return longest
         length //= 2
-    return {**longest, "limit": f"rows of {length:,} tokens were not tried"}
+    return replace(longest, limit=f"rows of {length:,} tokens were not tried")
 
 
 def _has_positions(request: Request, length: int) -> bool:

@@ -10,7 +10,7 @@ from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import describe
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import EvaluatedPlan, SearchResult, fits_safely
+from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.search.search import least_estimate, search
 
 __all__ = ["on_more_devices", "with_shorter_rows"]
@@ -22,7 +22,7 @@ _STATES = ("parameters", "gradients", "optimizer")
 
 def _states(least: EvaluatedPlan) -> float:
     """Returns the GiB of a device that do not depend on the batch."""
-    return float(sum(least.plan["memory"][category] for category in _STATES))
+    return float(sum(least.plan.memory[category] for category in _STATES))
 
 
 def on_more_devices(
@@ -45,26 +45,26 @@ def on_more_devices(
     """
     for devices in (space.world * 2**n for n in range(1, _DOUBLINGS + 1)):
         # Sharding divides the states at best.
-        if _states(least) * space.world / devices > least.plan["available_gib"]:
+        if _states(least) * space.world / devices > least.plan.available_gib:
             continue
         request = request_on(devices)
         if request is None:
             continue
         wider = Space(request, space.allow)
         try:
-            if least_estimate(wider) > least.plan["available_gib"]:
+            if least_estimate(wider) > least.plan.available_gib:
                 continue
             result = search(wider, passes=passes, confirm=False, tell=tell)
         except RecipeError:  # the batch or the techniques go with no layout on so many devices
             continue
-        if fits_safely(result.best.plan):
+        if result.best.plan.fits_safely:
             return devices, result
     return None
 
 
 def with_shorter_rows(least: EvaluatedPlan, space: Space) -> EvaluatedPlan | None:
     """Returns the candidate with the longest rows that fit, in halves of the recipe's; None if none does."""
-    states, peak, room = _states(least), least.plan["peak_gib"], least.plan["available_gib"]
+    states, peak, room = _states(least), least.plan.peak_gib, least.plan.available_gib
     length = least.recipe.batch.seq_len // 2
     while length >= _SHORTEST:
         share = length / least.recipe.batch.seq_len
@@ -75,7 +75,7 @@ def with_shorter_rows(least: EvaluatedPlan, space: Space) -> EvaluatedPlan | Non
                 plan = describe(request, observe_cached(request, how="few"))
             except RecipeError:  # a technique needs longer rows
                 return None
-            if fits_safely(plan):
+            if plan.fits_safely:
                 return replace(least, recipe=recipe, plan=plan)
         length //= 2
     return None

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from preheat.core import Numerics
-from preheat.core.plan import Verdict
+from preheat.core.plan import Plan
 from preheat.hardware.gpu_memory import OTHERS
 from preheat.sanitize import memory
 
 if TYPE_CHECKING:  # the views import this module without torch
-    from preheat.core.json_types import JsonObject
     from preheat.planning.search.candidates import Settings  # imports torch, which printing a stored plan does not need
     from preheat.recipe import Recipe
 
 __all__ = [
     "LESS_MEMORY",
+    "BestByStart",
     "EstimatedPlan",
     "EvaluatedPlan",
     "SearchResult",
-    "Startup",
     "falls_short",
-    "fits_safely",
     "fragmentation_hint",
     "held_by_others",
     "is_better_in_something",
@@ -57,12 +54,11 @@ class EvaluatedPlan:
     """A candidate that was dry-run.
 
     Attributes:
-        plan: plan, as of `planning.plan.plan`.
         trades: largest change of numerics compared with the given recipe.
     """
 
     recipe: Recipe
-    plan: JsonObject
+    plan: Plan
     trades: Numerics
     micro: int
     added: Settings
@@ -72,7 +68,7 @@ class EvaluatedPlan:
         return frozenset(t.name() for t in self.added if t.is_parallel() or t.micro_batch_count() == 1)
 
 
-class Startup(NamedTuple):
+class BestByStart(NamedTuple):
     """The best candidates without and with techniques that delay the first step to make all steps faster.
 
     Attributes:
@@ -85,10 +81,8 @@ class Startup(NamedTuple):
 
     def pays_from_steps(self) -> int | None:
         """Returns the steps of a run from which on they finish it sooner; None if they make no step faster."""
-        later, gain = (
-            sign * (self.with_them.plan[key] - self.without.plan[key])
-            for key, sign in (("seconds_to_start", 1), ("seconds_per_step", -1))
-        )
+        slow, fast = self.without.plan, self.with_them.plan
+        later, gain = fast.seconds_to_start - slow.seconds_to_start, slow.seconds_per_step - fast.seconds_per_step
         return math.ceil(later / gain) if gain > 0 else None
 
 
@@ -118,12 +112,7 @@ class SearchResult:
     confirmed: bool = False
     guesses: list[EstimatedPlan] = field(default_factory=list)
     interrupted: bool = False
-    startup: Startup | None = None
-
-
-def fits_safely(plan: Mapping[str, Any]) -> bool:
-    """True if a plan fits, and not in the last few percent of the memory, where runs fail in practice."""
-    return bool(plan["fits"]) and plan.get("verdict") != Verdict.UNSAFE
+    startup: BestByStart | None = None
 
 
 def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
@@ -147,69 +136,52 @@ def is_better_in_something(s: EvaluatedPlan, other: EvaluatedPlan) -> bool:
 def _compared(s: EvaluatedPlan, other: EvaluatedPlan) -> tuple[float, float, float, int]:
     """Returns speed and memory over those of another, and the differences of start (seconds) and numerics."""
     return (
-        s.plan["tokens_per_second"] / other.plan["tokens_per_second"],
-        s.plan["peak_gib"] / other.plan["peak_gib"],
-        s.plan["seconds_to_start"] - other.plan["seconds_to_start"],
+        s.plan.tokens_per_second / other.plan.tokens_per_second,
+        s.plan.peak_gib / other.plan.peak_gib,
+        s.plan.seconds_to_start - other.plan.seconds_to_start,
         _NUMERICS.index(s.trades) - _NUMERICS.index(other.trades),
     )
 
 
-def too_large(plan: JsonObject) -> str:
+def too_large(plan: Plan) -> str:
     """Describes why a plan does not fit (safely), with the two largest categories."""
     # The two largest categories show which kind of technique could help.
-    most = sorted(plan["memory"].items(), key=lambda item: -item[1])[:2]
+    most = sorted(plan.memory.items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)
     return "; ".join(
-        filter(
-            None, (f"needs {plan['peak_gib']:.1f} GiB of {plan['available_gib']:.1f}: {what}", fragmentation_hint(plan))
-        )
+        filter(None, (f"needs {plan.peak_gib:.1f} GiB of {plan.available_gib:.1f}: {what}", fragmentation_hint(plan)))
     )
 
 
-def falls_short(plan: Mapping[str, Any]) -> str:
-    """Describes by how much a plan does not fit.
-
-    Example:
-        >>> device = {"name": "a CPU"}
-        >>> falls_short({"peak_gib": 2.0, "available_gib": 0.5, "device": device})
-        'does not fit: needs 2.00 GiB, has 512 MiB'
-        >>> falls_short({"peak_gib": 0.1, "available_gib": 1 / 2**30, "device": device})
-        'does not fit: needs 102 MiB, and the process itself takes all that a CPU may use'
-    """
-    needs = f"does not fit: needs {memory(plan['peak_gib'])}"
+def falls_short(plan: Plan) -> str:
+    """Describes by how much a plan does not fit."""
+    needs = f"does not fit: needs {memory(plan.peak_gib)}"
     if others := held_by_others(plan):
-        return f"{needs}, has {memory(plan['available_gib'])}: {others}"
-    if plan["available_gib"] * 1024 < 1:
-        return f"{needs}, and the process itself takes all that {plan['device']['name']} may use"
-    return f"{needs}, has {memory(plan['available_gib'])}"
+        return f"{needs}, has {memory(plan.available_gib)}: {others}"
+    if plan.available_gib * 1024 < 1:
+        return f"{needs}, and the process itself takes all that {plan.device.name} may use"
+    return f"{needs}, has {memory(plan.available_gib)}"
 
 
-def held_by_others(plan: Mapping[str, Any]) -> str:
-    """Describes the memory that other processes hold on a GPU of this machine; "" if there is none.
-
-    Example:
-        >>> held_by_others({"in_use_gib": 60.0, "device": {"kind": "cuda", "name": "an H100"}})
-        'other processes hold 60.00 GiB of an H100; end them (nvidia-smi lists them), or choose another GPU with \
-CUDA_VISIBLE_DEVICES'
-    """
-    # Plans of other versions lack the key.
-    if plan["device"].get("kind") != "cuda" or not plan.get("in_use_gib"):
+def held_by_others(plan: Plan) -> str:
+    """Describes the memory that other processes hold on a GPU of this machine; "" if there is none."""
+    if plan.device.kind != "cuda" or not plan.in_use_gib:
         return ""
-    return f"other processes hold {memory(plan['in_use_gib'])} of {plan['device']['name']}; {OTHERS}"
+    return f"other processes hold {memory(plan.in_use_gib)} of {plan.device.name}; {OTHERS}"
 
 
-def fragmentation_hint(plan: Mapping[str, Any]) -> str:
+def fragmentation_hint(plan: Plan) -> str:
     """Suggests expandable segments if the tensors fit on a GPU but the allocator's fragmentation does not."""
-    cached = plan["overhead"].get("allocator", 0.0)
-    if plan["device"].get("segments") != "fixed":
+    cached = plan.overhead.get("allocator", 0.0)
+    if plan.device.kind == "cpu" or plan.device.expandable:
         return ""
-    if plan.get("allocator_retries"):
+    if plan.allocator_retries:
         return (
             "the allocator must release cached memory in each step, which takes time: --set "
             "hardware.segments=expandable has less to release"
         )
     # Only if the tensors fit, and the plan fails by the cached memory alone.
-    if not plan["peak_gib"] - cached <= plan["available_gib"] < plan["peak_gib"]:
+    if not plan.peak_gib - cached <= plan.available_gib < plan.peak_gib:
         return ""
     return (
         f"{cached:.1f} of it is fragmented free memory; expandable segments release it page by page: --set "

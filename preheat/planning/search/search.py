@@ -8,6 +8,7 @@ micro-batches. All verdicts come from dry runs, and the chosen candidate is dry-
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag, Technique
-from preheat.core.plan import is_tight
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.layer_extrapolation import ENOUGH, FEW, of_layers
@@ -26,11 +26,10 @@ from preheat.planning.search.candidates import NUMERICS, Settings, Space, candid
 from preheat.planning.search.ranking import Guess, LayerCost, estimate, gathered_share, observe_layer
 from preheat.planning.search.result import (
     LESS_MEMORY,
+    BestByStart,
     EstimatedPlan,
     EvaluatedPlan,
     SearchResult,
-    Startup,
-    fits_safely,
     is_better_in_something,
     is_tradeoff,
     too_large,
@@ -133,7 +132,7 @@ def search(
         >>> from preheat.planning.request import Request
         >>> from preheat.planning.speed.roofline import Roofline
         >>> gpu = Roofline.of("H100")
-        >>> search(Space(Request(recipe, gpu.as_device, world=1, rates=gpu))).best.plan["fits"]
+        >>> search(Space(Request(recipe, gpu.as_device, world=1, rates=gpu))).best.plan.fits
         True
     """
     return _Search(space, aim, passes, tell).run(confirm)
@@ -193,9 +192,9 @@ class _Search:
         try:
             self._explore()
             best = self._preferred()
-            if confirm and best.plan["fits"]:
+            if confirm and best.plan.fits:
                 best, confirmed = self._confirm(best)
-            if best.plan["fits"]:
+            if best.plan.fits:
                 startup = self._startup(best)
         except Interrupted as signal:
             # Ctrl-C asks for the best so far. Other signals, and a second one, end the command.
@@ -223,7 +222,7 @@ class _Search:
                 raise RecipeError(self._no_candidate_message())
             self.passed = 0
             self._evaluate_promising()
-            if any(fits_safely(s.plan) for s in self.seen):
+            if any(s.plan.fits_safely for s in self.seen):
                 if self._is_limited_by_memory() and self._add_refined(combinations):
                     self._evaluate_promising()
                 self._evaluate_alternatives(self.candidates)
@@ -231,7 +230,7 @@ class _Search:
                 break
             # Nothing was found that fits: prove it with the candidate that needs the least.
             self._evaluate_smallest(candidates)
-            if any(fits_safely(s.plan) for s in self.seen):
+            if any(s.plan.fits_safely for s in self.seen):
                 break
         # Every candidate was refused when it was built.
         if not self.seen:
@@ -243,15 +242,15 @@ class _Search:
 
     def _best(self) -> EvaluatedPlan:
         """Returns the best candidate that fits safely; if none does, the one that needs the least memory."""
-        fitting = [s for s in self.seen if fits_safely(s.plan)]
-        return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan["peak_gib"])
+        fitting = [s for s in self.seen if s.plan.fits_safely]
+        return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan.peak_gib)
 
     def _preferred(self) -> EvaluatedPlan:
         """Returns the best candidate; if it fits only tightly, the best with room that is at most 1 % slower."""
         best = self._best()
-        if not is_tight(best.plan):
+        if not best.plan.is_tight:
             return best
-        with_room = [s for s in self.seen if s.plan["fits"] and not is_tight(s.plan) and self._is_close(s, best)]
+        with_room = [s for s in self.seen if s.plan.fits and not s.plan.is_tight and self._is_close(s, best)]
         return min(with_room, key=self._rank, default=best)
 
     def _is_close(self, s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
@@ -532,7 +531,7 @@ class _Search:
 
     def _speed(self, s: EvaluatedPlan) -> float:
         """Returns the tokens/s of the whole run."""
-        return self.space.over_run(s.plan["tokens_per_second"], s.added)
+        return self.space.over_run(s.plan.tokens_per_second, s.added)
 
     def _rank(self, s: EvaluatedPlan) -> tuple[float, ...]:
         """Sort key by the aim; less is better."""
@@ -581,7 +580,7 @@ class _Search:
         while len(self.seen) > before:
             before = len(self.seen)
             self._evaluate_best_first()
-            if any(fits_safely(s.plan) for s in self.seen):
+            if any(s.plan.fits_safely for s in self.seen):
                 self._evaluate_with_room()
                 self._evaluate_larger_micro_batches()
                 self._evaluate_layout_settings()
@@ -589,7 +588,7 @@ class _Search:
     def _evaluate_best_first(self) -> None:
         while left := self._viable(self.candidates):
             c = min(left, key=self._estimated_rank)
-            fitting = [s for s in self.seen if fits_safely(s.plan)]
+            fitting = [s for s in self.seen if s.plan.fits_safely]
             worth = _FINE if self._is_late() else _GAIN
             if fitting and self._cannot_improve(c, min(fitting, key=self._rank), worth):
                 return
@@ -601,9 +600,9 @@ class _Search:
         """If the best candidate fits tightly, dry-runs those that may be as fast with room for errors of the plan."""
         for _ in range(_WITH_ROOM):
             best = self._preferred()
-            if not is_tight(best.plan) or self._is_late():
+            if not best.plan.is_tight or self._is_late():
                 return
-            above = best.plan["peak_gib_interval"][1] / best.plan["peak_gib"]
+            above = best.plan.peak_gib_interval.high / best.plan.peak_gib
             nearby = [
                 c
                 for c in self._viable(self.candidates, 1 / above)
@@ -749,7 +748,7 @@ class _Search:
         start, others = self._start(c.added), self._start(best.added)
         milder = NUMERICS.index(worst(c.added)) < NUMERICS.index(best.trades)
         faster = self._corrected(c)[1] > self._speed(best)  # with smaller micro-batches, for example
-        return faster or milder or start < others or self._corrected(c)[0] < LESS_MEMORY * best.plan["peak_gib"] * GIB
+        return faster or milder or start < others or self._corrected(c)[0] < LESS_MEMORY * best.plan.peak_gib * GIB
 
     def _guesses(self, candidates: list[Candidate]) -> list[EstimatedPlan]:
         """Returns the estimates of the candidates, fastest first; at most as many as a plot can show."""
@@ -778,10 +777,10 @@ class _Search:
             return None
         evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
         self.seen.append(evaluated)
-        memory, speed = plan["peak_gib"] * GIB / c.guess.bytes, plan["tokens_per_second"] / c.guess.tokens_per_second
+        memory, speed = plan.peak_gib * GIB / c.guess.bytes, plan.tokens_per_second / c.guess.tokens_per_second
         self._corrections.append(_Correction(c.kind, c.names, c.micro, memory, speed))
         self._similar.clear()
-        if not fits_safely(plan):
+        if not plan.fits_safely:
             key = (c.kind, c.layout)
             # Memory grows with the micro-batch: larger ones of the same candidate need no dry run.
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
@@ -815,7 +814,7 @@ class _Search:
         all_ = on_cpu or layers <= max(_CONFIRM * self.passes, 2 * ENOUGH[0] + ENOUGH[1])
         how = "whole" if all_ else "enough"
         # If nothing fits safely, what fits is the answer all the same.
-        accept = fits_safely if fits_safely(best.plan) else lambda plan: plan["fits"]
+        accept = operator.attrgetter("fits_safely" if best.plan.fits_safely else "fits")
         for s in sorted((s for s in self.seen if accept(s.plan)), key=lambda s: (s is not best, self._rank(s))):
             self.tell(f"{'all' if how == 'whole' else 'more'} layers of {describe_techniques(s.added, s.micro)}")
             request = replace(self.space.request, recipe=s.recipe)
@@ -838,18 +837,18 @@ class _Search:
         they are better than `best` in something and worse in something, and better than each faster one in something.
         """
         alternatives: list[EvaluatedPlan] = []
-        names, least = {best.names}, best.plan["peak_gib"]
-        for s in sorted((s for s in self.seen if fits_safely(s.plan) and s is not best), key=self._rank):
+        names, least = {best.names}, best.plan.peak_gib
+        for s in sorted((s for s in self.seen if s.plan.fits_safely and s is not best), key=self._rank):
             if not is_tradeoff(s, best):
                 continue
-            distinct = s.names not in names or s.plan["peak_gib"] < least * _LESS
+            distinct = s.names not in names or s.plan.peak_gib < least * _LESS
             if distinct and all(is_better_in_something(s, faster) for faster in alternatives):
                 alternatives.append(s)
             names.add(s.names)
-            least = min(least, s.plan["peak_gib"])
+            least = min(least, s.plan.peak_gib)
         return alternatives
 
-    def _startup(self, best: EvaluatedPlan) -> Startup | None:
+    def _startup(self, best: EvaluatedPlan) -> BestByStart | None:
         """Compares the best with the fastest candidate that starts later, or sooner if the best starts late.
 
         The search may have dry-run none of them, or slow ones only, because they cannot be the answer for a run of this
@@ -862,12 +861,12 @@ class _Search:
         others = [s for s in self.seen if bool(self._start(s.added)) != late]
         others += [s for added in exchanged[:_EXCHANGED] if (s := self._planned(added, best.micro)) is not None]
         # Of two answers that the aim ranks apart (by batch, or by numerics), the start explains only a part.
-        others = [s for s in others if fits_safely(s.plan) and self._rank(s)[:-1] == self._rank(best)[:-1]]
+        others = [s for s in others if s.plan.fits_safely and self._rank(s)[:-1] == self._rank(best)[:-1]]
         if not others:
             return None
-        other = min(others, key=lambda s: s.plan["seconds_per_step"])
+        other = min(others, key=lambda s: s.plan.seconds_per_step)
         without, with_them = (other, best) if late else (best, other)
-        return Startup(tuple(t.name() for t in with_them.added if self._start((t,))), without, with_them)
+        return BestByStart(tuple(t.name() for t in with_them.added if self._start((t,))), without, with_them)
 
     def _with_delay(self, best: EvaluatedPlan) -> list[Settings]:
         """Returns the settings of the best with a technique that delays the start, without one that excludes it."""

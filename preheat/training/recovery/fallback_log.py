@@ -17,7 +17,7 @@ from preheat.core import Phase
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
 from preheat.files import parse_json, to_json, write_atomic
-from preheat.planning.fallback_ladder import Fallback, Ladder, find_fallbacks, halve_length, settings
+from preheat.planning.fallback_ladder import Fallback, Ladder, PlannedFallback, find_fallbacks, halve_length, settings
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
 from preheat.run.reader import Reader, is_failure
@@ -150,9 +150,9 @@ def recorded(recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure:
         step: the step from which the fallback applies.
     """
     more: JsonObject = {}
-    if ladder is not None:
+    if ladder is not None and isinstance(fallback, PlannedFallback):
         more = {"peak_gib": fallback.peak_gib, "was_gib": ladder.present.peak_gib, "skipped": ladder.skipped}
-        more["seconds_per_step"] = [ladder.present.plan["seconds_per_step"], fallback.plan["seconds_per_step"]]
+        more["seconds_per_step"] = [ladder.present.plan.seconds_per_step, fallback.plan.seconds_per_step]
     return {
         "kind": "fallback",
         "step": step,
@@ -173,7 +173,7 @@ def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, 
     recipe = request.recipe
     if failure.phase is Phase.SAVING and is_async(recipe, request.device):  # the asynchronous copy did not fit
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
-        return None, Fallback(settings(recipe, milder), milder, {}, 0.0)
+        return None, Fallback(settings(recipe, milder), milder)
     # An evaluation that fails needs less memory in evaluation; the peak of training is no measure for it.
     phase = Phase.EVALUATION if failure.phase is Phase.EVALUATION else None
     # First without the memory that the plan counts apart from tensors: some of it may be in use by now.
@@ -185,7 +185,7 @@ def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, 
             return ladder, ladder.fallbacks[0]
     lowest, present = ladder.lowest, ladder.present
     # The failure proves that the present peak is too much, so a smaller recipe must be below it, too.
-    limit = min(present.peak_gib, room or present.peak_gib, present.plan["available_gib"])
+    limit = min(present.peak_gib, room or present.peak_gib, present.plan.available_gib)
     least = (
         f"The smallest fallback needs {lowest.peak_gib:.2f} GiB ({lowest.description})"
         if lowest.set

@@ -30,6 +30,7 @@ from preheat.hardware.cpu_allocator import release_unused
 from preheat.hardware.oom import in_use_bytes, is_oom, memory_limit, requested_bytes
 from preheat.hardware.probe import reset_peak
 from preheat.ops.distributed.dtensor_utils import local
+from preheat.planning.fallback_ladder import PlannedFallback
 from preheat.recipe import Recipe
 from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.recovery.fallback_log import Failure, choose_fallback, oom_records, recorded, write_oom_record
@@ -124,7 +125,7 @@ class Recovery:
         requested, in_use = requested_bytes(str(error)), in_use_bytes(kind) - session.claimed
         overhead = sum(
             size
-            for what, size in session.plan["overhead"].items()
+            for what, size in session.plan.overhead.items()
             if what in ("process", "kernels", "context", "workspaces")
         )
         # A request may exceed the device: the room is at most the device without the imports.
@@ -188,8 +189,8 @@ class Recovery:
             f"out of memory in step {failure.step + 1} ({failure.phase}): continuing with {rung.description}"
         )
         # Synchronous checkpoints need no dry run, so they have no plan.
-        if ladder is not None:
-            session.plan = dict(rung.plan)
+        if isinstance(rung, PlannedFallback):
+            session.plan = rung.plan
             session.writer.json("plan.json", session.plan)
         # The fallback changes the model: build again and load the checkpoint that was saved for it.
         if not session.assembled:

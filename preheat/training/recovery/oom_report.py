@@ -57,7 +57,7 @@ def diagnose(run: str | Path) -> JsonObject:
         raise RunError(
             f"{run}: no out-of-memory event recorded, and plan.json is damaged ({reader.damaged['plan.json']})"
         )
-    if not failures and plan.get("fits", True):
+    if not failures and (plan is None or plan.fits):
         raise RunError(
             f"{run}: no out-of-memory event recorded; if the system killed it, lower hardware.memory and plan it again"
         )
@@ -77,7 +77,7 @@ def diagnose(run: str | Path) -> JsonObject:
     phase = Phase.EVALUATION if failure and Phase.of(failure["phase"]) is Phase.EVALUATION else None
     # The room plus the overhead that the plan counts apart from tensors, which is what a plan's peak includes.
     known = failure and failure["room"] and failure["room"] + failure["overhead"]
-    room = known / GIB if known else plan.get("available_gib")
+    room = known / GIB if known else plan.available_gib if plan else None
     if room is None:
         raise RunError(f"{run}: neither its events nor plan.json record how much memory there was; train it again")
     # The same search as during recovery, so that the report offers what a run would choose.
@@ -87,8 +87,8 @@ def diagnose(run: str | Path) -> JsonObject:
         {
             "set": list(rung.set),
             "peak_gib": rung.peak_gib,
-            "seconds_per_step": rung.plan["seconds_per_step"],
-            "slower": rung.plan["seconds_per_step"] / now.plan["seconds_per_step"] - 1,
+            "seconds_per_step": rung.plan.seconds_per_step,
+            "slower": rung.plan.seconds_per_step / now.plan.seconds_per_step - 1,
         }
         for rung in ladder.fallbacks[:WAYS]
     ]
@@ -97,8 +97,8 @@ def diagnose(run: str | Path) -> JsonObject:
     return {
         "failure": failure,
         "in_use": {name: size / GIB for name, size in (failure or {"in_use": {}})["in_use"].items()},
-        "predicted": now.plan["memory"],
-        "peak_phase": now.plan["peak_phase"],
+        "predicted": now.plan.memory,
+        "peak_phase": now.plan.peak_phase,
         "peak_gib": now.peak_gib,
         "room_gib": room,
         "fallbacks": [event for event in events if event["kind"] == "fallback"],

@@ -13,11 +13,12 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.cli import demo
-from preheat.core import Device
+from preheat.core import Device, MachineUse
+from preheat.core.plan import Plan
 from preheat.errors import RunError
+from preheat.files import strict
 from preheat.hardware import benchmark_rates
 from preheat.hardware.benchmark_rates import Grid, _Parts, calibrate, measure_sizes, rates_for
-from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.probe import probe
 from preheat.hardware.rates import LAYOUTS, MOVERS, Present, Rates, load, parse
 from preheat.planning.layer_extrapolation import observe_few_layers
@@ -25,6 +26,7 @@ from preheat.planning.request import Request
 from preheat.planning.speed import step_time
 from preheat.planning.speed.step_time import grids_of_step, step_seconds
 from preheat.training.plan_request import rates_of_step
+from tests.unit.plans import plan_of, values_of
 
 TINY = Grid(
     shapes=((8, 16, 4), (32, 16, 4), (8, 4, 16)),
@@ -66,9 +68,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         raise Trains(recipe, options)
 
     monkeypatch.setattr("preheat.cli.train.run", stop)
-    plan = {"seconds_per_step": 0.3, "seconds_to_start": 0.0, "now": None}
-    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", {**plan}))
-    monkeypatch.setattr("preheat.cli.views.console.picture", lambda plan, name: f"{plan.get('steps')} steps planned")
+    plan = plan_of(values_of(1.0, 8.0, seconds_per_step=0.3, seconds_to_start=0.0))
+    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", plan))
+    monkeypatch.setattr("preheat.cli.views.console.picture", lambda plan, name: f"{plan.steps} steps planned")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -95,8 +97,11 @@ def test_the_demo_trains_for_a_minute_by_its_plan_and_says_so(
 def test_the_demo_beside_other_work_trains_for_a_minute_too(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan: dict[str, Any] = {"seconds_per_step": 0.05, "seconds_to_start": 0.0, "now": {"seconds_per_step": 0.3}}
-    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", {**plan}))
+    def planned(now: float) -> Plan:
+        busy = {"tokens_per_second": 9.0, "seconds_per_step": now, "machine": strict(MachineUse(0.3, 0.5, 1.5, 2, 2))}
+        return plan_of(values_of(1.0, 8.0, seconds_per_step=0.05, seconds_to_start=0.0, now=busy))
+
+    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", planned(0.3)))
     monkeypatch.setattr(demo, "_is_slow_in_bf16", lambda: True)
     with pytest.raises(Trains) as raised:
         demo.demo()
@@ -104,7 +109,7 @@ def test_the_demo_beside_other_work_trains_for_a_minute_too(
     assert "training 200 steps of 0.3 s: by this plan 60 s, of the 60 s that" in " ".join(
         capsys.readouterr().out.split()
     )
-    plan["now"] = {"seconds_per_step": 2.0}
+    monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", planned(2.0)))
     with pytest.raises(Trains):
         demo.demo()
     assert "training 60 steps of 2 s: by this plan 120 s, more than the 60 s" in " ".join(
@@ -124,12 +129,13 @@ def test_a_demo_beside_other_work_says_the_speed_now(
     )
     monkeypatch.setattr("preheat.hardware.rate_probe.probe_rates", lambda known, threads: Present(share, use))
     rates, plan = demo._plan(_one_layer(), quiet=True)
-    assert plan["contended"] is contended
+    assert plan.contended is contended
     if share > 0.9:  # as fast as measured: a plan's error
-        assert rates.now is plan["now"] is None
+        assert rates.now is plan.now is None
         return
     assert rates.now == Present(share, use)
-    assert plan["now"]["seconds_per_step"] == pytest.approx(plan["seconds_per_step"] / share)
+    assert plan.now is not None
+    assert plan.now.seconds_per_step == pytest.approx(plan.seconds_per_step / share)
 
 
 @pytest.mark.parametrize("stop", ["stop.max_steps=7", "stop.tokens=10000"])

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -21,11 +22,10 @@ from preheat import recipe as recipes
 from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
 from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, summary
 from preheat.cli.views.plan_view import plan_details, serving_picture
-from preheat.core.plan import Verdict, chance_to_fit, verdict_on
+from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
 from preheat.training.plan_request import Subject, subject_of
-
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
+from tests.unit.plans import CATEGORIES, plan_of, values_of
 
 
 def techniques(text: str) -> dict[str, Any]:
@@ -34,19 +34,10 @@ def techniques(text: str) -> dict[str, Any]:
 
 def result(subject: Subject, technique_text: str, peak: float, has: float, **more: Any) -> dict[str, Any]:
     """What `preheat plan --json` prints, with the figures of real plans."""
-    memory = dict(zip(CATEGORIES, (0.35 * peak, 0.0, 0.02 * peak, 0.59 * peak, 0.0, 0.04 * peak), strict=True))
     values = recipes.as_values(subject.recipe) | {"techniques": techniques(technique_text)}
     speed, tokens = 2379.2, subject.recipe.batch.size * subject.recipe.batch.seq_len
-    return {
-        "fits": peak <= has, "peak_gib": peak, "peak_gib_interval": [0.88 * peak, 1.12 * peak], "available_gib": has,
-        "memory": memory, "overhead": {"context": 0.5}, "overhead_sources": {"context": "measured"},
-        "phases": {"forward": peak}, "phase_memory": {"forward": memory}, "peak_phase": "forward", "export": None,
-        "seconds_per_step": tokens / speed, "tokens_per_second": speed,
-        "tokens_per_second_interval": [0.67 * speed, 1.17 * speed], "mfu": 0.5, "matrix_rate": 165e12, "fp32_rate": None,
-        "flops_per_step": 1e15, "tokens_per_step": tokens, "parameters": {"total": 8234382336, "trained": 43646976},
-        "steps": None, "seconds_to_start": 60.0, "seconds_total": None, "packages": [],
-        "device": {"kind": "cuda", "name": "RTX-4090", "segments": "expandable"}, "watts": 450.0, "contended": False,
-        "pace": 1.0, "allocator_retries": False, "heap": None, "cost": None,
+    return values_of(peak, has) | {
+        "seconds_per_step": tokens / speed, "tokens_per_step": tokens, "cost": None,
         "energy": {"kilowatts": 0.45, "million_tokens": 0.0525, "run": None}, "devices": 1, "chosen": "c",
         "numerics": "rounding", "recipe": values, "alternatives": [], "rejected": [],
         "searched": {"candidates": 143, "dry_runs": 9, "confirmed": True, "interrupted": False}, **more,
@@ -59,7 +50,7 @@ STAGES = "{mixed_precision: {mode: bf16_weights}, pipeline_parallel: {degree: 4}
 
 
 def alternative(text: str, gives_up: str) -> dict[str, Any]:
-    return {"what": "w", "recipe": techniques(text), "peak_gib": 17.4, "tokens_per_second": 2307.0, "tradeoff": gives_up, "cost": None, "energy": None}  # fmt: skip
+    return {"what": "w", "recipe": techniques(text), "peak_gib": 17.4, "tokens_per_second": 2307.0, "seconds_per_step": 14.2, "mfu": 0.4, "tradeoff": gives_up, "cost": None, "energy": None}  # fmt: skip
 
 
 def qlora() -> tuple[Subject, dict[str, Any]]:
@@ -80,8 +71,8 @@ def cluster(text: str = LAYOUT) -> tuple[Subject, dict[str, Any]]:
         alternative(LAYOUT.replace("tensor_parallel: {degree: 2}", "compile: {when: always}, chunked_loss: {rows: 4096}"), "8 % slower, 6.60 GiB less, starts 60 s later"),
         alternative(LAYOUT.replace("tensor_parallel: {degree: 2}", "compile: {when: always}, chunked_loss: {rows: 4096}, activation_checkpointing: {}"), "9 % slower, 20.40 GiB less, starts 60 s later"),
     ]  # fmt: skip
-    device = {"kind": "cuda", "name": "H100", "segments": "expandable"}
-    size = {"total": 70553706496, "trained": 70553706496}
+    device = {"kind": "cuda", "name": "H100", "memory": 2**36, "expandable": True}
+    size = {"total": 70553706496, "active": 70553706496, "trained": 70553706496}
     return subject, result(subject, text, 79.998, 80.0, alternatives=others, devices=64, device=device, parameters=size)
 
 
@@ -95,8 +86,8 @@ def frontier() -> tuple[Subject, dict[str, Any]]:
         alternative(mine.replace("mode: budget, budget: 0.5}, tensor_parallel: {degree: 4}", f"}}, {sequence}"), "1 % slower, 26.13 GiB less"),
         alternative(mine.replace("tensor_parallel: {degree: 4}", f"context_parallel: {{}}, {sequence}"), "3 % slower, 24.70 GiB less"),
     ]  # fmt: skip
-    device = {"kind": "cuda", "name": "H100", "segments": "expandable"}
-    size = {"total": 405853388800, "trained": 405853388800}
+    device = {"kind": "cuda", "name": "H100", "memory": 2**36, "expandable": True}
+    size = {"total": 405853388800, "active": 405853388800, "trained": 405853388800}
     return subject, result(
         subject, mine, 50.91, 80.0, alternatives=others, devices=16384, device=device, parameters=size
     )
@@ -104,7 +95,7 @@ def frontier() -> tuple[Subject, dict[str, Any]]:
 
 def cpu() -> tuple[Subject, dict[str, Any]]:
     subject = subject_of("demo")
-    device = {"kind": "cpu", "name": "AMD EPYC", "segments": None}
+    device = {"kind": "cpu", "name": "AMD EPYC", "memory": 2**36, "expandable": True}
     text = "{mixed_precision: {}, muon: {}, efficient_attention: {}, chunked_loss: {rows: 512}, gradient_accumulation: {steps: 2}}"  # fmt: skip
     searched = {"candidates": 0, "dry_runs": 0, "confirmed": False, "interrupted": False}
     return subject, result(
@@ -147,11 +138,13 @@ def screen(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     subject, plan = PLANS[name]()
     asked, gpu = ASKED[name], None if name in ("cpu", "shared") else "G"
-    assumed = [] if name in ("cpu", "shared") else _assumed(subject, plan, asked, per_host=8)
+    assumed = [] if name in ("cpu", "shared") else _assumed(subject, plan_of(plan), asked, per_host=8)
     places: dict[str, Any] = {"out": None, "gpu": gpu, "nodes": 1, "per_host": 8}
-    command = _next_command(plan, subject, asked[2], [], asked, **places)
-    with nullcontext() if plan["fits"] else pytest.raises(typer.Exit):
-        finish({**plan, **more}, dict, subject, out=None, html=None, json=False, assumed=assumed, command=command)
+    command = _next_command(plan_of(plan), subject, asked[2], [], asked, **places)
+    with nullcontext() if plan_of(plan).fits else pytest.raises(typer.Exit):
+        finish(
+            plan_of({**plan, **more}), dict, subject, out=None, html=None, json=False, assumed=assumed, command=command
+        )
     return capsys.readouterr().out.splitlines()
 
 
@@ -205,7 +198,7 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
 def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: int | None, parts: list[str]) -> None:
     startup = {"techniques": ["compile"], "pays_from_steps": pays}
     plan = PLANS["qlora"]()[1] | {"seconds_to_start": start, "startup": startup}
-    (said,) = (entry.text for entry in Answer(plan, "a model")._entries(None) if entry.label == "time")
+    (said,) = (entry.text for entry in Answer(plan_of(plan), "a model")._entries(None) if entry.label == "time")
     assert said.split("; ")[2:] == parts
     assert summary(plan)["start_note"] == "; ".join(parts)  # on the page, too
 
@@ -225,10 +218,10 @@ def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: 
 def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str) -> None:
     _, plan = shared()
     plan["contended"] = False
-    plan["now"] |= {"machine": SHARED | {"alone": alone, "other_cores": None if alone is None else 1.5}}
-    flat = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
+    plan["now"] |= {"machine": SHARED | {"alone": alone, "other_cores": {None: None, True: 0.1, False: 1.5}[alone]}}
+    flat = " ".join(" ".join(line for line, _ in Answer(plan_of(plan), "m").lines()).split())
     assert f"now 1,234 tokens/s{text} time " in flat
-    busy = " ".join(" ".join(line for line, _ in Answer({**plan, "contended": True}, "m").lines()).split())
+    busy = " ".join(" ".join(line for line, _ in Answer(plan_of({**plan, "contended": True}), "m").lines()).split())
     estimated = text.replace("is with the machine", "is an estimate for the machine")
     assert f"now 1,234 tokens/s{estimated} time " in busy
     assert "speeds may be too low by a third" in busy, "it was calibrated beside other work"
@@ -238,7 +231,7 @@ def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str)
 
 def test_a_run_of_one_step_is_written_so() -> None:
     _, plan = cpu()
-    one, two = (" ".join(line for line, _ in Answer({**plan, "steps": n}, "m").lines()) for n in (1, 2))
+    one, two = (" ".join(line for line, _ in Answer(plan_of({**plan, "steps": n}), "m").lines()) for n in (1, 2))
     assert re.search(r"for 1 step\b", one)
     assert re.search(r"for 2 steps\b", two)
 
@@ -255,14 +248,14 @@ def test_nothing_of_an_answer_is_cut(
 
 def test_alternatives_give_up_lines_from_the_last_one() -> None:
     _, plan = cluster()
-    roomy = [line for line, _ in Answer(plan, "m").lines()]
-    tight = [line for line, _ in Answer(plan, "m", below=6).lines()]
+    roomy = [line for line, _ in Answer(plan_of(plan), "m").lines()]
+    tight = [line for line, _ in Answer(plan_of(plan), "m", below=6).lines()]
     assert len(tight) <= LINES - 6
     first = next(line for line in roomy if line.startswith("instead"))[:60]
     assert any(line.startswith(first) for line in tight)
     assert "9 % slower" in "\n".join(roomy)
     # Never the verdict, nor what it rests on.
-    least = [line for line, _ in Answer(plan, "m" * 500, below=LINES).lines()]
+    least = [line for line, _ in Answer(plan_of(plan), "m" * 500, below=LINES).lines()]
     assert least[0].endswith(": does not fit safely"), "the peak is 99.998 % of the device's memory"
     assert {"memory", "speed", "time", "rests on"} <= {line[:10].strip() for line in least}
 
@@ -270,17 +263,17 @@ def test_alternatives_give_up_lines_from_the_last_one() -> None:
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("width", [40, 60, 79])
 def test_a_narrow_terminal_gets_whole_lines(name: str, width: int) -> None:
-    lines = [line for line, _ in Answer(PLANS[name]()[1], "m").lines(width)]
+    lines = [line for line, _ in Answer(plan_of(PLANS[name]()[1]), "m").lines(width)]
     assert max(map(len, lines)) <= width
     assert len(lines) <= LINES
 
 
 def test_cached_memory_that_the_allocator_releases_need_not_fit() -> None:
-    full = {"fits": True, "peak_gib": 80.0, "peak_gib_interval": [70.0, 90.0], "available_gib": 80.0}
-    full |= {"allocator_retries": True, "overhead": {"context": 0.5, "allocator": 20.0}}
-    assert verdict_on(full) is Verdict.TIGHT
-    assert chance_to_fit(full) == pytest.approx(chance_to_fit({**full, "available_gib": 80 * 80 / 60, "overhead": {}}))
-    assert verdict_on({**full, "overhead": {"allocator": 3.0}}) is Verdict.UNSAFE  # 77 GiB, 96 % of the memory
+    full = plan_of(values_of(80.0, 80.0, peak_gib_interval=[70.0, 90.0], allocator_retries=True))
+    full = replace(full, overhead={"context": 0.5, "allocator": 20.0})
+    assert full.verdict is Verdict.TIGHT
+    assert full.chance == pytest.approx(replace(full, available_gib=80 * 80 / 60, overhead={}).chance)
+    assert replace(full, overhead={"allocator": 3.0}).verdict is Verdict.UNSAFE  # 77 GiB, 96 % of the memory
 
 
 @pytest.mark.parametrize(
@@ -298,8 +291,8 @@ def test_cached_memory_that_the_allocator_releases_need_not_fit() -> None:
 def test_the_verdict_and_the_chance_to_fit(share: float, verdict: Verdict, chance: float | None) -> None:
     subject, plan = qlora()
     plan = result(subject, QLORA, share * 24.0, 24.0)
-    assert verdict_on(plan) is verdict
-    stated = chance_to_fit(plan)
+    assert plan_of(plan).verdict is verdict
+    stated = plan_of(plan).chance
     # The reference: a normal distribution from the standard library.
     low, high = plan["peak_gib_interval"]
     assert stated == pytest.approx(
@@ -307,7 +300,7 @@ def test_the_verdict_and_the_chance_to_fit(share: float, verdict: Verdict, chanc
     )
     if chance is not None:
         assert stated == pytest.approx(chance, abs=0.005)
-    lines = [line for line, _ in Answer(plan, "m").lines()]
+    lines = [line for line, _ in Answer(plan_of(plan), "m").lines()]
     assert lines[0].endswith(f": {verdict}")
     assert any(f"the chance to fit is {100 * stated:.0f} %" in line for line in lines) == (
         verdict in (Verdict.TIGHT, Verdict.UNSAFE)
@@ -316,48 +309,57 @@ def test_the_verdict_and_the_chance_to_fit(share: float, verdict: Verdict, chanc
 
 def test_a_limit_below_the_process_is_named() -> None:
     _, plan = cpu()
-    text = " ".join(line for line, _ in Answer({**plan, "fits": False, "available_gib": 2**-30}, "m").lines())
+    text = " ".join(line for line, _ in Answer(plan_of({**plan, "fits": False, "available_gib": 2**-30}), "m").lines())
     assert "the process itself takes all that is there" in text
     assert "the limit must exceed what the process takes" in text
 
 
 def test_layout_and_micro_batch_of_each_rank() -> None:
     _, plan = cluster()
-    text = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
+    text = " ".join(" ".join(line for line, _ in Answer(plan_of(plan), "m").lines()).split())
     # 64 rows on 32 data-parallel ranks.
     assert "micro-batches of 2 rows of 2,048 tokens, 1 a step on each rank; 64 devices = shard 32 x tensor 2" in text
     _, plan = cluster(STAGES)
-    assert "70.6B parameters, in one of 4 stages" in Answer(plan, "m").lines()[0][0]
+    assert "70.6B parameters, in one of 4 stages" in Answer(plan_of(plan), "m").lines()[0][0]
 
 
 def test_an_interrupted_search_does_not_say_that_nothing_fits() -> None:
     _, plan = too_large()
     plan |= {"alternatives": [], "searched": {**plan["searched"], "interrupted": True}}
-    lines = [line for line, _ in Answer(plan, "m").lines()]
+    lines = [line for line, _ in Answer(plan_of(plan), "m").lines()]
     assert lines[0].endswith(": nothing fits so far")
     text = " ".join(" ".join(lines).split())
     assert "9.90 GiB too much; a candidate that was not tried yet may fit" in text
     assert "the least of" not in text
-    assert _what_would_fit(plan, ASKED["too large"], searched=True, gpu="G") == ASKED["too large"]
+    assert _what_would_fit(plan_of(plan), ASKED["too large"], searched=True, gpu="G") == ASKED["too large"]
 
 
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
     _, plan = too_large()
     asked = ASKED["too large"]
-    text = " ".join(" ".join(line for line, _ in Answer(plan, "m").lines()).split())
+    text = " ".join(" ".join(line for line, _ in Answer(plan_of(plan), "m").lines()).split())
     assert "9.90 GiB too much, the least of 143 candidates; would fit in 33.90 GiB, or split over at least 2" in text
     assert "--method lora: fits in 17.40 GiB, 2,307 tokens/s; trains an adapter" in text
     assert "tokens/s (" not in text, "no speed of what cannot run"
-    assert _what_would_fit(plan, asked, searched=True, gpu="G") == [*asked, "--method", "lora"]
+    assert _what_would_fit(plan_of(plan), asked, searched=True, gpu="G") == [*asked, "--method", "lora"]
     # A number of devices that was planned replaces the least that memory alone allows.
     known = {**plan, "alternatives": [*plan["alternatives"], {**plan["alternatives"][0], "options": ["--count", "4"]}]}
-    assert "split over" not in " ".join(line for line, _ in Answer(known, "m").lines())
+    assert "split over" not in " ".join(line for line, _ in Answer(plan_of(known), "m").lines())
     plan["alternatives"] = []
-    assert _what_would_fit(plan, asked, searched=True, gpu="G")[-2:] == ["--allow", "different"]
+    assert _what_would_fit(plan_of(plan), asked, searched=True, gpu="G")[-2:] == ["--allow", "different"]
     beyond = [*asked, "--allow", "different", "--count", "2"]
     plan["devices"] = 2
-    assert _what_would_fit(plan, beyond, searched=True, gpu="G") == [*asked, "--allow", "different", "--count", "4"]
-    assert _what_would_fit(plan, ["preheat", "plan", "r.yaml"], searched=False, gpu=None)[-2:] == ["--aim", "fastest"]
+    assert _what_would_fit(plan_of(plan), beyond, searched=True, gpu="G") == [
+        *asked,
+        "--allow",
+        "different",
+        "--count",
+        "4",
+    ]
+    assert _what_would_fit(plan_of(plan), ["preheat", "plan", "r.yaml"], searched=False, gpu=None)[-2:] == [
+        "--aim",
+        "fastest",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -376,13 +378,18 @@ def test_the_next_command(name: str, out: str | None, gpu: str | None, wanted: s
     asked = ASKED[name]
     sets = ["--set", "a.b=1"] if name == "cpu" else []
     file = Path(out) if out else None
-    assert _next_command(plan, subject, asked[2], sets, asked, out=file, gpu=gpu, nodes=1, per_host=8) == wanted.split()
+    assert (
+        _next_command(plan_of(plan), subject, asked[2], sets, asked, out=file, gpu=gpu, nodes=1, per_host=8)
+        == wanted.split()
+    )
 
 
 def test_after_a_search_without_a_safe_fit_the_next_command_plans_what_would_fit() -> None:
     subject, plan = cluster()
     unsafe = plan | {"peak_gib": 79.5}
-    command = _next_command(unsafe, subject, None, [], ASKED["cluster"], out=None, gpu="G", nodes=8, per_host=8)
+    command = _next_command(
+        plan_of(unsafe), subject, None, [], ASKED["cluster"], out=None, gpu="G", nodes=8, per_host=8
+    )
     assert "--out" not in command
 
 
@@ -417,7 +424,7 @@ def test_details_have_every_phase_and_rejection() -> None:
     _, plan = qlora()
     plan["rejected"] = [{"recipe": f"r{n}", "reason": "needs 30 GiB"} for n in range(20)]
     page = Console(file=io.StringIO(), width=WIDTH)
-    page.print(plan_details(plan))
+    page.print(plan_details(plan_of(plan)))
     text = page.file.getvalue()  # type: ignore[attr-defined]
     assert "143 candidates, 9 dry-run" in text
     assert "r19: needs 30 GiB" in text
@@ -441,7 +448,8 @@ def test_an_answer_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     code = (
         "import json, sys; from preheat.cli.views.plan_answer import Answer\n"
-        f"Answer(json.load(open({str(tmp_path / 'plan.json')!r})), 'm').lines(); sys.exit('torch' in sys.modules)"
+        "from preheat.core.plan import Plan; from preheat.files import read_record\n"
+        f"Answer(read_record(Plan, json.load(open({str(tmp_path / 'plan.json')!r}))), 'm').lines(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -450,7 +458,7 @@ def test_hostile_names_stay_on_their_line() -> None:
     _, plan = copy.deepcopy(qlora())
     plan["device"]["name"] = "G\x1b[31m\n" * 50
     page = Console(file=io.StringIO(), width=WIDTH)
-    page.print(Answer(plan, "n\n" * 500))
+    page.print(Answer(plan_of(plan), "n\n" * 500))
     lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) <= LINES
     assert "\x1b[31m" not in page.file.getvalue()  # type: ignore[attr-defined]
@@ -461,7 +469,7 @@ def test_an_alternative_without_room_is_left_out_and_not_cut() -> None:
     subject, plan = PLANS["qlora"]()
     long = "{lora: {}, nf4: {}, mixed_precision: {mode: bf16}, activation_checkpointing: {}, low_bit_adamw: {}, activation_offload: {}}"
     plan["alternatives"] = [alternative(long, f"{n} % slower, 4.00 GiB less, starts 60 s later") for n in (3, 5, 7)]
-    lines = [line for line, _ in Answer(plan, subject.recipe.name, notes=["a note"] * 4, below=3).lines()]
+    lines = [line for line, _ in Answer(plan_of(plan), subject.recipe.name, notes=["a note"] * 4, below=3).lines()]
     assert len(lines) + 3 <= LINES
     assert any("3 % slower" in line for line in lines), "the nearest stays"
     assert not any("7 % slower" in line for line in lines)

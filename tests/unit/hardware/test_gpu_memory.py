@@ -14,7 +14,6 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.core import Device
-from preheat.core.plan import expected_memory
 from preheat.errors import DoesNotFit
 from preheat.hardware import gpu_memory, probe
 from preheat.hardware.benchmark_rates import with_room
@@ -27,6 +26,7 @@ from preheat.planning.speed.roofline import Roofline
 from preheat.report.run_page import _memory_of_gpu
 from preheat.training.plan_request import in_use
 from preheat.training.session import reset_memory_baseline
+from tests.unit.plans import plan_of, values_of
 
 GIB = 2**30
 WHOLE = Device("cuda", "a GPU", 80 * GIB)
@@ -186,16 +186,12 @@ def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:
 
 
 def test_predictions_of_the_same_figures() -> None:
-    plan = {
-        "peak_gib": 25.0,
-        "allocated_gib": 20.0,
-        "reserved_gib": 24.0,
-        "overhead": {"context": 0.5, "workspaces": 0.25},
-    }
-    predicted = expected_memory(plan)
-    assert predicted == {"peak_gib": 25.0, "allocated_gib": 20.25, "reserved_gib": 24.25, "context_gib": 0.5}
-    assert expected_memory({"peak_gib": 2.0, "allocated_gib": 1.0, "overhead": {"process": 0.1}}) == {"peak_gib": 2.0}
-    assert expected_memory({}) == {"peak_gib": None}
+    on_gpu = values_of(25.0, 80.0, allocated_gib=20.0, reserved_gib=24.0, overhead={"context": 0.5, "workspaces": 0.25})
+    predicted = vars(plan_of(on_gpu).predicted)
+    sizes = {"peak_gib": 25.0, "allocated_gib": 20.25, "reserved_gib": 24.25, "context_gib": 0.5}
+    assert predicted == {**sizes, "tokens_per_second": on_gpu["tokens_per_second"]}
+    on_cpu = plan_of(values_of(2.0, 8.0, allocated_gib=1.0, overhead={"process": 0.1})).predicted
+    assert (on_cpu.peak_gib, on_cpu.allocated_gib, on_cpu.context_gib) == (2.0, None, None)
     measured = {"peak_gib": 20.0, "allocated_gib": 20.0, "reserved_gib": 30.0}
     difference = {"allocated_gib": 0.0125, "reserved_gib": -0.19, "context_gib": None}
     page = _memory_of_gpu({"predicted": predicted, "measured": measured, "difference": difference})

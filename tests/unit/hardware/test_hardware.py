@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from preheat import torch_compat
-from preheat.core import Device
+from preheat.core import Device, MachineUse
 from preheat.errors import RecipeError, RunError
+from preheat.files import strict
 from preheat.hardware import cuda_driver, openmp, segments
 from preheat.hardware import probe as probing
 from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators, named_or_described
 from preheat.hardware.link_rates import links_at, load_links
-from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.oom import is_oom, requested_bytes
 from preheat.hardware.rates import (
     LAYOUTS,
@@ -45,6 +45,7 @@ from preheat.hardware.rates import (
 )
 from preheat.hardware.timing import Random, Stopwatch, threads_of
 from preheat.planning.request import Request
+from tests.unit.plans import plan_of, values_of
 
 from ...conftest import SMALL, tiny
 
@@ -424,7 +425,7 @@ def test_runs_beside_other_work_correct_no_plan(monkeypatch: pytest.MonkeyPatch,
     rows = json.loads(file.read_text())["runs"]
     assert [(row["ratio"], row["machine"]["alone"]) for row in rows] == [(1.1, True), (1.2, None), (1.3, True)]
     # Whoever wrote it into the file: the note decides.
-    rows += [{"ratio": 9.0, "machine": shared.note()}] * 6
+    rows += [{"ratio": 9.0, "machine": strict(shared)}] * 6
     file.write_text(json.dumps({"runs": rows}))
     assert load(*where) == dataclasses.replace(made, pace=1.2)
     for damage in ({"ratio": 1.0}, 3, {"ratio": 1.0, "machine": {"alone": True}}, {"ratio": "1", "machine": None}):
@@ -452,7 +453,8 @@ def test_a_run_of_enough_steps_of_one_shape_is_noted(
     from preheat.training.throughput import ThroughputMeter
 
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
-    plan = {"tokens_per_step": 100, "tokens_per_second": 50.0, "pace": 2.0, "device": {"name": "made up"}}
+    device = {"kind": "cpu", "name": "made up", "memory": 1}
+    plan = plan_of(values_of(1.0, 8.0, tokens_per_step=100, tokens_per_second=50.0, pace=2.0, device=device))
     monkeypatch.setattr(ThroughputMeter, "machine", lambda self: None)  # or else as busy as it is now
     session: Any = SimpleNamespace(
         plan=plan, build=SimpleNamespace(owner=lambda slot: owner), ranks=SimpleNamespace(world=world)
@@ -655,7 +657,7 @@ def test_openmp_s_threads_wait_as_others_use_the_cores(own: dict[str, str], othe
     script = f"""
 from types import SimpleNamespace
 from preheat.hardware import openmp
-from preheat.hardware.machine_use import MachineUse
+from preheat.core import MachineUse
 
 openmp.UseMeter = lambda: SimpleNamespace(use=lambda threads: MachineUse(0.1, 0.0, {others}, 2, 2))
 openmp.os.sched_getaffinity = lambda process: {{0, 1}}
@@ -803,7 +805,7 @@ def test_a_plan_tells_of_a_cpu_that_is_slower_in_bf16(bf16: float, techniques: s
         moved=tuple(MovedRate(mover, d, 1000, 1e9) for d in dtypes for mover in MOVERS),
     )
     made = plan(Request(tiny(techniques), Device("cpu", "a CPU", 2**33), vocabulary=96, rates=measured))
-    assert made["fp32_rate"] == (7e10 if warned else None)
+    assert made.fp32_rate == (7e10 if warned else None)
     screen = Console(width=200, file=io.StringIO())
     with screen.capture() as caught:
         screen.print(picture(made, "tiny"))

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from preheat.core import MachineUse
+from preheat.files import strict
 from preheat.hardware import machine_use
-from preheat.hardware.machine_use import MachineUse, Sample, UseMeter, joined, run_delays, take_sample, use_between
+from preheat.hardware.machine_use import Sample, UseMeter, joined, read_use, run_delays, take_sample, use_between
 from preheat.hardware.stored_values import Damaged
 
 LINUX = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="other processes are seen on Linux only")
@@ -48,8 +50,8 @@ def test_other_work_is_what_all_processes_used_less_our_own(
     assert use.own_cores == pytest.approx(own / 10)
     assert use.other_cores == (None if others is None else pytest.approx(others, abs=1e-9))
     assert use.alone is alone
-    assert MachineUse.read(use.note()) == use
-    assert use.note()["alone"] is alone
+    assert read_use(strict(use)) == use
+    assert use.alone is alone
 
 
 def test_cpus_that_changed_meanwhile_are_not_compared() -> None:
@@ -63,10 +65,12 @@ def test_intervals_are_joined_by_their_lengths() -> None:
     assert joined([use, MachineUse(3.0, 1.0, None, 2, 2)]).alone is None
 
 
-@pytest.mark.parametrize("note", [None, 3, {}, {"alone": True}, MachineUse(1.0, 1.0, 0.0, 2, 2).note() | {"cpus": "2"}])
+@pytest.mark.parametrize(
+    "note", [None, 3, {}, {"alone": True}, strict(MachineUse(1.0, 1.0, 0.0, 2, 2)) | {"cpus": "2"}]
+)
 def test_a_damaged_note_is_refused(note: object) -> None:
     with pytest.raises(Damaged):
-        MachineUse.read(note)
+        read_use(note)
 
 
 STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 {0}\ncpu1 {1}\nintr 5\n"

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from preheat.core import Device
+from preheat.core import Device, MachineUse
 from preheat.hardware import rate_probe
-from preheat.hardware.machine_use import MachineUse
 from preheat.hardware.rate_probe import checked_rates, probe_rates
 from preheat.hardware.rates import LAYOUTS, MatrixRate, Present, Rates
 from preheat.planning.plan import plan
@@ -101,13 +100,14 @@ def test_a_plan_says_now_and_with_the_machine_to_itself(monkeypatch: pytest.Monk
     )
     request = Request(tiny(), DEVICE, vocabulary=96, rates=rates)
     alone = plan(request)
-    assert alone["now"] is None
+    assert alone.now is None
     shared = plan(dataclasses.replace(request, rates=dataclasses.replace(rates, now=Present(0.25, SHARED))))
-    now = shared.pop("now")
-    assert shared == {key: value for key, value in alone.items() if key != "now"}
-    assert now["tokens_per_second"] == pytest.approx(alone["tokens_per_second"] / 4)
-    assert now["seconds_per_step"] == pytest.approx(4 * alone["seconds_per_step"])
-    assert now["machine"]["alone"] is False
+    now = shared.now
+    assert now is not None
+    assert dataclasses.replace(shared, now=None) == alone
+    assert now.tokens_per_second == pytest.approx(alone.tokens_per_second / 4)
+    assert now.seconds_per_step == pytest.approx(4 * alone.seconds_per_step)
+    assert now.machine.alone is False
 
 
 def rate_probe_movers() -> list[str]:

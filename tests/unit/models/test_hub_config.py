@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -11,6 +12,7 @@ import pytest
 from preheat.errors import RecipeError
 from preheat.models.hub_config import folder_on_hub
 from preheat.training.plan_request import subject_of
+from tests.unit.plans import plan_of, values_of
 
 from ...architectures.tiny import create_model, tiny_config
 
@@ -37,7 +39,9 @@ def test_a_name_on_the_hub_is_planned_by_its_configuration(hub: Path) -> None:
     assert (subject.recipe.model.path, subject.checkpoint) == (str(hub), "owner/new-model")
     assert subject.recipe.batch.seq_len == json.loads((hub / "config.json").read_text())["max_position_embeddings"]
     # The recipe to train by names the model, not a folder of the cache.
-    assert "path: owner/new-model" in recipe_text({"recipe": as_values(subject.recipe)}, subject)
+    assert "path: owner/new-model" in recipe_text(
+        replace(plan_of(values_of(1.0, 8.0)), recipe=as_values(subject.recipe)), subject
+    )
 
 
 @pytest.mark.parametrize("name", ["owner/other-model", "new-model", "../owner/new-model", "owner/new-model/file"])
@@ -115,8 +119,8 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, 
     (create_model(config) if weights else config).save_pretrained(tmp_path / "model")
     subject = subject_of(str(tmp_path / "model"))
     prediction = plan(request_of(subject.recipe, "H100", count_rows=False))
-    assert prediction["peak_gib"] > 0
-    lines = _assumed(subject, {"devices": 1, "steps": 1}, [], per_host=8)
+    assert prediction.peak_gib > 0
+    lines = _assumed(subject, prediction, [], per_host=8)
     assert "a tokenizer for the model's embedding (--set data.tokenizer)" in lines
     # A run would train a tokenizer of 4,096 tokens, for 96 rows, or read the weights' tokens wrongly.
     with pytest.raises(RecipeError, match="has weights and no tokenizer" if weights else "data.vocab_size: 4096: the"):

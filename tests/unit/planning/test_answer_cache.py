@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from preheat import remote_code
+from preheat.core.plan import Candidate, PlanFigures, RooflineFigure, Timeline
 from preheat.planning import answer_cache
 from preheat.recipe import override
+from tests.unit.plans import plan_of, values_of
 
 from ...conftest import tiny
+
+PLAN = plan_of(values_of(1.0, 8.0))
 
 
 @pytest.fixture
@@ -34,20 +38,22 @@ def test_an_answer_is_read_as_it_was_stored(cache: Path) -> None:
     key = answer_cache.key_of(tiny(), {"gpu": "H100"})
     assert key is not None
     assert answer_cache.load(key) is None
-    answer = {"plan": {"peak_gib": 0.1 + 0.2, "phases": [(1, "forward")], "cost": None, "ä": "\ud800"}}
+    timeline = Timeline(((0, "forward"),), ((0, 0.1 + 0.2), (1, 0.5)))
+    figures = PlanFigures(timeline, RooflineFigure(1e12, 1e9, ()), (Candidate("w", "t", 0.1, 2.0),), ())
+    answer = answer_cache.Answer(replace(PLAN, settled={"ä": 0.1 + 0.2}), "name: ä", figures)
     answer_cache.store(key, answer)
-    assert answer_cache.load(key) == json.loads(json.dumps(answer))
+    assert answer_cache.load(key) == answer
 
 
-@pytest.mark.parametrize("answer", [{"peak_gib": float("inf")}, {"peak_gib": {1, 2}}])
-def test_an_answer_that_json_would_change_is_not_stored(cache: Path, answer: dict[str, object]) -> None:
-    answer_cache.store("key", answer)
+@pytest.mark.parametrize("value", [float("inf"), {1, 2}])
+def test_an_answer_that_json_would_change_is_not_stored(cache: Path, value: object) -> None:
+    answer_cache.store("key", answer_cache.Answer(replace(PLAN, settled={"a": value}), "", None))
     assert answer_cache.load("key") is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"answer": {"fits": true}, "sha256": "0"}', '{"answer": 1}'])
 def test_a_damaged_answer_is_computed_again(cache: Path, text: str) -> None:
-    answer_cache.store("key", {"fits": False})
+    answer_cache.store("key", answer_cache.Answer(PLAN, "", None))
     [path] = (cache / "answers").iterdir()
     path.write_text(text)
     assert answer_cache.load("key") is None
@@ -55,7 +61,7 @@ def test_a_damaged_answer_is_computed_again(cache: Path, text: str) -> None:
 
 def test_a_folder_that_cannot_be_written_loses_no_plan(cache: Path) -> None:
     (cache / "answers").write_text("a file")
-    answer_cache.store("key", {"fits": True})
+    answer_cache.store("key", answer_cache.Answer(PLAN, "", None))
     assert answer_cache.load("key") is None
 
 

@@ -29,6 +29,7 @@ from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.recipe import override
 from preheat.run.writer import check_folder
+from tests.unit.plans import plan_of, values_of
 
 from ...conftest import DEVICE, tiny
 
@@ -98,13 +99,13 @@ def test_gathered_weights_are_a_category_of_a_plan_and_no_overhead() -> None:
     )
     observed = observe(request)
     made = describe(request, observed)
-    for phase, found in made["phase_memory"].items():
+    for phase, found in made.phase_memory.items():
         for category in FROM_OTHERS:
             assert found[category] * GIB == pytest.approx(observed.categories[phase][category])
-        assert sum(found.values()) == pytest.approx(made["phases"][phase])
-    assert made["phase_memory"]["evaluation"]["gathered weights"] > 0
-    assert sum(made["overhead"].values()) == pytest.approx(made["memory"]["overhead"])
-    alone = plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))["memory"]
+        assert sum(found.values()) == pytest.approx(made.phases[phase])
+    assert made.phase_memory["evaluation"]["gathered weights"] > 0
+    assert sum(made.overhead.values()) == pytest.approx(made.memory["overhead"])
+    alone = plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates)).memory
     assert list(alone) == [*CATEGORIES, "overhead"]
 
 
@@ -118,19 +119,19 @@ def test_rounding_is_what_sizes_lack_to_the_allocators_grain() -> None:
 def test_a_plan_sums_up_and_says_where_each_line_of_the_overhead_is_from() -> None:
     rates = Roofline.of("H100")
     made = plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))
-    assert made["memory"] == made["phase_memory"][made["peak_phase"]]
-    for phase, found in made["phase_memory"].items():
-        assert sum(found.values()) == pytest.approx(made["phases"][phase])
-    assert sum(made["overhead"].values()) == pytest.approx(made["memory"]["overhead"])
-    assert made["peak_gib"] == max(made["phases"].values())
-    assert made["overhead_sources"] == {what: SOURCES[what] for what in made["overhead"]}
-    assert {"context", "workspaces", "rounding"} <= made["overhead"].keys()
+    assert made.memory == made.phase_memory[made.peak_phase]
+    for phase, found in made.phase_memory.items():
+        assert sum(found.values()) == pytest.approx(made.phases[phase])
+    assert sum(made.overhead.values()) == pytest.approx(made.memory["overhead"])
+    assert made.peak_gib == max(made.phases.values())
+    assert made.overhead_sources == {what: SOURCES[what] for what in made.overhead}
+    assert {"context", "workspaces", "rounding"} <= made.overhead.keys()
 
 
 def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
     rates = Roofline.of("H100")
     half, fp32 = (
-        plan(Request(tiny(f"{{{t}}}"), DEVICE, vocabulary=96, rates=rates))["overhead"]
+        plan(Request(tiny(f"{{{t}}}"), DEVICE, vocabulary=96, rates=rates)).overhead
         for t in ("mixed_precision: {}", "")
     )
     shapes = half["kernels"] * GIB / overhead._CPU_PRODUCT  # whole: so many products of different shapes
@@ -147,7 +148,7 @@ def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch
     for made in (here, there):
         console.print(picture(made, "tiny"))
     assert console.file.getvalue().count("no compiler; torch's own allocator will be used") == 1  # type: ignore[attr-defined]
-    assert there["heap"] is None
+    assert there.heap is None
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_made(
@@ -166,9 +167,9 @@ def test_a_copy_beside_the_steps_is_a_line_where_the_device_is_the_hosts() -> No
     recipe = override(tiny(), "checkpoint.every=1", "checkpoint.asynchronous=true")
     rates = Roofline.of("H100")
     made = plan(Request(recipe, DEVICE, vocabulary=96, rates=rates))
-    states = sum(made["phase_memory"]["saving"][c] for c in ("parameters", "optimizer"))
-    assert made["overhead"]["saving"] == pytest.approx(states, abs=4096 / GIB)
-    assert "saving" not in plan(Request(replace(recipe), rates.as_device, vocabulary=96, rates=rates))["overhead"]
+    states = sum(made.phase_memory["saving"][c] for c in ("parameters", "optimizer"))
+    assert made.overhead["saving"] == pytest.approx(states, abs=4096 / GIB)
+    assert "saving" not in plan(Request(replace(recipe), rates.as_device, vocabulary=96, rates=rates)).overhead
 
 
 def test_an_export_compares_in_fp64_up_to_a_size() -> None:
@@ -176,28 +177,30 @@ def test_an_export_compares_in_fp64_up_to_a_size() -> None:
 
     assert overhead.EXACT == verify.EXACT
     rates = Roofline.of("H100")
-    on_gpu, on_cpu = (plan(Request(tiny(), d, vocabulary=96, rates=rates))["export"] for d in (rates.as_device, DEVICE))
+    on_gpu, on_cpu = (plan(Request(tiny(), d, vocabulary=96, rates=rates)).export for d in (rates.as_device, DEVICE))
     weights = on_cpu["parameters"]
     assert on_gpu["parameters"] + on_gpu["temporary"] == pytest.approx(2 * weights, rel=0.01)
     assert on_cpu["temporary"] == pytest.approx(3 * weights, rel=0.01)
     shared_out = plan(
         Request(override(tiny("{fsdp: {}}"), "parallel.devices=2"), rates.as_device, vocabulary=96, rates=rates)
     )
-    assert shared_out["export"] is None
+    assert shared_out.export is None
 
 
 def test_energy_is_at_most_that_of_boards_at_full_power() -> None:
-    made = {"watts": 700.0, "seconds_total": 7200.0, "tokens_per_second": 1e6}
-    found = energy_of(made, 8)
-    assert found == pytest.approx({"kilowatts": 5.6, "million_tokens": 5.6 / 3600, "run": 11.2})
-    assert energy_of(made | {"seconds_total": None}, 1)["run"] is None  # type: ignore[index]
-    assert energy_of(made | {"watts": None}, 8) is None
+    made = plan_of(values_of(1.0, 8.0, watts=700.0, seconds_total=7200.0, tokens_per_second=1e6))
+    found, unknown = energy_of(made, 8), energy_of(replace(made, seconds_total=None), 1)
+    assert found is not None
+    assert unknown is not None
+    assert vars(found) == pytest.approx({"kilowatts": 5.6, "million_tokens": 5.6 / 3600, "run": 11.2})
+    assert unknown.run is None
+    assert energy_of(replace(made, watts=None), 8) is None
 
 
 def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
     rates = Roofline(parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
     assert (rates.device.watts, rates.device.host) == (450, 31.5e9)
-    assert plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates))["watts"] == 450
+    assert plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates)).watts == 450
     assert accelerator("H100").watts == 700
     assert accelerator("GB200").watts is None
     assert all(one.watts is None or 50 < one.watts < 2000 for one in accelerators().values())

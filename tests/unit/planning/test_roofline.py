@@ -200,7 +200,7 @@ def test_deepspeed_is_planned_for_another_machine_without_the_package_and_a_rate
         text = stated.format(sharding) + "\nmodel: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 96}"
         recipe = recipes.parse(text)
         assert recipe.optimizer.lr == "auto"
-        memory.append(plan(Request(recipe, h100.as_device, world=2, rates=h100))["allocated_gib"])
+        memory.append(plan(Request(recipe, h100.as_device, world=2, rates=h100)).allocated_gib)
     assert memory[0] == memory[1]
 
 
@@ -289,11 +289,11 @@ def test_a_plan_for_an_accelerator_that_is_not_here() -> None:
     )
     h100, a10 = Roofline.of("H100"), Roofline.of("A10G")
     fast, slow = (plan(Request(recipe, r.as_device, vocabulary=96, world=8, rates=r)) for r in (h100, a10))
-    assert fast["seconds_per_step"] < slow["seconds_per_step"] or fast["seconds_per_step"] == pytest.approx(
-        slow["seconds_per_step"]
+    assert fast.seconds_per_step < slow.seconds_per_step or fast.seconds_per_step == pytest.approx(
+        slow.seconds_per_step
     )  # both wait for the host
-    assert fast["reserved_gib"] >= fast["allocated_gib"]
-    assert fast["overhead"]["context"] > 0
+    assert fast.reserved_gib >= fast.allocated_gib
+    assert fast.overhead["context"] > 0
 
 
 def test_a_gather_across_hosts_passes_every_device_in_turn_and_an_all_reduce_a_tree() -> None:

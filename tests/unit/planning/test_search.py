@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from preheat.core import Axis, Problem, ProblemCode, Tag, registry
-from preheat.core.plan import Verdict, verdict_on
+from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
 from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
 from preheat.hardware.gpu_memory import CONTEXT
@@ -37,6 +37,7 @@ from preheat.planning.search.technique_combinations import Combination, Techniqu
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
 from preheat.training.plan_request import subject_of
+from tests.unit.plans import plan_of, values_of
 
 from ...conftest import DEVICE
 
@@ -70,12 +71,12 @@ def found(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1, **ho
 
 def test_less_memory_costs_speed_and_the_verdict_is_that_of_a_plan() -> None:
     wide, tight = found(small(), 8192), found(small(), 650)
-    assert wide.best.plan["fits"]
-    assert tight.best.plan["fits"]
-    assert tight.best.plan["peak_gib"] * 2**30 <= gpu(650).as_device.memory
-    assert tight.best.plan["tokens_per_second"] <= wide.best.plan["tokens_per_second"]
+    assert wide.best.plan.fits
+    assert tight.best.plan.fits
+    assert tight.best.plan.peak_gib * 2**30 <= gpu(650).as_device.memory
+    assert tight.best.plan.tokens_per_second <= wide.best.plan.tokens_per_second
     again = plan(Request(tight.best.recipe, gpu(650).as_device, rates=gpu(650)))
-    assert tight.best.plan["peak_gib"] == pytest.approx(again["peak_gib"], rel=0.01)
+    assert tight.best.plan.peak_gib == pytest.approx(again.peak_gib, rel=0.01)
 
 
 @pytest.mark.parametrize(("layers", "passes", "how"), [(20, 64, "whole"), (21, 64, "enough"), (80, 400, "whole")])
@@ -85,11 +86,11 @@ def test_the_number_of_layers_decides_how_the_best_is_confirmed(
     module = importlib.import_module("preheat.planning.search.search")  # the package has the function of this name
     recipe, rates, kinds = override(small(), f"model.num_layers={layers}"), gpu(8192), []
     monkeypatch.setattr(module, "observe_cached", lambda request, *, how: kinds.append(how))
-    monkeypatch.setattr(module, "describe", lambda request, observation: {"fits": True})
+    monkeypatch.setattr(module, "describe", lambda request, observation: plan_of(values_of(1.0, 8.0)))
     one = _Search(Space(Request(recipe, rates.as_device, world=1, rates=rates)), "fastest", passes, print)
-    best = EvaluatedPlan(recipe, {"fits": True, "tokens_per_second": 1.0}, "exact", 1, ())
+    best = EvaluatedPlan(recipe, plan_of(values_of(0.5, 8.0)), "exact", 1, ())
     one.seen = [best]
-    assert one._confirm(best) == (replace(best, plan={"fits": True}), how == "whole")
+    assert one._confirm(best) == (replace(best, plan=plan_of(values_of(1.0, 8.0))), how == "whole")
     assert kinds == [how]
 
 
@@ -113,15 +114,15 @@ def test_nothing_is_traded_without_leave_and_what_is_stated_stays() -> None:
     assert exact.best.trades == worst(exact.best.added) == "exact"
     assert any(s.trades == "rounding" for s in rounded.evaluated)
     assert all(s.trades == "exact" for s in exact.evaluated)
-    assert rounded.best.plan["tokens_per_second"] >= exact.best.plan["tokens_per_second"]
+    assert rounded.best.plan.tokens_per_second >= exact.best.plan.tokens_per_second
     for made in (exact, rounded):
         assert made.best.recipe.techniques["lora"].rank == 4
-        assert made.best.plan["tokens_per_step"] == 8 * 512
+        assert made.best.plan.tokens_per_step == 8 * 512
 
 
 def test_where_nothing_fits_it_says_what_is_least() -> None:
     made = found(small(), 520)
-    assert not made.best.plan["fits"]
+    assert not made.best.plan.fits
     assert any("needs" in why and "GiB" in why for _, why in made.rejected)
     assert not made.alternatives
 
@@ -131,15 +132,15 @@ def test_what_excludes_a_better_technique_is_found_where_that_does_not_fit() -> 
     settings = ("model.hidden_size=1024", "model.num_kv_heads=2", "batch.seq_len=64", "techniques={chunked_loss: {}}")
     wide = override(small(rows=2), *settings)
     made = found(wide, 780, "rounding")
-    assert made.best.plan["fits"]
+    assert made.best.plan.fits
     assert made.best.recipe.techniques.keys() >= {"optimizer_offload"}
 
 
 def test_devices_share_out_what_one_cannot_hold() -> None:
     wide = override(small(rows=4), "model.hidden_size=1024", "batch.seq_len=64")  # 29M parameters, 16 bytes each
     one, four = found(wide, 960), found(wide, 960, world=4)
-    assert not one.best.plan["fits"]
-    assert four.best.plan["fits"]
+    assert not one.best.plan.fits
+    assert four.best.plan.fits
     assert (
         math.prod(Space(Request(four.best.recipe, gpu(960).as_device, world=4)).sizes_of(four.best.recipe).values())
         == 4
@@ -149,27 +150,15 @@ def test_devices_share_out_what_one_cannot_hold() -> None:
 def test_a_search_is_told_in_words_and_figures() -> None:
     made = found(small(), 650)
     told = explain(made, devices=1, price=2.0)
-    keys = {
-        "fits",
-        "peak_gib",
-        "memory",
-        "seconds_per_step",
-        "tokens_per_second",
-        "mfu",
-        "cost",
-        "recipe",
-        "alternatives",
-        "rejected",
-    }
-    assert keys <= told.keys()
-    assert told["cost"]["million_tokens"] == pytest.approx(2 / 3600 / told["tokens_per_second"] * 1e6)
+    assert told.cost is not None
+    assert told.cost.million_tokens == pytest.approx(2 / 3600 / told.tokens_per_second * 1e6)
     rates = gpu(650)
     request = Request(made.best.recipe, rates.as_device, world=1, rates=rates)
     seen = recalling.observe_cached(request, how="whole", logged=True)
     drawn = figures(made, request)
-    most = max(size for _, size in drawn["timeline"]["bytes"])
+    most = max(size for _, size in drawn.timeline.bytes)
     assert most == pytest.approx(max(size for phase, size in seen.peak.items() if phase != "evaluation") / 2**30)
-    assert all(0 < point["flops"] <= drawn["roofline"]["peak"] for point in drawn["roofline"]["points"])
+    assert all(0 < point.flops <= drawn.roofline.peak for point in drawn.roofline.points)
 
 
 def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +281,8 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
             if c.micro not in (4, 1):
                 continue
             planned = plan(one.space.having(c.added))
-            assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.2), text
-            assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.15), (text, c.micro)
+            assert c.guess.bytes / 2**30 == pytest.approx(planned.allocated_gib, rel=0.2), text
+            assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.15), (text, c.micro)
             seconds.setdefault(text, []).append(c.guess.seconds)
     # New weights are gathered when nothing else runs: 7/8 of them over 0.8 of the link, after 20 us.
     weights = 4 * sum(kinds[0].cost.parameters[n] * times for n, times in ((0, 6), (1, 1)))
@@ -331,8 +320,8 @@ def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
         assert len(chosen) == len(kinds)
         for c in chosen:
             planned = plan(one.space.having(c.added))
-            assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.12), (text, c.kind)
-            assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.1), (text, c.kind)
+            assert c.guess.bytes / 2**30 == pytest.approx(planned.allocated_gib, rel=0.12), (text, c.kind)
+            assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.1), (text, c.kind)
 
 
 def test_estimates_know_that_gathers_among_many_devices_take_long() -> None:
@@ -349,7 +338,7 @@ def test_estimates_know_that_gathers_among_many_devices_take_long() -> None:
     seconds = {}
     for groups in (1, 16):
         (c,) = candidates_with(one, f"{{fsdp: {{replicate: {groups}}}}}", kinds)
-        seconds[groups] = plan(one.space.having(c.added))["seconds_per_step"]
+        seconds[groups] = plan(one.space.having(c.added)).seconds_per_step
         assert c.guess.seconds == pytest.approx(seconds[groups], rel=0.1), groups
     # Two gathers and a reduction of each layer: (1023 - 127) * 1.9 + 127 * 4 us, partly hidden by computation.
     assert 1.2 * seconds[16] < seconds[1] < seconds[16] + 3 * 33 * 2.3e-3
@@ -368,8 +357,8 @@ def test_a_candidate_with_room_is_preferred_to_one_that_is_hardly_faster() -> No
     search_ = _Search(Space(Request(small(), gpu(65536).as_device, rates=gpu(65536))), "fastest", 1, print)
 
     def seen(speed: float, high: float) -> EvaluatedPlan:
-        values = {"fits": True, "tokens_per_second": speed, "peak_gib_interval": [0.0, high], "available_gib": 79.0}
-        return EvaluatedPlan(small(), values, "exact", 1, ())
+        values = values_of(40.0, 79.0, tokens_per_second=speed, peak_gib_interval=[0.0, high])
+        return EvaluatedPlan(small(), plan_of(values), "exact", 1, ())
 
     tight, roomy, slow = seen(100.0, 87.0), seen(99.5, 76.0), seen(98.0, 50.0)
     search_.seen = [slow, tight]
@@ -382,15 +371,10 @@ def test_a_candidate_that_does_not_fit_safely_is_the_answer_only_if_no_other_fit
     search_ = _Search(Space(Request(small(), gpu(65536).as_device, rates=gpu(65536))), "fastest", 1, print)
 
     def seen(speed: float, peak: float) -> EvaluatedPlan:
-        values = {
-            "fits": peak <= 80.0,
-            "tokens_per_second": speed,
-            "peak_gib": peak,
-            "peak_gib_interval": [0.9 * peak, 1.1 * peak],
-            "available_gib": 80.0,
-            "seconds_to_start": 0.0,
-        }
-        return EvaluatedPlan(small(), {**values, "verdict": verdict_on(values)}, "exact", 1, ())
+        values = values_of(
+            peak, 80.0, tokens_per_second=speed, peak_gib_interval=[0.9 * peak, 1.1 * peak], seconds_to_start=0.0
+        )
+        return EvaluatedPlan(small(), plan_of(values), "exact", 1, ())
 
     slow, fast, faster, too_large = seen(50.0, 77.0), seen(99.0, 78.0), seen(100.0, 79.9), seen(200.0, 81.0)
     search_.seen = [too_large, faster, fast, slow]
@@ -401,10 +385,10 @@ def test_a_candidate_that_does_not_fit_safely_is_the_answer_only_if_no_other_fit
 
 
 def test_a_search_keeps_away_from_the_end_of_the_memory() -> None:
-    peak = found(small(), 8192).best.plan["peak_gib"]
+    peak = found(small(), 8192).best.plan.peak_gib
     best = found(small(), peak * 1024 / 0.985).best.plan
-    assert best["verdict"] in (Verdict.FITS, Verdict.TIGHT)
-    assert best["peak_gib"] <= 0.97 * best["available_gib"]
+    assert best.verdict in (Verdict.FITS, Verdict.TIGHT)
+    assert best.peak_gib <= 0.97 * best.available_gib
 
 
 def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
@@ -426,8 +410,8 @@ def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
     ):
         (c,) = candidates_with(one, text, kinds)
         planned = plan(one.space.having(c.added))
-        assert c.guess.bytes / 2**30 == pytest.approx(planned["allocated_gib"], rel=0.2), text
-        assert c.guess.seconds == pytest.approx(planned["seconds_per_step"], rel=0.15), text
+        assert c.guess.bytes / 2**30 == pytest.approx(planned.allocated_gib, rel=0.2), text
+        assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.15), text
 
 
 def test_a_slow_clock_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +419,7 @@ def test_a_slow_clock_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("process_time", "perf_counter"):
         monkeypatch.setattr(time, name, functools.partial(next, itertools.count(1e9, 100.0)))
     slow = found(small(), 650)
-    assert slow.best.plan["tokens_per_second"] == quick.best.plan["tokens_per_second"]
+    assert slow.best.plan.tokens_per_second == quick.best.plan.tokens_per_second
     assert [s.added for s in slow.evaluated] == [s.added for s in quick.evaluated]
 
 
@@ -444,8 +428,8 @@ def test_fewer_passes_are_fewer_dry_runs_with_the_same_verdict() -> None:
     space = Space(Request(small(), rates.as_device, world=1, rates=rates), "exact")
     few, many = (search(space, passes=passes, confirm=False) for passes in (1, 1000))
     assert 1 <= len(few.evaluated) < len(many.evaluated)
-    assert few.best.plan["fits"]
-    assert many.best.plan["tokens_per_second"] >= few.best.plan["tokens_per_second"]
+    assert few.best.plan.fits
+    assert many.best.plan.tokens_per_second >= few.best.plan.tokens_per_second
 
 
 def test_experts_are_split_where_gathering_them_would_take_most_of_a_step() -> None:
@@ -457,14 +441,14 @@ def test_experts_are_split_where_gathering_them_would_take_most_of_a_step() -> N
     rates = Roofline.of("H200")
     space = Space(Request(recipe, rates.as_device, world=64, rates=rates, per_host=8), "rounding")
     best = search(space, passes=80, confirm=False).best
-    assert best.plan["fits"]
+    assert best.plan.fits
     degrees = [t.expert_degree(space.sizes_of(best.recipe)) for t in best.added]
     assert max(degrees) >= 8
     for degree in (2, 64):
         other = plan(
             replace(space.request, recipe=override(best.recipe, f"techniques.expert_parallel.degree={degree}"))
         )
-        assert other["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"]
+        assert other.tokens_per_second < 1.02 * best.plan.tokens_per_second
 
 
 def test_estimates_of_experts_know_that_a_micro_batch_reads_all_of_them() -> None:
@@ -480,7 +464,7 @@ def test_estimates_of_experts_know_that_a_micro_batch_reads_all_of_them() -> Non
     ((layout, sizes),) = one._meshes()
     by_rows = {c.micro: c for c in one._candidates_of(layout, sizes, [plain])}
     few, many = (plan(one.space.having(by_rows[n].added)) for n in (1, 4))
-    measured = many["tokens_per_second"] / few["tokens_per_second"]
+    measured = many.tokens_per_second / few.tokens_per_second
     estimated = by_rows[4].guess.tokens_per_second / by_rows[1].guess.tokens_per_second
     assert 1.5 < estimated == pytest.approx(measured, rel=0.3)
 
@@ -491,13 +475,13 @@ def test_weights_that_are_gathered_in_bf16_are_tried() -> None:
     other = override(result.best.recipe, "techniques.fsdp.gather=own")
     assert result.best.recipe.techniques["fsdp"].gather == "bf16"
     slower = plan(Request(other, gpu(8192).as_device, rates=gpu(8192)))
-    assert result.best.plan["tokens_per_second"] > slower["tokens_per_second"]
+    assert result.best.plan.tokens_per_second > slower.tokens_per_second
 
 
 def test_a_stated_pipeline_with_its_micro_batches_is_searched() -> None:
     techniques = "techniques={efficient_attention: {}, pipeline_parallel: {degree: 2, micro_batches: 4}}"
     result = found(override(small(rows=16), techniques), 8192, world=4)
-    assert result.best.plan["fits"]
+    assert result.best.plan.fits
     assert result.best.recipe.techniques["pipeline_parallel"].micro_batches == 4
     assert "gradient_accumulation" not in result.best.recipe.techniques
 
@@ -516,9 +500,7 @@ def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
             if other.degrees() == t.degrees() and not candidate_problems(space, request):
                 neighbour = describe(request, recalling.observe_cached(request, how="few"))
                 neighbours += 1
-                assert (
-                    not neighbour["fits"] or neighbour["tokens_per_second"] < 1.02 * best.plan["tokens_per_second"]
-                ), other
+                assert not neighbour.fits or neighbour.tokens_per_second < 1.02 * best.plan.tokens_per_second, other
     assert neighbours >= 3
 
 
@@ -531,7 +513,9 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
     cost = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, (1e-3, 1e-3), (1e-4, 1e-4))
     sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
     current = one._candidates_of(layout, sizes, [Combination(kind, cost, frozenset())])[0]
-    best = EvaluatedPlan(space.having(current.added).recipe, {}, "rounding", current.micro, current.added)
+    best = EvaluatedPlan(
+        space.having(current.added).recipe, plan_of(values_of(1.0, 8.0)), "rounding", current.micro, current.added
+    )
     others = [c.layout[0] for c in one._with_other_settings(current, best)]
     assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
     # All rows at once: when gradients are reduced changes nothing, so each pair is tried once.
@@ -603,7 +587,7 @@ def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
         ),
     )
     made = search(Space(Request(recipe, rates.as_device, world=2, rates=rates), "rounding"), passes=16, confirm=False)
-    assert made.best.plan["fits"]
+    assert made.best.plan.fits
     assert made.guessed
     assert not any("owns the slot" in why for what, why in made.rejected if "tensor_parallel" in what), made.rejected
 
@@ -613,12 +597,12 @@ def test_compiling_is_chosen_for_runs_that_outlast_it(steps: int, compiled: bool
     recipe = override(small(), f"stop.max_steps={steps}")
     made = found(recipe, 8192, "rounding")
     assert ("compile" in made.best.recipe.techniques) is compiled
-    total = steps * made.best.plan["seconds_per_step"]
-    assert made.best.plan["seconds_total"] == pytest.approx(total + (60 if compiled else 0))
+    total = steps * made.best.plan.seconds_per_step
+    assert made.best.plan.seconds_total == pytest.approx(total + (60 if compiled else 0))
     # Both answers say how long a run must be: it then ends no later with compile, and one step fewer is too few.
     assert made.startup is not None
-    pays = explain(made, devices=1)["startup"]["pays_from_steps"]
-    plain, faster = (s.plan["seconds_per_step"] for s in (made.startup.without, made.startup.with_them))
+    pays = explain(made, devices=1).startup.pays_from_steps
+    plain, faster = (s.plan.seconds_per_step for s in (made.startup.without, made.startup.with_them))
     assert made.startup.techniques == ("compile",)
     assert made.best in (made.startup.without, made.startup.with_them)
     assert 60 + pays * faster <= pays * plain
@@ -637,8 +621,8 @@ def test_more_rows_at_a_time_are_looked_at_where_guesses_of_one_row_see_no_gain(
     for cuts in (2, 4, 16):
         other = override(made.best.recipe, f"techniques.gradient_accumulation={{steps: {cuts}}}")
         told = plan(Request(other, rates.as_device, rates=rates))
-        assert told["fits"]
-        assert made.best.plan["tokens_per_second"] >= 0.99 * told["tokens_per_second"]
+        assert told.fits
+        assert made.best.plan.tokens_per_second >= 0.99 * told.tokens_per_second
 
 
 def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
@@ -680,8 +664,8 @@ def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
         base = parameters["total"] - parameters["trained"]
         assert memory["parameters"] * 2**30 == pytest.approx(2 * base + 4 * parameters["trained"], rel=0.02)
     assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in result.evaluated)
-    assert result.best.plan["matrix_rate"] == rates.peak_matrix_rate["fp16"]
-    assert result.best.plan["mfu"] < 1
+    assert result.best.plan.matrix_rate == rates.peak_matrix_rate["fp16"]
+    assert result.best.plan.mfu < 1
 
 
 def test_what_cannot_be_built_beside_others_is_no_refusal_beside_the_best(
@@ -691,7 +675,7 @@ def test_what_cannot_be_built_beside_others_is_no_refusal_beside_the_best(
     one = _Search(space, "fastest", 1.0, lambda message: None)
     fused = registry()["fused_operators"]()
     one._refuse(fused, Problem("fused_operators", ProblemCode.BUILD, "cannot be built beside another"))
-    best = EvaluatedPlan(space.recipe, {"fits": True}, "exact", 1, ())
+    best = EvaluatedPlan(space.recipe, plan_of(values_of(1.0, 8.0)), "exact", 1, ())
     assert one._refusals(best) == []
     monkeypatch.setattr(type(fused), "apply", lambda *_: (_ for _ in ()).throw(RecipeError("no such kernel\nhere")))
     recalling.clear()
@@ -801,7 +785,7 @@ def test_a_model_whose_first_layers_have_no_experts_is_searched(tmp_path: Path, 
         f"model: {{path: {tmp_path}, weights: random}}\nbatch: {{size: 2, seq_len: 64}}\nstop: {{max_steps: 1}}\n"
         "techniques: {efficient_attention: {}, chunked_loss: {}}"
     )
-    assert found(recipe, 8192).best.plan["fits"]
+    assert found(recipe, 8192).best.plan.fits
 
 
 def space_of(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1) -> Space:
@@ -856,14 +840,12 @@ def test_refusals_are_those_of_the_best_recipe_and_what_fits_is_an_alternative()
         problems = candidate_problems(space, space.having((*made.best.added, registry()[what]())))
         assert any(why in str(problem) for problem in problems), (what, why)
     assert not any("fits" in why for _, why in made.rejected)
-    assert {id(s) for s in made.alternatives} <= {id(s) for s in made.evaluated if s.plan["fits"]}
-    assert made.best.names not in {
-        s.names for s in made.alternatives if s.plan["peak_gib"] >= made.best.plan["peak_gib"]
-    }
+    assert {id(s) for s in made.alternatives} <= {id(s) for s in made.evaluated if s.plan.fits}
+    assert made.best.names not in {s.names for s in made.alternatives if s.plan.peak_gib >= made.best.plan.peak_gib}
 
 
 def of_figures(speed: float, gib: float, trades: Any = "rounding", later: float = 0.0, micro: int = 4) -> EvaluatedPlan:
-    plan = {"tokens_per_second": speed, "peak_gib": gib, "seconds_to_start": later, "fits": True}
+    plan = plan_of(values_of(gib, 2 * gib, tokens_per_second=speed, seconds_to_start=later))
     return EvaluatedPlan(small(), plan, trades, micro, ())
 
 
@@ -962,7 +944,7 @@ def test_an_interrupted_search_returns_the_best_so_far(monkeypatch: pytest.Monke
     assert made.interrupted
     assert len(made.evaluated) == 1
     assert made.best is made.evaluated[0]
-    assert explain(made, devices=1)["searched"]["interrupted"]
+    assert explain(made, devices=1).searched.interrupted
     with raising(), pytest.raises(Interrupted):  # before the first dry run there is nothing to say
         found(small(), 8192)
 
@@ -971,7 +953,7 @@ def test_a_model_too_large_for_every_layout_is_told_what_would_make_it_fit() -> 
     wide = override(small(rows=4), "model.hidden_size=1024", "batch.seq_len=64")  # 29M parameters, 16 bytes each
     space = space_of(wide, 960)
     least = found(wide, 960).best
-    assert not least.plan["fits"]
+    assert not least.plan.fits
 
     def request_on(devices: int) -> Request:
         return replace(space.request, world=devices)
@@ -980,7 +962,7 @@ def test_a_model_too_large_for_every_layout_is_told_what_would_make_it_fit() -> 
     assert more is not None
     devices, result = more
     assert devices in (2, 4)
-    assert result.best.plan["fits"]
+    assert result.best.plan.fits
     assert on_more_devices(least, space, lambda devices: None, passes=16) is None
     assert with_shorter_rows(least, space) is None  # its weights and states alone are too large
 
@@ -990,9 +972,9 @@ def test_rows_are_halved_until_they_fit() -> None:
     space = space_of(long, 8192)
     whole = plan(space.request)
     half = plan(replace(space.request, recipe=override(long, "batch.seq_len=2048")))
-    mib = (whole["peak_gib"] + half["peak_gib"]) * 512  # between the two
-    least = EvaluatedPlan(long, {**whole, "available_gib": mib / 1024}, "exact", 1, ())
+    mib = (whole.peak_gib + half.peak_gib) * 512  # between the two
+    least = EvaluatedPlan(long, replace(whole, available_gib=mib / 1024), "exact", 1, ())
     shorter = with_shorter_rows(least, space_of(long, mib))
     assert shorter is not None
     assert shorter.recipe.batch.seq_len == 2048
-    assert shorter.plan["peak_gib"] == pytest.approx(half["peak_gib"], rel=0.01)
+    assert shorter.plan.peak_gib == pytest.approx(half.peak_gib, rel=0.01)

@@ -11,6 +11,7 @@ import pytest
 
 import preheat
 from preheat import recipe as recipes
+from preheat.core.plan import Plan
 from preheat.engine.builder import build, context_of
 from preheat.errors import RecipeError
 from preheat.hardware.probe import probe
@@ -26,6 +27,7 @@ from preheat.techniques.activation_checkpointing import ActivationCheckpointing
 from preheat.techniques.compile import Compile
 from preheat.techniques.gradient_accumulation import GradientAccumulation
 from tests.conftest import DEVICE, tiny
+from tests.unit.plans import plan_of, values_of
 
 GPU = Roofline.of("H100").as_device
 
@@ -39,18 +41,11 @@ def context(techniques: str, device: Any = GPU, **batch: int) -> Any:
 def plans(**of: tuple[float, float, float | None]) -> Any:
     """Plans by `when` or `mode`: (share of the memory, seconds a step, seconds of the whole run)."""
 
-    def plan(other: Any) -> dict[str, Any]:
+    def plan(other: Any) -> Plan:
         share, seconds, total = of[getattr(other, "when", None) or other.mode]
         start = 60.0 if getattr(other, "when", "") == "always" else 0.0
-        return {
-            "peak_gib": share,
-            "available_gib": 1.0,
-            "fits": share <= 1,
-            "seconds_per_step": seconds,
-            "tokens_per_second": 1 / seconds,
-            "seconds_to_start": start,
-            "seconds_total": total,
-        }
+        times = {"seconds_per_step": seconds, "tokens_per_second": 1 / seconds, "seconds_total": total}
+        return plan_of(values_of(share, 1.0, **times, seconds_to_start=start))
 
     return plan
 
@@ -126,8 +121,8 @@ def test_no_more_is_computed_again_than_memory_asks_for(none: Any, selective: An
     [(1024, 8, 2), (4096, 8, 8), (1024, 2, 8), (16384, 1, 16), (1024, 0, 16)],  # of 16 rows
 )
 def test_a_gpu_s_micro_batch_has_8192_tokens_if_they_fit(length: int, fitting: int, steps: int) -> None:
-    def plan(other: GradientAccumulation) -> dict[str, float]:
-        return {"peak_gib": 16 / other.steps, "available_gib": fitting / 0.9}
+    def plan(other: GradientAccumulation) -> Plan:
+        return plan_of(values_of(16 / other.steps, fitting / 0.9))
 
     where = context("{gradient_accumulation: {steps: 4, on_gpu: auto}}", size=16, seq_len=length)
     assert GradientAccumulation(steps=4, on_gpu="auto").resolve_auto(where, plan) == GradientAccumulation(steps=steps)
@@ -169,11 +164,11 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
 
     def told(available: float) -> str:
         page = StringIO()
-        Console(file=page, width=300).print(picture({**whole, "available_gib": available}, "tiny"))
+        Console(file=page, width=300).print(picture(replace(whole, available_gib=available), "tiny"))
         return page.getvalue()
 
-    assert "little room" in told(whole["peak_gib"] / 0.98)
-    assert "little room" not in told(whole["peak_gib"] * 2)
+    assert "little room" in told(whole.peak_gib / 0.98)
+    assert "little room" not in told(whole.peak_gib * 2)
 
 
 def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> None:
@@ -198,7 +193,7 @@ def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
 
     rates = Roofline.of("H100")
     seen = observe(Request(tiny("{}"), rates.as_device, vocabulary=96))
-    assert _roofline(seen, rates, 5.0)["peak"] == 5.0
+    assert _roofline(seen, rates, 5.0).peak == 5.0
 
 
 def test_attention_is_drawn_at_the_rate_of_its_unmasked_products() -> None:
@@ -207,10 +202,8 @@ def test_attention_is_drawn_at_the_rate_of_its_unmasked_products() -> None:
     rates = Roofline.of("H100")
     kernel = Kernel("_scaled_dot_product_flash_attention", "bf16", 10**14, 1, 1, ((1, 8, 8192, 128),))
     seen = Observation({}, {}, Counter({kernel: 1}), {}, 0, 0, 0, 0)
-    (point,) = _roofline(seen, rates, rates.peak_matrix_rate["bf16"])["points"]
-    assert point["flops"] == pytest.approx(
-        0.38 * rates.peak_matrix_rate["bf16"], rel=0.01
-    )  # FlashAttention-2 on an H100
+    (point,) = _roofline(seen, rates, rates.peak_matrix_rate["bf16"]).points
+    assert point.flops == pytest.approx(0.38 * rates.peak_matrix_rate["bf16"], rel=0.01)  # FlashAttention-2 on an H100
 
 
 def test_a_search_keeps_the_settings_of_a_technique_that_is_left_open() -> None:

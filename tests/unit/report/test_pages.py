@@ -6,13 +6,16 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from preheat.core.plan import PlanFigures
 from preheat.errors import RunError
+from preheat.files import read_record
 from preheat.report import (
     bench_page,
     compress_page,
@@ -27,6 +30,7 @@ from preheat.report import (
 )
 from preheat.report.formatting import MISSING
 from preheat.run.writer import Writer
+from tests.unit.plans import plan_of, values_of
 
 HOSTILE = (
     '"</title></pre></td><script>alert(1)</script><img src=x onerror="alert(2)">\x1b[31m\x00\u202e\ud800'
@@ -44,6 +48,13 @@ def bench_row(name: str) -> dict[str, Any]:
 
 SIDE = {"perplexity": 75.8, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0}  # fmt: skip
 CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "overhead"), 0.01)
+
+
+def draw_plan(data: dict[str, Any]) -> str:
+    figures, texts = read_record(PlanFigures, data["figures"]), read_record(plan_page.PlanTexts, data["texts"])
+    return plan_page._page(plan_of(data["plan"]), figures, texts, data["recipe"])
+
+
 PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bench": (
         bench_page._page,
@@ -77,19 +88,30 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "pairs": [{"kind": "k", "ranks": [0, 1], "hosts": ["h", "h"], "latency": 0.1, "bandwidth": 1e6}]},
     ),
     "plan": (
-        plan_page._page,
-        {**SMALL, "recipe": {"name": "n"}, "recipe_text": "name: n", "device": {"name": "d"}, "devices": 1, "fits": True, "available_gib": 0.03, "numerics": "exact", "chosen": "c",
-         "searched": {"candidates": 3, "dry_runs": 2, "confirmed": True}, "parameters": {"total": 9, "trained": 9}, "cost": None, "energy": None, "peak_phase": "forward",
-         "seconds_per_step": 0.1, "tokens_per_step": 9, "mfu": 0.1, "matrix_rate": 1e12, "seconds_total": 5.0, "steps": 7, "memory": CATEGORIES, "export": None,
-         "phase_memory": {"forward": CATEGORIES}, "phases": {"forward": 0.02}, "overhead": {"context": 0.1}, "overhead_sources": {"context": "s"},
-         "alternatives": [{"what": "a", **SMALL, "tradeoff": "g"}], "rejected": [{"recipe": "r", "reason": "w"}],
-         "figures": {"timeline": {"phases": [(0, "forward")], "bytes": [(0, 0.01), (1, 0.02)]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
+        draw_plan,
+        {"plan": values_of(0.02, 0.03, tokens_per_second=4000.0, recipe={"name": "n"}, device={"kind": "cuda", "name": "d", "memory": 9}, chosen="c", seconds_per_step=0.1, seconds_total=5.0, steps=7,
+                           searched={"candidates": 3, "dry_runs": 2, "confirmed": True}, memory=CATEGORIES, phase_memory={"forward": CATEGORIES}, phases={"forward": 0.02},
+                           alternatives=[{"what": "a", "recipe": {}, **SMALL, "seconds_per_step": 0.1, "mfu": 0.1, "tradeoff": "g"}], rejected=[{"recipe": "r", "reason": "w"}]),
+         "figures": {"timeline": {"phases": [[0, "forward"]], "bytes": [[0, 0.01], [1, 0.02]]}, "roofline": {"peak": 1e12, "bandwidth": 1e9, "points": [{"operator": "o", "intensity": 5.0, "flops": 1e10, "share": 1.0}]},
                      "guesses": [{"what": "g; 1 row", "techniques": "g", "peak_gib": 0.2, "tokens_per_second": 4100.0}],
-                     "pareto": [{"what": "p; 1 row", "techniques": "p", **SMALL, "fits": True, "best": True}, {"what": "q; 1 row", "techniques": "q", "peak_gib": 0.04, "tokens_per_second": 1.0, "fits": False, "best": False}]}},
+                     "tried": [{"what": "p; 1 row", "techniques": "p", **SMALL, "verdict": "fits", "best": True}, {"what": "q; 1 row", "techniques": "q", "peak_gib": 0.04, "tokens_per_second": 1.0, "verdict": "does not fit"}]},
+         "texts": {"method": "c", "batch": "b", "changes": ["a"]}, "recipe": "name: n"},
     ),
 }  # fmt: skip
 # Text that the pages look up, and no user writes.
-OURS = {"plain", "all", "without lora", "exact", "forward", "all_reduce", "int8", "lora"}
+OURS = {
+    "fits",
+    "does not fit",
+    "cuda",
+    "plain",
+    "all",
+    "without lora",
+    "exact",
+    "forward",
+    "all_reduce",
+    "int8",
+    "lora",
+}
 
 
 def spoiled(value: Any) -> Any:
@@ -148,7 +170,7 @@ def run_files(path: Path) -> dict[str, Any]:
     parts = {"metrics": {"loss": {"value": 4.5, "low": 4.0, "high": 5.0}}, "rows": 7, "truncated": 1}
     tasks = {"needle": {**parts, "parts": [{"length": 8, "depth": 0.5, "value": 0.5}]}, "places": {**parts, "parts": [{"start": 0, "end": 4, "value": 2.0, "low": 1.0, "high": 3.0}]}}  # fmt: skip
     documents = {
-        "plan.json": {**SMALL, "available_gib": 8.0, "memory": CATEGORIES, "phases": {"forward": 0.02}, "parameters": {"total": 9, "trained": 9}, "steps": 3, "mfu": 0.1},
+        "plan.json": values_of(0.02, 8.0, tokens_per_second=4000.0, memory=CATEGORIES, phases={"forward": 0.02}, steps=3, mfu=0.1),
         "changes.json": {"lora": [{"what": "w", "count": 2, "kernel": "k"}]},
         "environment.json": {"device": "cpu", "processes": 2, "threads": 1, "machine": {"device": "d", "memory_gib": 3.0}, "command": "c"},
         "evaluation.json": {"step": 3, "before": {"texts": {"v": parts}}, "after": {"texts": {"v": parts}, "tasks": tasks}, "difference": {"texts": {"v": parts}}},
@@ -308,11 +330,16 @@ def test_no_mark_is_clipped_by_the_frame_and_any_name_can_be_drawn() -> None:
 def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
     draw, data = PAGES["plan"]
     cost = {"hour": 0.4, "million_tokens": 0.00496, "run": None}
-    shown = {
-        **data, "peak_gib_interval": [0.018, 0.022], "tokens_per_second_interval": [2680.0, 4680.0], "cost": cost, "currency": "EUR",
-        "method": "lora, compile", "rests_on": "micro-batches of 8 rows", "start_note": "compile pays from 1,500 steps on", "assumed": ["2,048 tokens a row (--length)"],
-        "command": ["preheat", "plan", "a b", "--out", "r.yaml"], "alternatives": [{"what": "a", **SMALL, "tradeoff": "g", "cost": cost, "changes": "with lora"}],
+    (other,) = data["plan"]["alternatives"]
+    plan = {
+        **data["plan"], "peak_gib_interval": [0.018, 0.022], "tokens_per_second_interval": [2680.0, 4680.0], "cost": cost, "currency": "EUR",
+        "alternatives": [{**other, "cost": cost}],
     }  # fmt: skip
+    texts = {
+        "method": "lora, compile", "batch": "micro-batches of 8 rows", "assumed": ["2,048 tokens a row (--length)"], "startup": "compile pays from 900 steps on",
+        "command": ["preheat", "plan", "a b", "--out", "r.yaml"], "changes": ["with lora"],
+    }  # fmt: skip
+    shown = {**data, "plan": plan, "texts": texts}
     source = draw(shown)
     harmless(source)
     text = re.sub("<[^>]*>", " ", source).replace("\u00a0", " ")
@@ -320,7 +347,7 @@ def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
         "20.5 MiB of 30.7 MiB (18.4 MiB to 22.5 MiB in nine of ten runs); 4,000 tokens a second (2,680 to 4,680",
         "lora, compile; numerics unchanged",
         "micro-batches of 8 rows",
-        "compile pays from 1,500 steps on",
+        "compile pays from 900 steps on",
         "2,048 tokens a row (--length)",
         "preheat plan &#x27;a b&#x27; --out r.yaml",
         "4.96 EUR",
@@ -339,14 +366,21 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None, from_user=True)
-    said = recipe_text({"recipe": recipes.as_values(recipe)}, question)
+    said = recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.as_values(recipe)), question)
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
     recipe, question = (
         recipes.parse("model: {preset: gpt2}\nstop: {max_steps: 1}"),
         SimpleNamespace(checkpoint="org/model", from_user=False),
     )
-    assert recipe_text({"recipe": recipes.as_values(recipe)}, question).endswith("# data: {source: DATA.jsonl}\n")
-    assert recipes.parse(recipe_text({"recipe": recipes.as_values(recipe)}, question)).model.path == "org/model"
+    assert recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.as_values(recipe)), question).endswith(
+        "# data: {source: DATA.jsonl}\n"
+    )
+    assert (
+        recipes.parse(
+            recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.as_values(recipe)), question)
+        ).model.path
+        == "org/model"
+    )
 
 
 def test_markup_of_figures_and_tables_stands_in_one_module() -> None:

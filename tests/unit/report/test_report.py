@@ -11,11 +11,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from preheat.core import MachineUse
 from preheat.errors import RunError
-from preheat.hardware.machine_use import MachineUse
+from preheat.files import strict
 from preheat.report import formatting, svg, write
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
+from tests.unit.plans import values_of
 
 SECTIONS = [
     "verdict",
@@ -29,11 +31,9 @@ SECTIONS = [
     "environment",
     "recipe",
 ]
-PLAN = {
-    "fits": True,
-    "peak_gib": 1.02,
-    "available_gib": 8.0,
-    "memory": {
+PLAN = values_of(
+    *(1.02, 8.0),
+    memory={
         "parameters": 0.1,
         "gradients": 0.1,
         "optimizer": 0.2,
@@ -41,11 +41,12 @@ PLAN = {
         "temporary": 0.1,
         "overhead": 0.02,
     },
-    "phases": {"forward": 0.8, "backward": 1.02},
-    "tokens_per_second": 4000.0,
-    "parameters": {"total": 15_000_000, "trained": 15_000_000},
-    "steps": 60,
-}
+    phases={"forward": 0.8, "backward": 1.02},
+    tokens_per_second=4000.0,
+    parameters={"total": 15_000_000, "active": 15_000_000, "trained": 15_000_000},
+    overhead={"process": 0.02},
+    steps=60,
+)
 MEASURED = {"peak_gib": 1.05, "tokens_per_second": 3800.0, "seconds_per_step": 0.1, "mfu": 0.5}
 
 
@@ -149,9 +150,9 @@ def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        (MachineUse(60, 0.4, 1.6, 2, 2).note(), ", on average 1.6 cores, so it does not correct later plans."),
-        (MachineUse(60, 1.9, 0.1, 2, 2).note(), None),
-        (MachineUse(60, 1.9, None, 2, 2).note(), None),
+        (strict(MachineUse(60, 0.4, 1.6, 2, 2)), ", on average 1.6 cores, so it does not correct later plans."),
+        (strict(MachineUse(60, 1.9, 0.1, 2, 2)), None),
+        (strict(MachineUse(60, 1.9, None, 2, 2)), None),
         ({"alone": False}, ", so it does not correct later plans."),  # an incomplete note
         (None, None),
     ],
@@ -286,7 +287,7 @@ def test_a_resumed_writer_ends_half_a_line_and_adds_folders(tmp_path, monkeypatc
     *_, half, last = (path / "events.jsonl").read_text().splitlines()
     assert half == '{"kind": "ha'
     assert json.loads(last)["kind"] == "resumed"
-    assert {"one/a.txt", "two/a.txt"} <= set(writer._mark["files"])
+    assert {"one/a.txt", "two/a.txt"} <= set(writer._mark.files)
 
 
 def test_what_the_run_wrote_is_shown_not_obeyed(tmp_path):

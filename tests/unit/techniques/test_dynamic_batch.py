@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from preheat.core.plan import Plan
 from preheat.engine.builder import build, context_of
 from preheat.engine.step import gradients
 from preheat.hardware import probe
 from preheat.models import hf
 from preheat.techniques.dynamic_batch import DynamicBatch, MicroBatch, foreseen, regrouped, sizes
+from tests.unit.plans import plan_of, values_of
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
@@ -69,14 +71,14 @@ def test_auto_starts_at_the_most_that_is_predicted_to_fit() -> None:
     context = context_of(recipe, hf.configure(recipe, 96), DEVICE)
     asked = []
 
-    def plan(other: Any) -> dict[str, float]:
+    def plan(other: Any) -> Plan:
         asked.append(other.start)
-        return {"peak_gib": other.start, "available_gib": 10.0}
+        return plan_of(values_of(float(other.start), 10.0))
 
     technique = recipe.techniques["dynamic_batch"]
     assert technique.resolve_auto(context, plan) == DynamicBatch(start=4, target=0.5)
     assert asked == [16, 8, 4]
-    assert technique.resolve_auto(context, lambda other: {"peak_gib": 9.0, "available_gib": 1.0}) == DynamicBatch(
+    assert technique.resolve_auto(context, lambda other: plan_of(values_of(9.0, 1.0))) == DynamicBatch(
         start=1, target=0.5
     )
     assert DynamicBatch(start=3).resolve_auto(context, plan) == DynamicBatch(start=3)
