@@ -39,7 +39,8 @@ def why_no_cuda() -> tuple[str, bool]:
         return f"torch {torch.__version__} is built without CUDA; install one with it (pytorch.org)", gpu
     if driver is None:
         return "no NVIDIA driver is installed here (libcuda.so.1); install it", gpu
-    needs = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    built = str(torch.version.cuda)
+    needs = tuple(map(int, built.split(".")[:2]))
     # Any driver of a major version of CUDA runs what is built for that version or an older one.
     if driver[0] < needs[0]:
         found = ".".join(map(str, driver))

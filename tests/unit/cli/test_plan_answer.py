@@ -20,7 +20,7 @@ from rich.console import Console
 
 from preheat import recipe as recipes
 from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
-from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, summary
+from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, page_texts
 from preheat.cli.views.plan_view import plan_details, serving_picture
 from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
@@ -200,7 +200,7 @@ def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: 
     plan = PLANS["qlora"]()[1] | {"seconds_to_start": start, "startup": startup}
     (said,) = (entry.text for entry in Answer(plan_of(plan), "a model")._entries(None) if entry.label == "time")
     assert said.split("; ")[2:] == parts
-    assert summary(plan)["start_note"] == "; ".join(parts)  # on the page, too
+    assert page_texts(plan_of(plan)).startup == "; ".join(parts)  # on the page, too
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,12 @@ def test_what_others_hold_is_in_the_plan_and_its_refusal() -> None:
     rates = Roofline.of("H100")
     request = Request(recipe, rates.as_device, vocabulary=96, rates=rates)
     free, busy = (plan(dataclasses.replace(request, in_use=size)) for size in (0, 79 * GIB - 300 * 2**20))
-    assert free["fits"]
-    assert free["in_use_gib"] == 0
+    assert free.fits
+    assert free.in_use_gib == 0
     assert held_by_others(free) == ""
     # The same step does not fit beside others.
-    assert not busy["fits"]
-    assert busy["peak_gib"] == free["peak_gib"]
+    assert not busy.fits
+    assert busy.peak_gib == free.peak_gib
     assert re.search(r"has 300 MiB: other processes hold 78\.71 GiB of H100; end them", falls_short(busy))
 
 
