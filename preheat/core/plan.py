@@ -229,7 +229,8 @@ class Plan:
         allocator_retries: True if it fits only if a GPU's allocator frees cached memory in each step, which takes time.
         memory: {category: GiB} at the peak: parameters, gradients, optimizer, activations, temporary, overhead; with
             several devices also gathered weights and communication buffers, if any phase has them.
-        overhead: {line: GiB} of memory["overhead"]: rounding, allocator, context, workspaces, process, kernels, saving.
+        overhead: {line: GiB} of memory["overhead"]: rounding, allocator, context, workspaces, process, code, packing,
+            kernels, saving.
         overhead_sources: {line: where its figure is from}.
         allocated_gib: of the peak tensors alone.
         reserved_gib: tensors, and freed ones that the allocator keeps: on a GPU torch's max_memory_reserved less the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,15 @@ class Tokens:
             folder,
             side,
         )
+
+    def unmap_pages(self) -> None:
+        """Unmaps the files' pages that were read; they stay in the system's page cache.
+
+        Otherwise every row that is read adds to the process's resident memory, up to the size of the data set.
+        """
+        for array in (self.ids, self.loss_mask):
+            if array is not None and isinstance(array.base, mmap.mmap):
+                array.base.madvise(mmap.MADV_DONTNEED)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Pickled as a path: a worker maps the same files instead of receiving gigabytes through a pipe.
@@ -283,7 +293,9 @@ class Rows:
         """Returns row `index`, from 0."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return self._stream_row(index) if self.packing == "stream" else self._whole_row(index)
+        packed = self._stream_row(index) if self.packing == "stream" else self._whole_row(index)
+        self.tokens.unmap_pages()
+        return packed
 
     def _stream_row(self, index: int) -> RowData:
         start = index * self.length

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.ma  # np.quantile loads it at its first call, in a run beside the model: 7 MiB
 
 __all__ = ["Metric", "difference", "draws", "interval", "macro_f1", "mean", "perplexity", "ratio", "resampled_sums"]
 

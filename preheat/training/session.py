@@ -20,7 +20,7 @@ from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.run_evaluator import RunEvaluator
 from preheat.files import read_record, strict
-from preheat.hardware.cpu_allocator import install_heap, release_unused
+from preheat.hardware.cpu_allocator import install_heap, release_small, release_unused
 from preheat.hardware.deterministic import repeats
 from preheat.hardware.gpu_memory import limit_memory
 from preheat.hardware.interrupts import check
@@ -260,7 +260,9 @@ def open_session(
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
     ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
-    import torch.distributed.checkpoint  # noqa: F401  # count its memory as that of imports, not of the build
+    # What saving loads at its first call: its memory counts as that of imports, not of the build.
+    import numpy.ctypeslib  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
 
     ranks.join(recipe, device.kind)
     # 4. Open the folder. Only rank 0 writes; the others have a writer that discards everything.
@@ -308,6 +310,8 @@ def open_session(
         )
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
         writer.event("resumed" if resume else "started", step=session.progress.step)
+        # Writing the tokenizer takes several times its size, which would stay resident beside every step.
+        release_small(device.kind)
     except BaseException:
         # A new run leaves no folder without a recipe behind, so that the same command can simply be repeated.
         writer.close() if resume else writer.remove_unstarted()

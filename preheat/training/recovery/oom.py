@@ -126,7 +126,7 @@ class Recovery:
         overhead = sum(
             size
             for what, size in session.plan.overhead.items()
-            if what in ("process", "kernels", "context", "workspaces")
+            if what in ("process", "packing", "kernels", "context", "workspaces")
         )
         # A request may exceed the device: the room is at most the device without the imports.
         most = session.device.memory - session.imports

@@ -1,6 +1,8 @@
 """Rows against a slow reference that builds each document's labels and positions token by token."""
 
 import pickle
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +136,20 @@ def test_rows_on_disk_travel_as_a_path(tmp_path):
     assert len(sent) < 1500
     for a, b in zip(pickle.loads(sent).row(3), Rows(tokens, 16).row(3), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_rows_that_were_read_do_not_stay_resident(tmp_path):
+    np.arange(2**20, dtype=np.uint32).tofile(tmp_path / "train.uint32")
+    np.ones(2**20, np.uint8).tofile(tmp_path / "train.trained")
+    np.save(tmp_path / "train-ends.npy", np.array([2**20]))
+    rows = Rows(Tokens.open(tmp_path, "train"), 1024)
+
+    def resident() -> int:
+        regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        return sum(int(region.split("Rss:")[1].split()[0]) for region in regions if f"{tmp_path}/" in region)
+
+    assert rows.tokens.ids.sum() > 0
+    assert resident() >= 4096  # KiB: reading the array itself maps all of it
+    assert [rows.row(n).tokens[0] for n in (0, 512, 1023)] == [0, 512 * 1024, 1023 * 1024]
+    assert resident() == 0

@@ -22,7 +22,7 @@ from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
 from preheat.planning.explain import energy_of
 from preheat.planning.memory import overhead
-from preheat.planning.memory.overhead import SOURCES
+from preheat.planning.memory.overhead import SOURCES, process_overhead
 from preheat.planning.observation import BESIDE, CATEGORIES, FROM_OTHERS, Observation
 from preheat.planning.plan import GIB, describe, plan
 from preheat.planning.request import Request
@@ -138,6 +138,37 @@ def test_compiled_products_are_a_line_where_a_cpu_computes_in_bf16() -> None:
     assert shapes == int(shapes) >= 10  # projections, feed-forward, head, scores: forward and both backward
     assert "kernels" not in fp32
     assert half["process"] == fp32["process"]
+
+
+def cpu_kernel(operator: str, *shapes: tuple[int, ...], dtype: str = "fp32") -> Kernel:
+    return Kernel(operator, dtype, 0, 0, 0, shapes)
+
+
+def test_code_counts_operators_once_and_onednn_for_convolutions_and_bf16() -> None:
+    def mib(*kernels: Kernel) -> float:
+        seen = Observation({"forward": 0}, {}, Counter(kernels), {}, 0, 0, 0, 0)
+        return process_overhead(tiny(), seen, DEVICE)["code"] / 2**20
+
+    dense = [cpu_kernel("mm", (8, 8), (8, 8)), cpu_kernel("mm", (4, 4), (4, 4)), cpu_kernel("mul", (8,))]
+    assert mib(*dense) == 2 / 16
+    layer = [cpu_kernel("convolution", (8,)), cpu_kernel("convolution_backward", (8,))]
+    # 11.3 MiB with AVX2 and 11.8 with AVX512 or AMX were measured for the first depthwise convolution and its gradient.
+    assert mib(*layer) == pytest.approx(11.5, abs=0.3)
+    half = cpu_kernel("mm", (8, 8), (8, 8), dtype="bf16")
+    assert mib(half) == 4 + 1 / 16
+    assert mib(half, *layer) == mib(*layer) + 1 / 16  # oneDNN's own code once
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "measured"),
+    [(256, 32, 4096, 0.5), (1024, 256, 1024, 1.4), (2048, 512, 2048, 2.4), (8192, 768, 768, 1.7), (256, 4096, 32, 0.0)],
+)
+def test_buffers_of_mkl_agree_with_measured_ones(rows: int, inner: int, columns: int, measured: float) -> None:
+    for product in (
+        cpu_kernel("mm", (rows, inner), (inner, columns)),
+        cpu_kernel("addmm", (columns,), (rows, inner), (inner, columns)),
+    ):
+        assert overhead._packing_bytes(product) / 2**20 == pytest.approx(measured, abs=0.5)
 
 
 def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
