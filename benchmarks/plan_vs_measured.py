@@ -148,6 +148,24 @@ def mixers(folder: Path) -> list[tuple[str, list[str]]]:
     return recipes
 
 
+# Of tests/architectures: models so small that most of a run's memory is overhead of the process.
+TINY = ("llama", "qwen3", "gpt2", "nemotron_h", "jamba", "qwen3_next", "mamba2", "lfm2")
+
+
+def tiny(folder: Path) -> list[tuple[str, list[str]]]:
+    """A recipe of each kind of tiny model, name and settings; its configuration is written below the folder."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.architectures.tiny import tiny_config
+
+    recipes = []
+    for name in TINY:
+        tiny_config(name, vocab_size=4096).save_pretrained(folder / name)
+        settings = ["stop.max_steps=4", "evaluate={rows: 8}", "checkpoint={}", "sample={}"]
+        settings += ["batch={size: 4, seq_len: 64}", "techniques={efficient_attention: {}, chunked_loss: {}}"]
+        recipes.append((name, [*settings, f"model={{path: {folder / name}, weights: random}}"]))
+    return recipes
+
+
 def listed() -> list[tuple[str, list[str]]]:
     """The recipes above: name and settings."""
     made = []
@@ -236,12 +254,14 @@ def main() -> None:
     parser.add_argument(
         "--mixers", action="store_true", help="a recipe of each kind of token mixer, instead of the list"
     )
+    parser.add_argument("--tiny", action="store_true", help="tiny models, dense and recurrent, instead of the list")
     parser.add_argument("--only", default="", help="only recipes with this text in their names")
     parser.add_argument("--repeats", type=int, default=2, help="how often a run beside other work is repeated")
     parser.add_argument("--wait", type=float, default=120, help="seconds to wait for free cores before each run")
     options = parser.parse_args()
     configurations = tempfile.TemporaryDirectory()
-    chosen = mixers(Path(configurations.name)) if options.mixers else listed()
+    folder = Path(configurations.name)
+    chosen = tiny(folder) if options.tiny else mixers(folder) if options.mixers else listed()
     if options.drawn:
         more = drawn(options.drawn, options.seed)
         chosen = [(f"drawn {n}", [*settings, "stop.max_steps=6"]) for n, settings in enumerate(more, 1)]
@@ -264,7 +284,7 @@ def main() -> None:
         memory, speed = row["peak_gib"], row["tokens_per_second"]
         beside = "" if counted([row], "tokens_per_second") else "   beside other work, not counted"
         print(
-            f"{name:32s} memory {memory['predicted']:6.2f} / {memory['measured']:6.2f} GiB ({memory['error']:+.0%})   "
+            f"{name:32s} memory {memory['predicted']:7.3f} / {memory['measured']:7.3f} GiB ({memory['error']:+.0%})   "
             f"speed {speed['predicted']:8,.0f} / {speed['measured']:8,.0f} tokens/s ({speed['error']:+.0%}){beside}",
             flush=True,
         )
