@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
 import re
 import secrets
+import typing
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ __all__ = [
     "read_record",
     "read_value",
     "require_overwritable",
+    "schema_of",
     "strict",
     "to_json",
     "write_atomic",
@@ -195,6 +198,42 @@ def read_record(kind: type[_Record], value: object) -> _Record:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise BadJson(f"{place + ': ' if place else ''}{quoted(first['input'], 40)}: {first['msg']}") from None
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """Returns the JSON schema of a record as `to_json` writes it, with the descriptions of its docstring.
+
+    Example:
+        >>> from preheat.core.plan import Parameters
+        >>> schema_of(Parameters)["properties"]["trained"]
+        {'title': 'Trained', 'type': 'integer', 'description': 'those that the optimizer updates.'}
+    """
+    from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+    from pydantic_core import core_schema
+
+    class WithComputed(GenerateJsonSchema):
+        """Adds fields that `__init__` does not take, which pydantic leaves out, and descriptions."""
+
+        def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+            values, record = super().dataclass_schema(schema), schema["cls"]
+            hints = typing.get_type_hints(record)
+            for field in dataclasses.fields(record):
+                if not field.init:
+                    values["properties"][field.name] = _adapter(hints[field.name]).json_schema()
+            for name, text in _descriptions(record).items():
+                if name in values["properties"]:
+                    values["properties"][name]["description"] = text
+            values["required"] = [*values["properties"]]
+            return values
+
+    return _adapter(kind).json_schema(mode="serialization", schema_generator=WithComputed)
+
+
+def _descriptions(record: type) -> dict[str, str]:
+    """Returns the descriptions in the section "Attributes" of a docstring."""
+    _, _, section = (inspect.getdoc(record) or "").partition("Attributes:\n")
+    entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {5,}.*)*)", section.partition("\n\n")[0], re.M)
+    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
 @functools.cache

@@ -113,6 +113,9 @@ def plan(
         typer.Option("--verbose", help="Also print memory by phase, all alternatives, and why others were rejected."),
     ] = False,
     json: Json = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of what --json prints, and plan nothing.")
+    ] = False,
 ) -> None:
     """Predict memory and speed by a dry run, for this machine or any GPU; explain what does not fit.
 
@@ -122,6 +125,9 @@ def plan(
     from preheat.cli.options.unused import name_unread
     from preheat.hardware.catalogue import named_or_described
 
+    if schema:
+        _print_schema()
+        return
     per_hour, currency = (None, None) if price is None else parse_price(price)
     if gpu == "list":
         _list_devices(json)
@@ -624,6 +630,14 @@ def recipe_text(result: Plan, subject: Subject) -> str:
         text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"
         text += "# data: {source: DATA.jsonl}\n"
     return text
+
+
+def _print_schema() -> None:
+    from preheat.cli.views.console import emit
+    from preheat.core.plan import Plan
+    from preheat.files import schema_of
+
+    emit(schema_of(Plan))
 
 
 def _list_devices(json: bool) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from preheat.run.reader import Reader
@@ -22,6 +23,7 @@ from .conftest import RECIPE, Command, losses
 
 def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
     plan = preheat.here.json("plan", "r.yaml")
+    jsonschema.validate(plan, preheat.here.json("plan", "--schema"))
     assert plan["fits"] is True
     assert sum(plan["memory"].values()) == pytest.approx(plan["peak_gib"], rel=1e-6)
     made = preheat.json("train", "r.yaml")
