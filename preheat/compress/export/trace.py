@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import RunError
+from preheat.torch_compat import export_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +55,7 @@ def trace(module: nn.Module, positions: int) -> torch.export.ExportedProgram:
     length = torch.export.Dim("length", min=1, max=positions or None)
     shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        return torch.export.export(module, (ids, torch.ones_like(ids)), dynamic_shapes=shapes)
+        return torch.export.export(module, (ids, torch.ones_like(ids)), dynamic_shapes=shapes, **export_options())
 
 
 def to_onnx(program: torch.export.ExportedProgram, file: Path, inputs: tuple[str, ...], *, beside: bool = True) -> None:

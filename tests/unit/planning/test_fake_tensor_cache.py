@@ -219,7 +219,7 @@ def test_a_dry_run_leaves_a_gpu_at_hand_alone(techniques: str, world: int, monke
     assert (here.kernels, here.at) == (elsewhere.kernels, elsewhere.at)
 
 
-def test_a_crew_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_pool_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
     with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
