@@ -2,10 +2,13 @@
 
     python benchmarks/gpu_check.py correct | memory | ladder [--budget SECONDS] [--only WORDS ...] [--out FOLDER]
     python benchmarks/gpu_check.py correct --device cpu          # tries the cases themselves, at tiny sizes
+    python benchmarks/gpu_check.py ladder --plan-to PLANS --card H100            # on any machine, beforehand
+    python benchmarks/gpu_check.py ladder --planned PLANS --peer-sites trl=DIR   # on the card
 
-Cases run one after another, the ones that matter most first, in a process that is started anew where one crashed, hung or left the device
-unusable. Each ends with one JSON line on stdout and in FOLDER/gpu_check-PART.jsonl, so that a session that is cut off keeps what it has;
-FOLDER/gpu_check-PART.md has the table, and FOLDER/gpu_check-PART.log what the cases printed. Ctrl-C, SIGTERM and SIGHUP end the running case and its
+Cases run one after another in a process that is started anew where one crashed, hung or left the device unusable. First come cases that
+never ran, by the results in FOLDER and in what `--after` names; then those whose code changed; the oldest first, and otherwise the ones that
+matter most. Each ends with one JSON line on stdout and in FOLDER/gpu_check-PART.jsonl, to which commands append, so that a session that is
+cut off keeps what it has; FOLDER/gpu_check-PART.md has the newest result of each case, and FOLDER/gpu_check-PART.log what the cases printed. Ctrl-C, SIGTERM and SIGHUP end the running case and its
 processes; the table then has the cases that ended before. Exit codes: 0 all that ran is right, 1 something is not, 2 the command is wrong, 128 + signal
 if it was interrupted.
 """
@@ -14,6 +17,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,9 +37,10 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # preheat and its tests, installed or not
 
+from _gpu import peers, records  # noqa: E402
 from _gpu.case import Case, Skip, Where, Wrong  # noqa: E402
 
-# Before `missing` has looked for what preheat needs: these two import the standard library only.
+# Before `missing` has looked for what preheat needs: these import the standard library only.
 from preheat.hardware.child_processes import tethered  # noqa: E402
 from preheat.hardware.interrupts import Interrupted, raising  # noqa: E402
 
@@ -70,7 +77,7 @@ def missing() -> list[str]:
 def cases_of(part: str, where: Where) -> list[Case]:
     """The cases of a part, or of another module, in their order."""
     module = importlib.import_module(f"_gpu.{part}" if part in PARTS else part)
-    cases: list[Case] = module.cases(where)
+    cases: list[Case] = module.plans(where) if where.plan_to else module.cases(where)
     return cases
 
 
@@ -137,15 +144,11 @@ class Process:
             sys.executable,
             __file__,
             part,
-            "--device",
-            where.kind,
             "--serve",
             str(theirs),
-            "--folder",
-            where.folder,
+            "--where",
+            json.dumps(dataclasses.asdict(where)),
         ]
-        if not where.tiny:
-            command.append("--full")
         self.process = subprocess.Popen(
             # Tethered, for a `kill -9` of this process; a session of its own, so that `end` reaches all of its processes.
             tethered(command),
@@ -260,35 +263,20 @@ def results(
             process.end()
 
 
-def machine(kind: str) -> str:
-    """The device and the versions, in a line."""
-    import torch
-    import transformers
-
-    name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {os.cpu_count()} cores"
-    return f"{name}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def table(part: str, rows: list[dict[str, Any]], command: str, machine: str) -> str:
-    """The results as Markdown, the answer first."""
-    count = {
-        result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(row["result"] for row in rows)
-    }
-    answer = ", ".join(f"{n} {result}" for result, n in count.items()) or "none ended"
-    lines = [f"# {part} on {machine}", "", f"{len(rows)} cases: {answer}.", "", f"    {command}", ""]
-    lines += ["| case | result | s | figures |", "|---|---|---|---|"]
-    for row in rows:
-        figures = ", ".join(f"{key} {_short(value)}" for key, value in row["figures"].items())
-        said = "; ".join(filter(None, [row["why"].replace("|", "\\|"), figures]))
-        lines.append(f"| {row['case']} | {row['result']} | {row['seconds']:.1f} | {said} |")
-    return "\n".join(lines) + "\n"
+def machine(where: Where) -> str:
+    """The device and the versions, in a line; "" if torch finds no CUDA device but needs one."""
+    if where.plan_to or where.kind == "cpu":
+        device = f"{where.card} (planned)" if where.plan_to else f"CPU, {os.cpu_count()} cores"
+        device += f", torch {importlib.metadata.version('torch')}"
+    else:
+        # In a process of its own: asked here, the context would take memory of the card for as long as cases run.
+        script = "import torch as t; print(t.cuda.is_available() and f'{t.cuda.get_device_name()}, torch {t.__version__}' or '')"
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+        device = done.stdout.strip()
+    return device and f"{device}, transformers {importlib.metadata.version('transformers')}"
 
 
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def main() -> int:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", metavar="correct|memory|ladder", help="or the name of a module with cases of your own")
     parser.add_argument(
@@ -299,73 +287,150 @@ def main() -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder for the results (default on CUDA: benchmarks/results; on a CPU none is written)",
+        help="folder for the results (default on CUDA: benchmarks/results, of plans: theirs; on a CPU none is written)",
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and end")
+    parser.add_argument(
+        "--after",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="results of earlier runs besides those in --out: files, or their folders",
+    )
+    parser.add_argument(
+        "--peer-sites",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="packages of another trainer of the ladder (trl, torchtitan, unsloth), for its process only; FOLDER:FOLDER for several",
+    )
+    parser.add_argument("--planned", default="", metavar="FOLDER", help="ladder: recipes that --plan-to wrote")
+    parser.add_argument("--plan-to", default="", metavar="FOLDER", help="ladder: plan for --card instead of training")
+    parser.add_argument("--card", default="", help="with --plan-to: a GPU as in `preheat plan --gpu`")
+    parser.add_argument("--list", action="store_true", help="print the cases in their order and end")
     parser.add_argument("--full", action="store_true", help="the GPU's sizes on a CPU too")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--where", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def mistake(options: argparse.Namespace) -> str:
+    """What is wrong with the command, and its fix; "" if nothing is."""
     if names := missing():
-        print(f"gpu_check: not installed here: {', '.join(names)}; pip install {' '.join(names)}", file=sys.stderr)
-        return 2
+        return f"not installed here: {', '.join(names)}; pip install {' '.join(names)}"
+    if options.part not in PARTS and importlib.util.find_spec(options.part) is None:
+        return f"{options.part}: no such part; use {', '.join(PARTS)}, or a module with `cases(where)`"
+    for key in ("planned", "plan_to"):
+        if getattr(options, key) and options.part != "ladder":
+            return f"--{key.replace('_', '-')}: only the recipes of ladder are planned, not those of {options.part}"
+    if bool(options.plan_to) != bool(options.card):
+        return "--plan-to FOLDER and --card NAME belong together: name both, as in --plan-to plans --card H100"
+    if options.plan_to and options.planned:
+        return "--plan-to writes plans and --planned trains by them: use one of them"
+    if options.planned and not Path(options.planned).is_dir():
+        return f"--planned {options.planned}: no such folder; --plan-to {options.planned} --card NAME writes it"
+    for path in options.after:
+        if not path.exists():
+            return f"--after {path}: no such file or folder"
+    trainers = [run.__name__ for run in peers.PEERS.values()]
+    for value in options.peer_sites:
+        name, _, folders = value.partition("=")
+        if name not in trainers:
+            return f"--peer-sites {value}: no such trainer; use NAME=FOLDER with one of {', '.join(trainers)}"
+        for folder in folders.split(os.pathsep):
+            if not folder or not Path(folder).is_dir():
+                return f"--peer-sites {value}: no folder '{folder}'; pip install --target FOLDER {name}"
+    return ""
+
+
+def where_of(options: argparse.Namespace, folder: str) -> Where:
+    sites = dict(value.split("=", 1) for value in options.peer_sites)
+    return Where(
+        options.device,
+        tiny=options.device == "cpu" and not options.full,
+        folder=folder,
+        sites={
+            name: os.pathsep.join(map(os.path.abspath, folders.split(os.pathsep))) for name, folders in sites.items()
+        },
+        planned=os.path.abspath(options.planned) if options.planned else "",
+        plan_to=os.path.abspath(options.plan_to) if options.plan_to else "",
+        card=options.card,
+    )
+
+
+def code_of(part: str) -> str:
+    """A digest of the code that a part runs."""
+    folders = [ROOT / "preheat", ROOT / "benchmarks/_gpu"]
+    if part not in PARTS:
+        spec = importlib.util.find_spec(part)
+        assert spec
+        assert spec.origin
+        folders.append(Path(spec.origin))
+    return records.digest_of(folders)
+
+
+def main() -> int:
+    options = options_of()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    tiny = options.device == "cpu" and not options.full
     if options.serve:
         with os.fdopen(options.serve, "w", encoding="utf-8") as answers:
-            serve(options.part, Where(options.device, tiny, options.folder), sys.stdin, answers)
+            serve(options.part, Where(**json.loads(options.where)), sys.stdin, answers)
         return 0
-    if options.part not in PARTS and importlib.util.find_spec(options.part) is None:
-        print(
-            f"gpu_check: {options.part}: no such part; use {', '.join(PARTS)}, or a module with `cases(where)`",
-            file=sys.stderr,
-        )
+    if fault := mistake(options):
+        print(f"gpu_check: {fault}", file=sys.stderr)
         return 2
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("gpu_check: torch finds no CUDA device here; --device cpu tries the cases themselves", file=sys.stderr)
-        return 2
-    out: Path | None = options.out or (ROOT / "benchmarks/results" if options.device == "cuda" else None)
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
-        where = Where(options.device, tiny, folder)
-        cases = cases_of(options.part, where)
-        chosen = [c for c in cases if not options.only or any(words in c.name for words in options.only)]
-        if not chosen:
+        where = where_of(options, folder)
+        device = machine(where)
+        if not device:
+            print(
+                "gpu_check: torch finds no CUDA device here; --device cpu tries the cases themselves", file=sys.stderr
+            )
+            return 2
+        cases = [c for c in cases_of(options.part, where) if any(words in c.name for words in options.only or [""])]
+        if not cases:
             print(
                 f"gpu_check: --only {' '.join(options.only)}: no case of {options.part} has that in its name; --list shows them",
                 file=sys.stderr,
             )
             return 2
+        stem = f"gpu_check-{options.part}" + ("-plans" if where.plan_to else "")
+        default = (
+            Path(where.plan_to) if where.plan_to else ROOT / "benchmarks/results" if where.kind == "cuda" else None
+        )
+        out: Path | None = options.out or default
+        files = [path / f"{stem}.jsonl" if path.is_dir() else path for path in [*options.after, *filter(None, [out])]]
+        code = code_of(options.part)
+        chosen = records.in_order(cases, [row for file in dict.fromkeys(files) for row in records.read(file)], code)
         if options.list:
             print("\n".join(f"{case.name:60s} {case.seconds:5.0f} s at most" for case in chosen))
             return 0
+        for made in filter(None, [where.plan_to, out]):
+            Path(made).mkdir(parents=True, exist_ok=True)
         target = out or Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        stem = f"gpu_check-{options.part}"
         rows = []
         interrupted: Interrupted | None = None
         with (
             (target / f"{stem}.log").open("a", encoding="utf-8") as log,
-            (target / f"{stem}.jsonl").open("w", encoding="utf-8") as lines,
+            (target / f"{stem}.jsonl").open("a", encoding="utf-8") as lines,
         ):
             try:
                 # Closing the generator ends its process, also if the signal arrives outside of it.
                 with raising(), contextlib.closing(results(options.part, where, chosen, options.budget, log)) as done:
-                    for row in done:
-                        rows.append(row)
+                    for result in done:
+                        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                        rows.append(result | {"at": now, "code": code, "machine": device})
                         for file in (sys.stdout, lines):
-                            print(json.dumps(row), file=file, flush=True)
+                            print(json.dumps(rows[-1]), file=file, flush=True)
             except Interrupted as signalled:
                 interrupted = signalled
         if out is None and any(row["result"] == "failed" for row in rows):
             sys.stderr.write((target / f"{stem}.log").read_text(encoding="utf-8")[-6000:])
+        everything = records.newest(records.read(target / f"{stem}.jsonl")).values()
         command = "python " + shlex.join(sys.argv)
-        (target / f"{stem}.md").write_text(
-            table(options.part, rows, command, machine(options.device)), encoding="utf-8"
-        )
-        print(table(options.part, rows, command, machine(options.device)).splitlines()[2], file=sys.stderr)
+        (target / f"{stem}.md").write_text(records.table(options.part, [*everything], command), encoding="utf-8")
+        print(records.summary(rows), file=sys.stderr)
         if interrupted is not None:
             print(f"gpu_check: {interrupted} after {len(rows)} of {len(chosen)} cases", file=sys.stderr)
             return interrupted.exit_code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,19 @@ class Where:
         kind: cuda or cpu.
         tiny: sizes that a CPU takes within seconds: to try the cases themselves.
         folder: for files; shared by the cases of a part, and removed with the last of them.
+        sites: by another trainer's name (`trl`), the folders of its packages, joined as in PYTHONPATH.
+        planned: folder with recipes that were planned beforehand; "" plans on the card.
+        plan_to: folder to write such recipes to, instead of training; "" trains.
+        card: the GPU, by its name in the catalogue, that `plan_to` plans for.
     """
 
     kind: str
     tiny: bool
     folder: str
+    sites: Mapping[str, str] = field(default_factory=dict)
+    planned: str = ""
+    plan_to: str = ""
+    card: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,49 @@
 """Other trainers on the same card, the same rows and a model of the same shape: TRL with Liger's kernels, torchtitan's model, unsloth.
 
-Each runs where its packages are installed. AdamW at a constant rate, bf16, no evaluation, no saving.
+AdamW at a constant rate, bf16, no evaluation, no saving. Each runs in a process of its own, which may have packages of its own: their
+versions conflict with preheat's. `python -m _gpu.peers JOB.json` is that process; it imports nothing of preheat.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _gpu.case import Skip
+from _gpu.case import Skip, Wrong
 from _gpu.shapes import SHAPES
 
-__all__ = ["PEERS", "Taken", "Task"]
+__all__ = ["PEERS", "Taken", "Task", "run_apart"]
 
 LR = 1e-4
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "accelerate",
+    "liger-kernel",
+    "bitsandbytes",
+    "trl",
+    "torchtitan",
+    "unsloth",
+)
+"""Their versions are recorded if a trainer imported them."""
+ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as preheat sets it for itself
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,7 @@ class Task:
         shape: of SHAPES.
         four_bits, adapters: the base in four bits; low-rank adapters of rank 16 on all linear maps.
         rows, length, steps: of a batch, and how many batches.
+        checkpointed: with activation checkpointing, for cards that are too small without.
     """
 
     shape: str
@@ -39,6 +66,7 @@ class Task:
     tiny: bool
     kind: str
     folder: str
+    checkpointed: bool = False
 
 
 @dataclass
@@ -76,15 +104,28 @@ def _config(task: Task) -> Any:
 
 
 def _saved(task: Task) -> Path:
-    """A folder with drawn weights in bf16, for trainers that read one."""
+    """Returns a folder with drawn weights in bf16 and a tokenizer, for trainers that read one."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder = Path(task.folder) / f"peer-{task.shape}"
     if not folder.exists():
+        partial = folder.with_suffix(".partial")  # renamed once it is whole: a case may be cut off
         torch.manual_seed(0)
         with torch.device(task.kind):
-            AutoModelForCausalLM.from_config(_config(task), dtype=torch.bfloat16).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(_config(task), dtype=torch.bfloat16).save_pretrained(partial)
+        words = {"</s>": 0, "<s>": 1} | {f"w{n}": n for n in range(2, _config(task).vocab_size)}
+        PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="</s>")),
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="</s>",
+        ).save_pretrained(partial)
+        partial.rename(folder)
+    if task.kind == "cuda":  # the weights were drawn on the card
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return folder
 
 
@@ -97,9 +138,11 @@ def _wait(task: Task) -> None:
 
 def _timed(task: Task, tokens: Any, step: Callable[[Any], Any]) -> Taken:
     """Takes the steps of a plain loop; `step` gets the rows of a batch on the card and gives its loss."""
+    import torch
+
     taken = Taken()
     for number in range(task.steps):
-        rows = tokens[number * task.rows : (number + 1) * task.rows].cuda()
+        rows = torch.as_tensor(tokens[number * task.rows : (number + 1) * task.rows]).cuda()
         _wait(task)
         begun = time.perf_counter()
         loss = step(rows)
@@ -115,7 +158,6 @@ def trl(task: Task, tokens: Any) -> Taken:
     _need(*(["peft"] if task.adapters else []), *(["bitsandbytes"] if task.four_bits else []))
     import torch
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -156,13 +198,10 @@ def trl(task: Task, tokens: Any) -> Taken:
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    pieces = {"</s>": 0} | {f"w{n}": n for n in range(1, 16)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(pieces, unk_token="</s>")), eos_token="</s>", pad_token="</s>"
-    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(_saved(task))
     settings = SFTConfig(
         output_dir=str(Path(task.folder) / "trl"), max_steps=task.steps, per_device_train_batch_size=task.rows, learning_rate=LR,
-        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=1.0, bf16=True, gradient_checkpointing=False,
+        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=1.0, bf16=True, gradient_checkpointing=task.checkpointed,
         use_liger_kernel=task.kind == "cuda", use_cpu=task.kind == "cpu", report_to="none", save_strategy="no", disable_tqdm=True,
         logging_steps=task.steps, max_length=task.length, completion_only_loss=False,
     )  # fmt: skip
@@ -177,7 +216,11 @@ def torchtitan(task: Task, tokens: Any) -> Taken:
     if task.adapters or task.shape != "1B" or task.kind != "cuda":
         raise Skip("torchtitan's Llama is compared at 1B full on CUDA")
     import torch
+    from torch.distributed import fsdp
     from torch.nn.functional import cross_entropy
+
+    if torch.__version__ < "2.12":  # torchtitan imports a name that torch 2.11 lacks, which one device does not use
+        vars(fsdp)["DataParallelMeshDims"] = object
     from torchtitan.models.llama3 import llama3_configs
 
     with torch.device("meta"):
@@ -216,7 +259,11 @@ def unsloth(task: Task, tokens: Any) -> Taken:
     )
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = FastLanguageModel.get_peft_model(
-        model, r=16, lora_alpha=32, target_modules=names, use_gradient_checkpointing=False
+        model,
+        r=16,
+        lora_alpha=32,
+        target_modules=names,
+        use_gradient_checkpointing="unsloth" if task.checkpointed else False,
     )
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0, fused=True
@@ -237,3 +284,69 @@ PEERS: dict[str, Callable[[Task, Any], Taken]] = {
     "torchtitan, compiled": torchtitan,
     "unsloth": unsloth,
 }
+
+
+def run_apart(peer: str, task: Task, tokens: Path, sites: str) -> dict[str, Any]:
+    """Runs a trainer in a process of its own, whose output is that of this process.
+
+    Args:
+        peer: of PEERS.
+        tokens: a .npy file, int64 [task.steps * task.rows, task.length].
+        sites: folders of its packages, which come before the interpreter's, joined as in PYTHONPATH; "" uses what this process has.
+
+    Returns:
+        {seconds, losses: of each step, versions: of what it imported, figures: memory on CUDA}, or {skip: why}, or {out of memory: why}.
+    """
+    from preheat.hardware.child_processes import ended_by, tethered
+
+    job, result = Path(task.folder) / "peer-job.json", Path(task.folder) / "peer-result.json"
+    job.write_text(json.dumps({"peer": peer, "tokens": str(tokens), "result": str(result), "task": asdict(task)}))
+    result.unlink(missing_ok=True)
+    path = [sites or os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    # `-P`: nothing from the folder of the run, where a trainer's packages must not be looked for.
+    command = [sys.executable, "-P", "-m", "_gpu.peers", str(job)]
+    done = subprocess.run(tethered(command), env=environment, cwd=task.folder, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode or not result.exists():
+        raise Wrong(f"the trainer's process {ended_by(done.returncode)}: see the log", {})
+    answer: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return answer
+
+
+def main(file: str) -> None:
+    """Runs the job in a file (see `run_apart`), and writes its result."""
+    import numpy as np
+
+    job = json.loads(Path(file).read_text(encoding="utf-8"))
+    task = Task(**job["task"])
+    if job["peer"] == "unsloth" and importlib.util.find_spec("unsloth"):
+        importlib.import_module("unsloth")  # before torch and transformers, which it changes
+    try:
+        answer = asdict(PEERS[job["peer"]](task, np.load(job["tokens"]))) | {"versions": _versions(), "figures": {}}
+    except Skip as reason:  # before torch was imported
+        answer = {"skip": str(reason)}
+    except RuntimeError as error:
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        answer = {"out of memory": str(error).splitlines()[0]}
+    else:
+        if task.kind == "cuda":
+            import torch
+
+            answer["figures"] = {
+                "allocated GiB": torch.cuda.max_memory_allocated() / 2**30,
+                "reserved GiB": torch.cuda.max_memory_reserved() / 2**30,
+            }
+    Path(job["result"]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _versions() -> str:
+    """Returns the packages that were imported, with their versions."""
+    names = [name for name in PACKAGES if name.replace("-", "_") in sys.modules]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import os
 import re
 import runpy
@@ -58,9 +59,10 @@ def check(folder: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     out, error = process.communicate(timeout=600)
     assert process.returncode == code, out + error
     rows = [json.loads(line) for line in out.splitlines()]
-    part = arguments[0]
-    assert rows == [json.loads(line) for line in (folder / "out" / f"gpu_check-{part}.jsonl").read_text().splitlines()]
-    table = (folder / "out" / f"gpu_check-{part}.md").read_text()
+    stem = f"gpu_check-{arguments[0]}" + ("-plans" if "--plan-to" in arguments else "")
+    lines = (folder / "out" / f"{stem}.jsonl").read_text().splitlines()
+    assert rows == [json.loads(line) for line in lines[-len(rows) :]], "commands append"
+    table = (folder / "out" / f"{stem}.md").read_text()
     assert all(f"| {row['case']} | {row['result']} |" in table for row in rows)
     return rows
 
@@ -87,6 +89,35 @@ def test_the_budget_cuts_off_and_what_is_left_is_named(tmp_path: Path) -> None:
     assert [row["result"] for row in rows] == ["cut off"]
     rows = check(tmp_path, "mine", "--only", "a", "long", "--budget", "0.1")
     assert {row["result"] for row in rows} == {"left out"}
+
+
+def test_what_was_not_reached_comes_first_next_time(tmp_path: Path, gpu: Any) -> None:
+    (tmp_path / "mine.py").write_text(CASES)
+    assert [row["case"] for row in check(tmp_path, "mine", "--only", "skip", "d")] == ["skip", "d"]
+    (tmp_path / "elsewhere").mkdir()
+    row = {"case": "wrong", "result": "ok", "seconds": 1, "why": "", "figures": {}, "at": "2026-01-01", "code": "older"}
+    (tmp_path / "elsewhere/gpu_check-mine.jsonl").write_text(json.dumps(row) + "\n" + '{"case": "cut o')
+    only = ("--only", "skip", "d", "wrong", "unusable", "--after", str(tmp_path / "elsewhere"))
+    names = [row["case"] for row in check(tmp_path, "mine", *only, code=1)]
+    assert names == ["unusable", "wrong", "skip", "d"], "never run, of older code, skipped, of the same code"
+    table = (tmp_path / "out/gpu_check-mine.md").read_text()
+    assert table.count("| d |") == 1, "its newest result"
+
+
+def test_results_are_ordered_by_age_and_code(gpu: Any) -> None:
+    records, case = gpu("records"), gpu("case")
+    cases = [case.Case(name, dict) for name in ("ok", "old", "changed", "unreached", "new", "cut off twice")]
+
+    def row(name: str, result: str, day: int, code: str = "now") -> dict[str, str]:
+        return {"case": name, "result": result, "at": f"2026-01-{day:02d}", "code": code}
+
+    earlier = [
+        row("ok", "ok", 5), row("ok", "left out", 6), row("old", "ok", 1), row("changed", "ok", 4, code="before"),
+        row("unreached", "left out", 2), row("cut off twice", "cut off", 2), row("cut off twice", "cut off", 3),
+    ]  # fmt: skip
+    ordered = [each.name for each in records.in_order(cases, earlier, "now")]
+    assert ordered == ["unreached", "new", "cut off twice", "changed", "old", "ok"]
+    assert records.newest(earlier)["ok"]["result"] == "ok", "it was only not reached the last time"
 
 
 def test_a_process_that_does_not_start_takes_no_more_than_the_budget(tmp_path: Path) -> None:
@@ -132,6 +163,75 @@ def test_a_rung_that_trains_otherwise_is_wrong(gpu: Any, tmp_path: Path) -> None
     for key, value in {"first loss": 12.5, "last loss": 8.5}.items():
         with pytest.raises(wrong, match=key):
             like({"first loss": 12.2, "last loss": 7.5} | {key: value}, file)
+
+
+TRL = """\
+import torch, transformers
+__version__ = transformers.__version__
+class SFTConfig(dict):
+    def __init__(self, **named): super().__init__(named)
+class SFTTrainer:
+    def __init__(self, model, settings, train_dataset, processing_class, callbacks):
+        self.settings, self.train_dataset, self.callbacks = settings, train_dataset, callbacks
+    def training_step(self): return torch.tensor(float(len(self.train_dataset[0]["input_ids"])))
+    def train(self):
+        if not self.settings["gradient_checkpointing"] and FULL: raise torch.OutOfMemoryError("too large")
+        if BROKEN: raise ValueError("not a lack of memory")
+        for _ in range(self.settings["max_steps"]):
+            self.callbacks[0].on_step_begin(); self.training_step(); self.callbacks[0].on_step_end()
+"""
+
+
+@pytest.mark.parametrize("fault", ["FULL", "BROKEN"])
+def test_another_trainer_runs_in_its_own_process_with_its_own_packages(gpu: Any, tmp_path: Path, fault: str) -> None:
+    """A stand-in for TRL; below is the real one."""
+    sites, folder = tmp_path / "sites", tmp_path / "run"
+    (sites / "trl-99.1.dist-info").mkdir(parents=True)
+    (sites / "trl-99.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 99.1\n")
+    flags = "".join(f"{name} = {name == fault}\n" for name in ("FULL", "BROKEN"))
+    (sites / "trl.py").write_text(flags + TRL)
+    folder.mkdir()
+    ladder, case = gpu("ladder"), gpu("case")
+    where = case.Where("cpu", True, str(folder), sites={"trl": str(sites)})
+    if fault == "BROKEN":
+        with pytest.raises(case.Wrong, match="ended with exit code 1"):
+            ladder._peer("1B full", "TRL with Liger", where)
+        return
+    figures = ladder._peer("1B full", "TRL with Liger", where)
+    assert figures["first loss"] == 64, "the rows of the task"
+    assert figures["checkpointed"], "without, it does not fit"
+    assert "trl 99.1" in figures["versions"]
+    assert f"torch {torch.__version__.split('+')[0]}" in figures["versions"]
+    assert "trl" not in sys.modules or "sites" not in str(sys.modules["trl"].__file__), "this process has its own"
+    with pytest.raises(case.Skip, match="not installed: torchtitan"):
+        ladder._peer("1B full", "torchtitan, compiled", where)
+
+
+def test_trl_trains_on_the_same_rows(gpu: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+    where = gpu("case").Where("cpu", True, str(tmp_path), sites={"trl": str(Path(trl.__file__).parents[1])})
+    figures = gpu("ladder")._peer("1B full", "TRL with Liger", where)
+    assert figures["first loss"] == pytest.approx(math.log(4096), rel=0.02), "drawn weights"
+    assert f"trl {trl.__version__}" in figures["versions"]
+
+
+def test_recipes_are_planned_beforehand_and_trained_as_planned(gpu: Any, tmp_path: Path) -> None:
+    plans, only = str(tmp_path / "plans"), ("--only", "1B full/+ chunked loss", "1B full/+ attention")
+    planned = check(tmp_path, "ladder", "--plan-to", plans, "--card", "H100", *only[:2])
+    assert planned[0]["figures"]["planned for"] == "H100"
+    file = gpu("ladder").plan_file(plans, "1B full", "+ chunked loss")
+    plan = json.loads(file.read_text())
+    plan["recipe"]["batch"]["size"] = 2  # shows that the file decides
+    file.write_text(json.dumps(plan))
+    rows = {row["case"]: row for row in check(tmp_path, "ladder", "--planned", plans, *only)}
+    trained = rows["1B full/+ chunked loss"]
+    assert trained["result"] == "ok", trained
+    predicted = {name: plan["predicted"][name] for name in gpu("ladder").PREDICTED.values()}
+    assert trained["figures"].items() >= predicted.items()
+    ratio = predicted["planned tokens/s"] / trained["figures"]["tokens/s"]
+    assert trained["figures"]["planned over measured tokens/s"] == pytest.approx(ratio)
+    assert rows["1B full/+ attention"]["result"] == "skipped"
+    assert "write it with --plan-to" in rows["1B full/+ attention"]["why"]
 
 
 def test_all_recipes_exist_at_the_sizes_of_a_gpu(gpu: Any) -> None:
@@ -404,6 +504,12 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path) -> None:
     for arguments, words in (
         (["corect"], "no such part"),
         (["correct", "--only", "nothing"], "--only nothing: no case"),
+        (["memory", "--planned", "."], "only the recipes of ladder are planned"),
+        (["ladder", "--plan-to", "plans"], "--plan-to FOLDER and --card NAME belong together"),
+        (["ladder", "--planned", "nowhere"], "--planned nowhere: no such folder"),
+        (["ladder", "--after", "nowhere"], "--after nowhere: no such file"),
+        (["ladder", "--peer-sites", "trll=."], "use NAME=FOLDER with one of trl, torchtitan, unsloth"),
+        (["ladder", "--peer-sites", "trl=nowhere"], "no folder 'nowhere'"),
     ):
         process = Fork(
             [str(SCRIPT), *arguments, "--device", "cpu"], function="tests.fork_server:script", folder=tmp_path
