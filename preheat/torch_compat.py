@@ -131,7 +131,7 @@ def unsharded_like(parameter: Any, full: Tensor) -> Tensor:
     return _from_local_no_grad(full, parameter._get_unsharded_dtensor_spec(full))
 
 
-def export_options() -> dict[str, bool]:
+def export_options() -> dict[str, Any]:
     """Returns the options of `torch.export.export` for a dynamic length of grouped attention heads."""
     # Before 2.13 export cannot prove min(16 * n, 32 * n) == 16 * n, so the graph asserts it when it runs.
     return {} if _IS_2_13 else {"prefer_deferred_runtime_asserts_over_guards": True}
