@@ -239,7 +239,7 @@ def speed_of(turn: JsonObject, warmup: int) -> float:
 
 
 def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: Plan | None) -> JsonObject:
-    predicted = vars(plan.predicted) if plan else None
+    predicted = plan.predicted.known() if plan else None
     row: JsonObject = {
         "name": c.name,
         "techniques": list(c.recipe.techniques),

@@ -292,7 +292,7 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
         row: JsonObject = {
             "name": c.name,
             "against": "without",
-            "predicted": vars(plan.predicted) if plan else None,
+            "predicted": plan.predicted.known() if plan else None,
             "not_run": c.failed,
         }
         if c.turns:

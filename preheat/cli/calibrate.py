@@ -50,8 +50,7 @@ def calibrate(
     stored = rates.store()
     rates = dataclasses.replace(rates, links=load_links(rates.hardware, rates.torch))  # measured by nettest
     if as_json:
-        note = rates.machine and rates.machine
-        say(to_json({**dataclasses.asdict(rates), "machine": note, "stored": str(stored)}))
+        say(to_json({**dataclasses.asdict(rates), "stored": str(stored)}))
         return
     screen = console()
     screen.print(_table(rates))

@@ -118,7 +118,6 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
 
     Before the data is read, because it needs none of it: only the size of the vocabulary.
     """
-
     from preheat.cli.views.console import console
     from preheat.engine.device import resolve_device
     from preheat.hardware.rate_probe import with_present_rate

@@ -201,7 +201,13 @@ def plan(
         key = answers.key_of(first.recipe, {"plan": question, "absent": first.absent})
     stored = answers.load(key) if key is not None else None
     if stored is not None and (html is None or stored.figures is not None):
-        answer(stored.plan, lambda: stored.figures, stored.recipe)  # type: ignore[arg-type, return-value]
+        drawn = stored.figures
+
+        def stored_figures() -> PlanFigures:
+            assert drawn is not None, "without figures the answer is computed again"
+            return drawn
+
+        answer(stored.plan, stored_figures, stored.recipe)
         return
     if not json:
         passing("dry run: starting")  # the imports take seconds

@@ -216,6 +216,10 @@ class Predicted:
     reserved_gib: float | None = None
     context_gib: float | None = None
 
+    def known(self) -> dict[str, float]:
+        """Returns the predictions by name, without those that are None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -337,6 +341,9 @@ class Plan:
     chance: float = field(init=False)
 
     def __post_init__(self) -> None:
+        # Only a damaged file has such an interval; without a width there is no chance to fit.
+        if not self.peak_gib > 0 or not self.peak_gib_interval.low < self.peak_gib_interval.high:
+            raise ValueError("the peak or its interval is empty")
         object.__setattr__(self, "fits", self.peak_gib <= self.available_gib)
         object.__setattr__(self, "verdict", self._verdict())
         object.__setattr__(self, "chance", self._chance())

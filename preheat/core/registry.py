@@ -16,7 +16,6 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
 
 from preheat.core.problems import Problem, ProblemCode
 from preheat.core.slots import Slot
@@ -24,9 +23,6 @@ from preheat.core.tags import Tag
 from preheat.core.technique import _REGISTRY, Context, Searchable, Technique
 from preheat.errors import RunError, nearest
 from preheat.sanitize import shorten
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "GROUP",

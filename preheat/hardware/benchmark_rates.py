@@ -123,8 +123,8 @@ class Grid:
         # A copy reads and writes each element; rows of another width round the number of elements.
         least = {dtype: 0.9 * 2 * max(self.elements, default=0) * _BYTES[dtype] for dtype in plain}
         reached = all(moved.get((dtype, "copy"), 0) >= least[dtype] for dtype in plain)
-        asked = self.operators or tuple(operator for operator in MOVERS if not operator.startswith("to_"))
-        lacking = tuple(o for o in asked if not reached or any((dtype, o) not in moved for dtype in plain))
+        operators = self.operators or tuple(operator for operator in MOVERS if not operator.startswith("to_"))
+        lacking = tuple(o for o in operators if not reached or any((dtype, o) not in moved for dtype in plain))
         rest = dataclasses.replace(
             self,
             shapes=shapes,
@@ -680,13 +680,13 @@ def with_room(device: Device) -> Device:
     """
     if device.kind == "cpu":
         return device
-    held = other_processes_bytes(device)
-    left = dataclasses.replace(device, memory=device.memory - held)
+    used_by_others = other_processes_bytes(device)
+    left = dataclasses.replace(device, memory=device.memory - used_by_others)
     if left.memory < _LEAST_ROOM:
         raise DoesNotFit(
             f"hardware.device: {device.name}: {memory(max(left.memory, 0) / 2**30)} of "
             f"{memory(device.memory / 2**30)} are left, and measuring its rates takes {memory(_LEAST_ROOM / 2**30)}: "
-            f"other processes hold {memory(held / 2**30)}; {OTHERS}"
+            f"other processes hold {memory(used_by_others / 2**30)}; {OTHERS}"
         )
     return left
 

@@ -1,4 +1,4 @@
-"""Whether torch can use a CUDA device here, and if not, why."""
+"""Checks for a usable CUDA device, and explains a missing one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["driver_version", "has_cuda", "is_slice", "why_no_cuda"]
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"  # vendor and class of NVIDIA's GPUs
 _MODULE = Path("/proc/driver/nvidia/version")
 _warning: list[str] = []
-"""What torch warned of when it first counted devices; it counts, and warns, once per process."""
+"""Warnings of torch's first count of devices; it counts, and warns, once per process."""
 
 
 def has_cuda() -> bool:
@@ -43,11 +43,11 @@ def why_no_cuda() -> tuple[str, bool]:
     needs = tuple(map(int, built.split(".")[:2]))
     # Any driver of a major version of CUDA runs what is built for that version or an older one.
     if driver[0] < needs[0]:
-        found = ".".join(map(str, driver))
+        supported = ".".join(map(str, driver))
         return (
-            f"the NVIDIA driver is too old: found version {driver_version()} for CUDA {found}, and torch "
+            f"the NVIDIA driver is too old: found version {driver_version()} for CUDA {supported}, and torch "
             f"{torch.__version__} needs CUDA {torch.version.cuda}; update the driver, or install a torch for CUDA "
-            f"{found} (pytorch.org)",
+            f"{supported} (pytorch.org)",
             True,
         )
     if _warning:

@@ -20,7 +20,7 @@ from preheat.sanitize import memory
 __all__ = ["CONTEXT", "OTHERS", "MemoryPeak", "limit_memory", "memory_peak", "other_processes_bytes"]
 
 OTHERS = "end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
-"""What to do about other processes on a GPU."""
+"""Advice if other processes use a GPU."""
 CONTEXT = 805 << 20
 """Bytes of a CUDA context in plans, with the kernels of cuBLAS, cuDNN and Triton that training loads.
 

@@ -65,7 +65,7 @@ def read_use(values: object) -> MachineUse:
     try:
         use = read_record(MachineUse, values)
     except BadJson as error:
-        raise Damaged(f"machine is no use of the machine ({error.message})") from None
+        raise Damaged(f"machine is not a record of the machine's use ({error.message})") from None
     for name, value in vars(use).items():
         if name != "alone" and value is not None:
             read_number(value, f"machine.{name}", zero=True)

@@ -1,4 +1,4 @@
-"""Which tensors the hand-written kernels take."""
+"""Checks if the hand-written kernels accept a tensor."""
 
 from __future__ import annotations
 

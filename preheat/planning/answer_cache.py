@@ -22,7 +22,7 @@ from preheat import remote_code
 from preheat.cache_folder import cache_folder, store_json
 from preheat.core.plan import Plan, PlanFigures
 from preheat.errors import RunError
-from preheat.files import read_record, to_json
+from preheat.files import BadJson, read_record, to_json
 from preheat.hardware.stored_values import Damaged, read_json
 from preheat.recipe.paths import possible_paths
 
@@ -92,13 +92,20 @@ def load(key: str) -> Answer | None:
     answer = stored.get("answer")
     if not isinstance(answer, dict) or stored.get("sha256") != _checksum(answer):
         return None
-    return read_record(Answer, answer)  # intact, and written by this version, whose digest is in the key
+    try:
+        return read_record(Answer, answer)
+    except BadJson:
+        return None
 
 
 def store(key: str, answer: Answer) -> None:
     """Stores an answer, unless JSON cannot hold it or the folder cannot be written."""
     try:
-        plain = json.loads(json.dumps(asdict(answer), allow_nan=False))
+        text = json.dumps(asdict(answer), allow_nan=False)
+        plain = json.loads(text)
+        # Names of files that are not UTF-8 would be read back as others.
+        if json.dumps(asdict(read_record(Answer, plain))) != text:
+            return
     except (TypeError, ValueError):  # infinite, or not JSON: it would be read back as something else
         return
     try:

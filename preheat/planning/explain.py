@@ -126,7 +126,7 @@ def figures(result: SearchResult, request: Request) -> PlanFigures:
     return PlanFigures(
         timeline=_timeline(observation),
         roofline=_roofline(observation, rates, result.best.plan.matrix_rate),
-        guesses=tuple(Candidate(*guess) for guess in result.guesses),
+        guesses=tuple(result.guesses),
         tried=tuple(
             Candidate(
                 describe_techniques(s.added, s.micro),

@@ -124,7 +124,7 @@ def extrapolate_all_layers(
         return None
     result = _extrapolate(one, two, times)
     result.log, result.streams = extrapolated
-    result.reserved = None  # a replay of the log tells it
+    result.reserved = None  # a replay of the log gives it
     return result
 
 

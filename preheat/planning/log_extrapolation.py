@@ -4,7 +4,7 @@ The log of one more layer has the same events and, in some places, a layer's eve
 allocated, in each forward and backward pass, in the update. The two logs are aligned, and what the second one inserts
 is inserted once for each further layer.
 
-Which block an event frees is told by its age among living blocks of the same size, which is the same in each layer:
+An event frees the block with the same age among the allocated blocks of the same size, which is the same in each layer:
 counted from the newest in a backward pass, which frees what came last, and from the oldest elsewhere.
 
 Logs that cannot be aligned this way have no extrapolation: of layers with an alternating pattern, whose two logs do not

@@ -150,9 +150,9 @@ def describe(request: Request, observation: Observation) -> Plan:
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; add {dtype}=TFLOP/s"
         )
     steps = steps_of(recipe, request.rows)
-    start = sum(t.startup_seconds(device) for t in recipe.techniques.values())
+    start = math.fsum(t.startup_seconds(device) for t in recipe.techniques.values())
     # Without steps or hours the length of the run is unknown: None.
-    total = seconds * steps + start if steps else (recipe.stop.hours or 0) * 3600 or None
+    total = seconds * steps + start if steps else float((recipe.stop.hours or 0) * 3600) or None
     speed = observation.tokens / seconds
     fp32_rate = rates.peak_matrix_rate.get("fp32", 0.0)
     return Plan(
@@ -179,8 +179,8 @@ def describe(request: Request, observation: Observation) -> Plan:
         mfu=observation.model_flops / seconds / ceiling,
         matrix_rate=ceiling,
         fp32_rate=fp32_rate if dtype == "bf16" and fp32_rate > 1.2 * ceiling else None,
-        flops_per_step=sum(observation.flops.values()),
-        model_flops_per_step=observation.model_flops,
+        flops_per_step=float(sum(observation.flops.values())),
+        model_flops_per_step=float(observation.model_flops),
         tokens_per_step=observation.tokens,
         parameters=Parameters(observation.parameters, active_parameters(request, observation), observation.trained),
         steps=steps,

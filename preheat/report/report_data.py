@@ -90,7 +90,7 @@ def collect(path: str | Path) -> JsonObject:
             "model": recipe.get("model"),
             "data": mapping(recipe.get("data")).get("source"),
         },
-        "predicted": {key: getattr(plan, key, None) for key in _PREDICTED} | (vars(plan.predicted) if plan else {}),
+        "predicted": {key: getattr(plan, key, None) for key in _PREDICTED} | (plan.predicted.known() if plan else {}),
         "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
         | {k: measured[k] for k in (*MEMORY_KEYS, "machine") if k in measured},
         "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},

@@ -3,7 +3,7 @@
 preheat.json      marks the folder as written by preheat: {kind, id, files}; checkpoints carry the run's `id`,
                   `files` lists the files of tokenizer/
 recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` repeats the run
-plan.json         the prediction (see `PLAN_KEYS`)
+plan.json         the prediction (see `core.plan.Plan`)
 environment.json  machine, versions, threads, command
 changes.json      {technique: [{what, count, kernel, detail}]}
 data.json         source, layout and counts of the data
@@ -73,11 +73,11 @@ MEMORY_KEYS = {
     "allocated_gib": "on a GPU, of it tensors, with cuBLAS's workspaces",
     "reserved_gib": "on a GPU, what torch's allocator has from the driver for them",
     "context_gib": (
-        "on a GPU, what the process holds in addition, by the driver; left out if it does not tell (pip install "
+        "on a GPU, what the process holds in addition, by the driver; left out if it does not report that (pip install "
         "nvidia-ml-py)"
     ),
 }
-"""Keys of measured memory in the event `measured`; `expected_memory` gives the prediction of each."""
+"""Keys of measured memory in the event `measured`; `core.plan.Predicted` holds the prediction of each."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads a run folder. `Reader` validates every file, leaves out damaged lines and keys, and lists them."""
+"""Reads a run folder. `Reader` validates every file, leaves out damaged lines, keys and plans, and lists them."""
 
 from __future__ import annotations
 
@@ -292,14 +292,14 @@ class Reader:
 
     @property
     def plan(self) -> Plan | None:
-        """The prediction; None if it is missing or damaged."""
+        """The prediction; None if it is missing, damaged, or of another version of preheat."""
         file = self.path / "plan.json"
         if not file.exists():
             return None
         try:
             return read_record(Plan, parse_json(read_bytes(file)))
         except ValueError as error:
-            self.damaged["plan.json"] = f"left out: {error}"
+            self.damaged["plan.json"] = f"left out: {error} (damaged, or of another version of preheat)"
             return None
 
     @property

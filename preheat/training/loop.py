@@ -566,7 +566,7 @@ class _Loop:
             "validation_loss": validation,
             "tokens_per_second": measured.get("tokens_per_second"),
             **{key: measured[key] for key in (*MEMORY_KEYS, "machine") if key in measured},
-            "predicted": vars(plan.predicted),
+            "predicted": plan.predicted.known(),
             "stopped": self.stopped,
         }
         if self.evaluated is not None and self.evaluated[1].scores:

@@ -257,7 +257,6 @@ def plan_here(recipe: Recipe, *, trust_remote_code: bool = False) -> Plan:
 
     Args:
         trust_remote_code: as in `train`.
-
     """
     from preheat.planning.plan import plan, resolve_auto
 

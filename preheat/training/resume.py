@@ -195,7 +195,7 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
         "validation_loss": end.get("validation_loss"),
         "tokens_per_second": measured.get("tokens_per_second"),
         **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
-        "predicted": vars(plan.predicted) if plan else {},
+        "predicted": plan.predicted.known() if plan else {"peak_gib": None, "tokens_per_second": None},
         "stopped": None,
         "already_finished": True,
         "report": str(page) if page.is_file() else None,

@@ -260,7 +260,7 @@ def open_session(
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
     ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
-    # What saving loads at its first call: its memory counts as that of imports, not of the build.
+    # Modules that the first save imports: their memory counts as that of imports, not of the build.
     import numpy.ctypeslib  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
 

@@ -116,10 +116,10 @@ class Answer:
         count = plan.devices
         where = f"{count:,} x {device.name}" if count > 1 else device.name
         verdict = plan.verdict
-        said = "nothing fits so far" if verdict is Verdict.NO and plan.searched.interrupted else verdict.value
+        verdict_text = "nothing fits so far" if verdict is Verdict.NO and plan.searched.interrupted else verdict.value
         model = _model(plan, recipe)
         # Verdict and size are never cut off, however long the names are.
-        room = width - len(model) - len(said) - 9
+        room = width - len(model) - len(verdict_text) - 9
         place = shorten(where, max(room - 8, 8))
         about = f"{shorten(self.name, max(room - len(place), 8))} ({model}) on {place}"
         low, high = (memory(gib) for gib in plan.peak_gib_interval)
@@ -132,7 +132,7 @@ class Answer:
             needed = f"needs {_of(needs, has)}{' a device' if count > 1 else ''}"
         style = {Verdict.NO: "bold red", Verdict.UNSAFE: "bold yellow"}.get(verdict, "bold green")
         lines = [
-            (f"{about}: {said}", style),
+            (f"{about}: {verdict_text}", style),
             (f"{'memory':<{_LABEL}}{needed} ({_of(low, high, ' to ')} in nine of ten runs)", "bold"),
         ]
         return [
@@ -154,7 +154,7 @@ class Answer:
         else:  # how fast it would be is of no use
             entries = [_Entry("nearest", _nearest(plan))]
         if recipe is not None:
-            entries.append(_Entry("rests on", _batch(recipe, plan), most=3))
+            entries.append(_Entry("batch", _batch(recipe, plan), most=3))
             entries.append(_Entry("method", _method(recipe, plan), most=4, least=2, order=4))
         if self.assumed:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from preheat.core import Numerics
-from preheat.core.plan import Plan
+from preheat.core.plan import Candidate, Plan
 from preheat.hardware.gpu_memory import OTHERS
 from preheat.sanitize import memory
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # the views import this module without torch
 __all__ = [
     "LESS_MEMORY",
     "BestByStart",
-    "EstimatedPlan",
     "EvaluatedPlan",
     "SearchResult",
     "falls_short",
@@ -33,20 +32,6 @@ __all__ = [
 LESS_MEMORY = 0.99
 _FASTER = 1.005  # times the answer's speed: below, the two are as fast
 _NUMERICS = get_args(Numerics)  # effects on the numbers, smallest first
-
-
-class EstimatedPlan(NamedTuple):
-    """A candidate with its estimate, without a dry run.
-
-    Attributes:
-        description: readable description of techniques and micro-batch.
-        techniques: the same without the micro-batch.
-    """
-
-    description: str
-    techniques: str
-    peak_gib: float
-    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,7 @@ class SearchResult:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     guessed: int = 0
     confirmed: bool = False
-    guesses: list[EstimatedPlan] = field(default_factory=list)
+    guesses: list[Candidate] = field(default_factory=list)
     interrupted: bool = False
     startup: BestByStart | None = None
 

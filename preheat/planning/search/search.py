@@ -17,6 +17,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Literal
 
 from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag, Technique
+from preheat.core.plan import Candidate as PlottedCandidate
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
 from preheat.planning.layer_extrapolation import ENOUGH, FEW, of_layers
@@ -27,7 +28,6 @@ from preheat.planning.search.ranking import Guess, LayerCost, estimate, gathered
 from preheat.planning.search.result import (
     LESS_MEMORY,
     BestByStart,
-    EstimatedPlan,
     EvaluatedPlan,
     SearchResult,
     is_better_in_something,
@@ -750,13 +750,13 @@ class _Search:
         faster = self._corrected(c)[1] > self._speed(best)  # with smaller micro-batches, for example
         return faster or milder or start < others or self._corrected(c)[0] < LESS_MEMORY * best.plan.peak_gib * GIB
 
-    def _guesses(self, candidates: list[Candidate]) -> list[EstimatedPlan]:
+    def _guesses(self, candidates: list[Candidate]) -> list[PlottedCandidate]:
         """Returns the estimates of the candidates, fastest first; at most as many as a plot can show."""
         ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
         # A sample at equal ranks keeps the shape of the whole cloud.
         shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
-            EstimatedPlan(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
+            PlottedCandidate(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
             for c in shown
             for c_bytes, speed in [self._corrected(c)]
         ]

@@ -95,7 +95,7 @@ def frontier() -> tuple[Subject, dict[str, Any]]:
 
 def cpu() -> tuple[Subject, dict[str, Any]]:
     subject = subject_of("demo")
-    device = {"kind": "cpu", "name": "AMD EPYC", "memory": 2**36, "expandable": True}
+    device = {"kind": "cpu", "name": "AMD EPYC", "memory": 2**36}
     text = "{mixed_precision: {}, muon: {}, efficient_attention: {}, chunked_loss: {rows: 512}, gradient_accumulation: {steps: 2}}"  # fmt: skip
     searched = {"candidates": 0, "dry_runs": 0, "confirmed": False, "interrupted": False}
     return subject, result(
@@ -159,7 +159,7 @@ def test_an_answer_is_one_screen(
     assert max(map(len, lines)) <= WIDTH == 80
     labels = [line[:10].strip() for line in lines if line[:1].strip()]
     assert labels[-1] == "next"
-    wanted = {"memory", "rests on", "method"} | ({"speed", "time"} if name != "too large" else {"nearest"})
+    wanted = {"memory", "batch", "method"} | ({"speed", "time"} if name != "too large" else {"nearest"})
     wanted |= {"instead", "assumed"} if name not in ("cpu", "shared") else {"note"}
     wanted |= {"now"} if name == "shared" else set()
     wanted |= {"cost"} if priced and name != "too large" else set()
@@ -254,10 +254,10 @@ def test_alternatives_give_up_lines_from_the_last_one() -> None:
     first = next(line for line in roomy if line.startswith("instead"))[:60]
     assert any(line.startswith(first) for line in tight)
     assert "9 % slower" in "\n".join(roomy)
-    # Never the verdict, nor what it rests on.
+    # Never the verdict, nor the batch.
     least = [line for line, _ in Answer(plan_of(plan), "m" * 500, below=LINES).lines()]
     assert least[0].endswith(": does not fit safely"), "the peak is 99.998 % of the device's memory"
-    assert {"memory", "speed", "time", "rests on"} <= {line[:10].strip() for line in least}
+    assert {"memory", "speed", "time", "batch"} <= {line[:10].strip() for line in least}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from preheat.core import MachineUse
+from preheat.core import Device, MachineUse
 from preheat.core.plan import Alternative, Cost, LongestContext, Plan, Rejection, Searched, SpeedNow, Startup
 from preheat.files import BadJson, read_record, schema_of, to_json
+from preheat.planning.search.result import falls_short, fragmentation_hint
 from tests.unit.plans import plan_of, values_of
 
 BUSY = MachineUse(1.0, own_cores=0.5, other_cores=1.5, cpus=2, threads=2)
@@ -45,6 +46,21 @@ def test_what_follows_from_other_fields_is_computed_and_not_read() -> None:
     assert (read.fits, read.verdict) == (True, "does not fit safely")
 
 
+def test_a_refusal_names_the_limit_and_a_hint_the_allocator() -> None:
+    small, gpu = {"kind": "cpu", "name": "a CPU", "memory": 1}, {"kind": "cuda", "name": "G", "memory": 1}
+    assert falls_short(plan_of(values_of(2.0, 0.5, device=small))) == "does not fit: needs 2.00 GiB, has 512 MiB"
+    below = falls_short(plan_of(values_of(0.1, 2**-30, device=small)))
+    assert below == "does not fit: needs 102 MiB, and the process itself takes all that a CPU may use"
+    cached = {"overhead": {"allocator": 5.0}, "device": gpu}
+    fragmented = plan_of(values_of(82.0, 80.0, **cached))
+    assert fragmentation_hint(fragmented).startswith("5.0 of it is fragmented free memory; expandable segments")
+    retries = plan_of(values_of(79.0, 80.0, **cached, allocator_retries=True))
+    assert fragmentation_hint(retries).startswith("the allocator must release cached memory in each step")
+    for device in (small, {**gpu, "expandable": True}):
+        assert fragmentation_hint(replace(fragmented, device=Device(**device))) == ""
+    assert fragmentation_hint(plan_of(values_of(90.0, 80.0, **cached))) == "", "the tensors alone do not fit"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -54,6 +70,8 @@ def test_what_follows_from_other_fields_is_computed_and_not_read() -> None:
         ({"peak_gib_interval": [1.0]}, r"peak_gib_interval"),
         ({"device": {"kind": "tpu", "name": "x", "memory": 1}}, r"device\.kind: 'tpu': .*'cpu' or 'cuda'"),
         ({"peak_gib": None}, r"peak_gib: None: "),
+        ({"peak_gib": 0.0}, r"the peak or its interval is empty"),
+        ({"peak_gib_interval": [2.0, 2.0]}, r"the peak or its interval is empty"),
     ],
 )
 def test_a_damaged_plan_is_one_line_that_names_the_key(changes: dict[str, object], message: str) -> None:

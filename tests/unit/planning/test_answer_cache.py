@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +46,7 @@ def test_an_answer_is_read_as_it_was_stored(cache: Path) -> None:
     assert answer_cache.load(key) == answer
 
 
-@pytest.mark.parametrize("value", [float("inf"), {1, 2}])
+@pytest.mark.parametrize("value", [float("inf"), {1, 2}, "a file \udc80"])
 def test_an_answer_that_json_would_change_is_not_stored(cache: Path, value: object) -> None:
     answer_cache.store("key", answer_cache.Answer(replace(PLAN, settled={"a": value}), "", None))
     assert answer_cache.load("key") is None
@@ -56,6 +57,15 @@ def test_a_damaged_answer_is_computed_again(cache: Path, text: str) -> None:
     answer_cache.store("key", answer_cache.Answer(PLAN, "", None))
     [path] = (cache / "answers").iterdir()
     path.write_text(text)
+    assert answer_cache.load("key") is None
+
+
+def test_an_answer_of_another_form_is_computed_again(cache: Path) -> None:
+    answer_cache.store("key", answer_cache.Answer(PLAN, "", None))
+    [path] = (cache / "answers").iterdir()
+    answer = json.loads(path.read_text())["answer"]
+    del answer["plan"]["memory"]
+    path.write_text(json.dumps({"answer": answer, "sha256": answer_cache._checksum(answer)}))
     assert answer_cache.load("key") is None
 
 

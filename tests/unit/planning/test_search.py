@@ -659,10 +659,10 @@ def test_devices_without_bf16_are_offered_fp16(frozen: bool) -> None:
     best = result.best.recipe.techniques["mixed_precision"]
     assert best.mode.startswith("fp16"), best  # type: ignore[attr-defined]
     # The base is in half precision, and adapters and their optimizer in fp32.
-    memory, parameters = result.best.plan["memory"], result.best.plan["parameters"]
+    memory, parameters = result.best.plan.memory, result.best.plan.parameters
     if frozen:
-        base = parameters["total"] - parameters["trained"]
-        assert memory["parameters"] * 2**30 == pytest.approx(2 * base + 4 * parameters["trained"], rel=0.02)
+        base = parameters.total - parameters.trained
+        assert memory["parameters"] * 2**30 == pytest.approx(2 * base + 4 * parameters.trained, rel=0.02)
     assert not any("bf16" in str(s.recipe.techniques.get("mixed_precision")) for s in result.evaluated)
     assert result.best.plan.matrix_rate == rates.peak_matrix_rate["fp16"]
     assert result.best.plan.mfu < 1

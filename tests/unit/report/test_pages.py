@@ -193,6 +193,15 @@ def mutated(value: Any, chance: float, random: random.Random) -> Any:
     return [mutated(item, chance, random) for item in value] if isinstance(value, list) else value
 
 
+def extreme(plan: dict[str, Any], random: random.Random) -> dict[str, Any]:
+    """A plan that is read, with very large and very small numbers and hostile names."""
+    values = {**plan, "memory": {HOSTILE: 1e300, "parameters": 0.0}, "phases": {HOSTILE: 1e-300}}
+    for key in ("tokens_per_second", "seconds_per_step", "mfu", "available_gib", "seconds_total", "flops_per_step"):
+        values[key] = random.choice([0.0, 1e-300, 1e300, -1.0])
+    assert plan_of(values)
+    return values
+
+
 def damaged(path: Path, seed: int, chance: float = 0.12) -> None:
     """Writes a run whose files hold JSON, but not what a run writes; lines stay what the reader takes: with a step, a kind."""
     rng = random.Random(seed)
@@ -200,7 +209,10 @@ def damaged(path: Path, seed: int, chance: float = 0.12) -> None:
     recipe = mutated(json.loads((path / "recipe.yaml").read_text()), chance, rng)
     (path / "recipe.yaml").write_text(json.dumps(recipe if rng.random() > 0.1 else [recipe]))
     for name in ("plan.json", "changes.json", "environment.json", "evaluation.json"):
-        if rng.random() > 0.1:
+        # A plan with one such value is left out as a whole: half of the runs have one of extreme numbers.
+        if name == "plan.json" and seed % 2:
+            (path / name).write_text(json.dumps(extreme(documents[name], rng)))
+        elif rng.random() > 0.1:
             (path / name).write_text(json.dumps(mutated(documents[name], chance, rng)))
     for file, key, names in (
         ("events.jsonl", "kind", ("events",)),

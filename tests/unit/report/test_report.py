@@ -394,6 +394,10 @@ def test_a_missing_run_is_one_clear_line_and_a_damaged_file_is_named(tmp_path):
         file.write('3\n{"step": 1}\n{"kind": "finished", "steps": "x"}\n')
     page = Page(write(path))
     assert "plan.json: left out: not JSON" in page.text
+    (path / "plan.json").write_text(json.dumps({k: v for k, v in PLAN.items() if k != "in_use_gib"}))
+    other = Page(write(path)).text
+    assert "plan.json: left out: in_use_gib: " in other
+    assert "Field required (damaged, or of another version of preheat)" in other
     assert "events.jsonl: left out line" in page.text
     assert "recipe.yaml: left out" in page.text
     assert "and 2 more" in page.text
