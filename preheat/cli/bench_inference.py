@@ -91,7 +91,6 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     from preheat.cli.options.generation import sampling
     from preheat.errors import RecipeError, nearest
     from preheat.recipe import Sample
-    from preheat.recipe.former_names import current_key
 
     settable = ["dtype", "engine", *(field.name for field in dataclasses.fields(Sample))]
     # Folders of one name are named by their paths.
@@ -102,7 +101,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
         for variant in ("", *variants):
             own = [item.strip() for item in variant.split(",") if item.strip()]
             for item in own:
-                key = current_key(("sample", item.partition("=")[0].strip()))[-1]
+                key = item.partition("=")[0].strip()
                 if key not in settable:
                     hint = nearest(key, settable)
                     raise RecipeError(f"--variant {shorten(item)}: no setting {quoted(key, 40)}; {hint}")

@@ -36,7 +36,6 @@ from preheat.core.schema import (
 )
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.consistency import check
-from preheat.recipe.former_names import current_key, current_names
 from preheat.recipe.unused_keys import warned
 from preheat.recipe.validate import RecipeReader, json_schema
 from preheat.recipe.yaml_io import compose, read_text, write
@@ -95,14 +94,13 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
         RecipeError: all problems, one per line: file, line, key, value and the closest known name.
     """
     values, lines = compose(text, where)
-    values = current_names(values)
     assigned: dict[tuple[str, ...], str] = {}
     # The values before any override and after each one, to find the override that a problem came with.
     steps = [values]  # after each override
     for item in overrides:
         values = _assign(values, item)
         steps.append(values)
-        key = current_key(tuple(item.split("=", 1)[0].strip().split(".")))
+        key = tuple(item.split("=", 1)[0].strip().split("."))
         # An override replaces all keys inside its own, so errors there no longer belong to an earlier line or override.
         for at in [a for a in assigned if a[: len(key)] == key]:
             del assigned[at]
@@ -143,7 +141,7 @@ def _assign(values: object, item: str) -> object:
     value, _ = compose(raw, f"--set {shorten(item)}", numbered=False)
     # `key=` sets null, but `compose` reads empty text as an empty mapping.
     value = None if raw.strip() == "" else value
-    path = current_key(tuple(key.strip().split(".")))
+    path = tuple(key.strip().split("."))
     if not isinstance(values, Mapping):
         return values  # RecipeReader rejects these
     # Copies along the path: the caller's values, one of `steps`, must not change.
@@ -159,8 +157,7 @@ def _assign(values: object, item: str) -> object:
         at[step] = dict(inner or {})
         at = at[step]
     at[path[-1]] = value
-    # The value itself may be a section with former names.
-    return current_names(values)
+    return values
 
 
 def built_in() -> dict[str, Path]:
@@ -190,7 +187,7 @@ def states(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
         (True, False, True)
     """
     text, where = _read(path)
-    values: object = current_names(compose(text, where)[0])
+    values: object = compose(text, where)[0]
     for item in overrides:
         values = _assign(values, item)
     for step in key.split("."):

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from preheat.core import Recipe, registry
 from preheat.errors import nearest
-from preheat.recipe.former_names import FORMER_KEYS, current_key, former_names, within_recipe
 from preheat.sanitize import quoted
 
-__all__ = ["NAMES", "option_hint", "unknown_key"]
+__all__ = ["NAMES", "VALUES", "option_hint", "unknown_key"]
 
 # Names of axolotl, LLaMA-Factory, TRL and transformers' TrainingArguments, torchtune, torchtitan and litgpt.
 NAMES: Mapping[str, str] = {
@@ -178,8 +177,46 @@ _ELSEWHERE = {
         _MICRO,
     ),
 }
+# Short names of our keys, within their sections.
+_SHORT = {
+    "batch.length": "batch.seq_len",
+    "data.longer": "data.overlong",
+    "data.vocabulary": "data.vocab_size",
+    "evaluate.micro": "evaluate.micro_batch_size",
+    "model.experts": "model.num_experts",
+    "model.experts_per_token": "model.num_experts_per_tok",
+    "model.feed_forward": "model.intermediate_size",
+    "model.heads": "model.num_heads",
+    "model.kv_heads": "model.num_kv_heads",
+    "model.layers": "model.num_layers",
+    "model.positions": "model.max_positions",
+    "model.vocabulary": "model.vocab_size",
+    "model.width": "model.hidden_size",
+    "optimizer.clip": "optimizer.max_grad_norm",
+    "parallel.zero": "parallel.zero_stage",
+    "sample.draft": "sample.draft_model",
+    "sample.lookup": "sample.prompt_lookup_tokens",
+    "sample.tokens": "sample.max_new_tokens",
+    "schedule.decay": "schedule.decay_ratio",
+    "schedule.floor": "schedule.min_lr_ratio",
+    "schedule.warmup": "schedule.warmup_ratio",
+    "stop.steps": "stop.max_steps",
+    "techniques.adafactor.clip": "techniques.adafactor.clip_threshold",
+    "techniques.distillation.top": "techniques.distillation.top_k",
+    "techniques.fsdp.reshard": "techniques.fsdp.reshard_after_forward",
+    "techniques.grouped_queries.kv_heads": "techniques.grouped_queries.num_kv_heads",
+    "techniques.lora.targets": "techniques.lora.target_modules",
+    "techniques.low_bit_adamw.least": "techniques.low_bit_adamw.min_size",
+    "techniques.muon.steps": "techniques.muon.ns_steps",
+    "techniques.peft_adapter.targets": "techniques.peft_adapter.target_modules",
+    "techniques.quantization_aware.group": "techniques.quantization_aware.group_size",
+    "techniques.shifted_groups.group": "techniques.shifted_groups.group_size",
+    "techniques.upcycling.chosen": "techniques.upcycling.num_experts_per_tok",
+    "techniques.upcycling.experts": "techniques.upcycling.num_experts",
+}
 # Names that mean something else in these sections than alone.
 _IN_SECTION = {
+    **_SHORT,
     "checkpoint.limit": "checkpoint.keep",
     "checkpoint.steps": "checkpoint.every",
     "evaluate.batch_size": "evaluate.micro_batch_size",
@@ -189,6 +226,8 @@ _IN_SECTION = {
     "sample.length": "sample.max_new_tokens",
     "sample.max_length": "sample.max_new_tokens",
 }
+VALUES: Mapping[str, Mapping[str, str]] = {"techniques.preference.loss": {"apo_zero_unpaired": "apo_zero"}}
+"""Our key -> another trainer's value -> ours, which a recipe may use as well."""
 _ELSEWHERE_IN_SECTION = {"parallel.config": _DEEPSPEED}
 # Keys whose names say nothing without their section: they are no hint for an unknown key of another section.
 _GENERIC = {
@@ -200,7 +239,7 @@ _GENERIC = {
 
 @functools.cache
 def _keys_by_last_part() -> dict[str, list[str]]:
-    """Returns the last component of every key, today's or former -> the dotted keys that end in it."""
+    """Returns the last component of every key, and its short names -> the dotted keys that end in it."""
     places: dict[str, list[str]] = {}
     for part in dataclasses.fields(Recipe):
         places.setdefault(part.name, []).append(part.name)
@@ -212,9 +251,8 @@ def _keys_by_last_part() -> dict[str, list[str]]:
         places.setdefault(name, []).insert(0, f"techniques.{name}")
         for field in dataclasses.fields(technique):
             places.setdefault(field.name, []).append(f"techniques.{name}.{field.name}")
-    for former, today in FORMER_KEYS.items():
-        section, _, name = former.rpartition(".")
-        places.setdefault(name, []).append(f"{section}.{today}")
+    for short, key in _SHORT.items():
+        places.setdefault(short.rpartition(".")[2], []).append(key)
     return places
 
 
@@ -247,7 +285,8 @@ def unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, s
     if word in (hints or {}):
         return message + (hints or {})[word]
     # Exact names of other trainers before similar names of ours: `r` is lora_r, not a typing error.
-    section = ".".join(within_recipe(at))
+    # Steps of a chain have techniques of their own, at a deeper path than in a recipe.
+    section = ".".join(at[at.index("techniques") :] if "techniques" in at else at)
     ours = _IN_SECTION.get(f"{section}.{word}") or NAMES.get(word, "")
     elsewhere = _ELSEWHERE_IN_SECTION.get(f"{section}.{word}") or _ELSEWHERE.get(word)
     in_recipe = hints is None
@@ -256,8 +295,9 @@ def unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, s
         return message + f"here it is '{ours}'"
     if in_recipe and elsewhere:
         return message + elsewhere
-    # A misspelled former name is as close as a misspelled current one; the message names the current key.
-    names = {name: current_key((*at, name))[-1] for name in former_names(at)} | {name: name for name in known}
+    # A misspelled short name is as close as a misspelled key; the message names the key.
+    short = {name.removeprefix(f"{section}."): ours for name, ours in _SHORT.items() if name.startswith(f"{section}.")}
+    names = {name: ours.rpartition(".")[2] for name, ours in short.items()} | {name: name for name in known}
     if close := difflib.get_close_matches(word, list(names), n=1, cutoff=0.75):
         return message + f"did you mean '{names[close[0]]}'?"
     # A key of another section.

@@ -17,8 +17,7 @@ from preheat.core.field_types import Bound, Seed
 from preheat.core.schema import field_docs
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.consistency import problems
-from preheat.recipe.former_names import current_key, current_values
-from preheat.recipe.synonyms import unknown_key
+from preheat.recipe.synonyms import VALUES, unknown_key
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
@@ -122,9 +121,7 @@ class RecipeReader:
         assigned: Mapping[tuple[str, ...], str] | None = None,
         hints: Mapping[str, str] | None = None,
     ):
-        self.where, self.assigned, self.hints = where, assigned or {}, hints
-        # Problems name current keys; the file may have the former ones. A line under the name itself takes precedence.
-        self.lines = {current_key(at): line for at, line in lines.items()} | dict(lines)
+        self.where, self.lines, self.assigned, self.hints = where, dict(lines), assigned or {}, hints
         self.found: dict[tuple[tuple[str, ...], str], None] = {}
         self.more = 0
 
@@ -166,18 +163,13 @@ class RecipeReader:
         if not isinstance(values, Mapping):
             self.report(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
             return None
-        # Older recipes and run folders have former names.
-        values = current_values(at, values)
+        same = {key: VALUES.get(f"{name}.{key}", {}) for key in values}
+        values = {key: same[key].get(v, v) if isinstance(v, str) else v for key, v in values.items()}
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         for key in unknown:
             path = (*at, str(key))
-            # `current_values` leaves a former name only if the current one is given too.
-            if (current := current_key(path)) != path:
-                text = f"is the former name of {'.'.join(current)}, which is given too; remove one of them"
-                self.report(path, f"{'.'.join(path)}: {text}")
-            else:
-                self.report(path, lambda path=path: unknown_key(path, known, self.hints))  # type: ignore[misc]
+            self.report(path, lambda path=path: unknown_key(path, known, self.hints))  # type: ignore[misc]
         try:
             # As JSON: pydantic's strict mode then takes lists for tuples and objects
             # for mappings, but converts no text to numbers.

@@ -277,7 +277,6 @@ class Reader:
 
     def raw_recipe(self) -> tuple[dict[str, Any], str]:
         """Returns the recipe as unchecked plain values and as text, for display; empty if it cannot be read."""
-        from preheat.recipe.former_names import current_names
         from preheat.recipe.yaml_io import compose
 
         text = ""
@@ -287,8 +286,7 @@ class Reader:
         except PreheatError as error:
             self.damaged["recipe.yaml"] = f"left out: {shorten(str(error), 200)}"
             return {}, text
-        # Runs keep the names that settings had when they were written.
-        return current_names(values) if isinstance(values, dict) else {}, text
+        return values if isinstance(values, dict) else {}, text
 
     @property
     def plan(self) -> Plan | None:

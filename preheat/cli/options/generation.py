@@ -77,7 +77,6 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         RecipeError: an override is not a sampling setting, or the settings contradict each other.
     """
     from preheat.errors import RecipeError
-    from preheat.recipe.former_names import current_key
     from preheat.recipe.validate import RecipeReader
     from preheat.recipe.yaml_io import compose
     from preheat.sanitize import shorten
@@ -89,8 +88,6 @@ def sampling(overrides: Sequence[str] = (), **values: Any) -> Sample:
         name = key.strip().removeprefix("sample.")
         if not equals or name == key.strip() or name in ("prompts", "rows"):
             raise RecipeError(f"--set {shorten(item)}: here it takes generation settings, e.g. --set sample.cache=int8")
-        # Former names of settings still work.
-        name = current_key(("sample", name))[-1]
         # YAML, as in a recipe: 0.8 is a number, int8 a text.
         overridden[name] = compose(raw, f"--set {shorten(item)}", numbered=False)[0]
     # The recipe's own checks, with their messages.

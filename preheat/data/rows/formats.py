@@ -86,8 +86,7 @@ class Layout:
         template = self.template.key() if self.template else None
         # Relative image paths depend on the folder.
         images = (self.eye.key(), str(self.folder)) if self.eye else None
-        kind = "unpaired" if self.kind == "kto" else self.kind  # its former name: older runs and caches have it
-        return kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
+        return self.kind, dict(self.columns), template, self.wraps, self.train_on, self.classes, self.special, images
 
     def require(self, names: Sequence[str], where: str) -> None:
         """Raises DataError if a required field is missing."""

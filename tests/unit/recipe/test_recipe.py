@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from preheat import recipe as recipes
+from preheat.core import registry
 from preheat.errors import RecipeError
-from preheat.recipe import Recipe, Stop, dump, json_schema, load, override, parse
+from preheat.recipe import Recipe, Stop, dump, json_schema, load, override, parse, synonyms
 
 BASE = "model: {size: 15M}\nstop: {max_steps: 10}\n"
 
@@ -143,3 +147,35 @@ def test_another_recipe_is_refused_with_few_of_its_differences() -> None:
     assert words.count("(was ") == 6
     assert " more keys; put back what was, or start another run with --out" in words
     assert len(words) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch: {length: 8}", "unknown key 'batch.length'; here it is 'batch.seq_len'"),
+        (
+            "techniques: {lora: {targets: [a]}}",
+            "'techniques.lora.targets'; here it is 'techniques.lora.target_modules'",
+        ),
+        ("batch: {lenght: 2}", "unknown key 'batch.lenght'; did you mean 'seq_len'?"),
+        ("clip: 1", "unknown key 'clip'; it belongs to optimizer: 'optimizer.max_grad_norm'"),
+    ],
+)
+def test_a_short_name_leads_to_the_key(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        parse(f"stop: {{max_steps: 1}}\n{text}")
+
+
+def test_each_short_name_leads_to_a_field_and_is_none_itself() -> None:
+    sections = {part.name: part.default_factory for part in dataclasses.fields(Recipe)}
+    for short, key in synonyms._SHORT.items():
+        *section, name = short.split(".")
+        cls: Any = registry()[section[1]] if section[0] == "techniques" else sections[section[0]]
+        fields = {f"{'.'.join(section)}.{field.name}" for field in dataclasses.fields(cls)}
+        assert key in fields, short
+        assert short not in fields, short
+
+
+def test_a_value_of_another_trainer_is_read_as_ours() -> None:
+    recipe = parse("stop: {max_steps: 1}\ntechniques: {preference: {loss: apo_zero_unpaired}}")
+    assert recipe.techniques["preference"].loss == "apo_zero"  # type: ignore[attr-defined]

@@ -145,7 +145,9 @@ def test_shipped_recipes_state_nothing_in_vain(name: str, caplog: pytest.LogCapt
 
 def test_a_file_is_named_with_its_line_and_a_default_is_not(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("model: {size: 15M}\nstop: {max_steps: 5}\nschedule:\n  decay: 0.1\noptimizer: {eps: 1.0e-8}\n")
+    file.write_text(
+        "model: {size: 15M}\nstop: {max_steps: 5}\nschedule:\n  decay_ratio: 0.1\noptimizer: {eps: 1.0e-8}\n"
+    )
     with caplog.at_level(logging.WARNING):
         recipe = load(file, ["techniques.lion={}", "optimizer.eps=1e-6"])
     first, second = [record.getMessage() for record in caplog.records]
