@@ -51,7 +51,7 @@ BALANCINGS = {
 def sizes(experts: int, layers: int, width: int) -> str:
     chosen, inner = SIZES[experts]
     shape = f"num_layers: {layers}, hidden_size: {width}, num_heads: 4, num_kv_heads: 2, intermediate_size: {round(inner * width)}, num_experts: {experts}, num_experts_per_tok: {chosen}"
-    return f"{{family: qwen3_moe, {shape}, vocabulary: 512, config: {{router_aux_loss_coef: 0}}}}"
+    return f"{{family: qwen3_moe, {shape}, vocab_size: 512, config: {{router_aux_loss_coef: 0}}}}"
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------

@@ -205,8 +205,8 @@ def schema_of(kind: type) -> dict[str, Any]:
 
     Example:
         >>> from preheat.core.plan import Parameters
-        >>> schema_of(Parameters)["properties"]["trained"]
-        {'title': 'Trained', 'type': 'integer', 'description': 'those that the optimizer updates.'}
+        >>> schema_of(Parameters)["properties"]["trained"]["description"]
+        'those that the optimizer updates.'
     """
     from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
     from pydantic_core import core_schema

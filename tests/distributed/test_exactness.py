@@ -249,10 +249,10 @@ def test_what_does_not_go_together_is_refused() -> None:
         )
     assert "replicated-weights" in words("{fsdp: {}, zero1: {}}")
     engine = ", engine: deepspeed"
-    assert "muon: owns the slot 'optimizer', which deepspeed owns already" in words("{muon: {}}", engine)
+    assert "muon: replaces what parallel.engine: deepspeed does by itself; leave it out" in words("{muon: {}}", engine)
     with pytest.raises(RecipeError, match="deepspeed and fsdp both take the devices that are left"):
         words("{fsdp: {}}", engine)
-    assert "loss-scaling" in words("{mixed_precision: {mode: fp16}}", engine)
+    assert "use mode: bf16 instead of fp16" in words("{mixed_precision: {mode: fp16}}", engine)
     assert "checkpoint.every" in words("{}", engine + "}\ncheckpoint: {every: 5")
     assert "dynamic_batch: start: 5 rows are more than batch.size 8 over 2 devices; use at most 4" in words(
         "{fsdp: {}, dynamic_batch: {start: 5}}"

@@ -64,7 +64,11 @@ def test_what_cannot_be_measured_is_said(preheat: Command, model: str) -> None:
         ((*inference, "--lengths", "8", "--batches", "1,x"), 2, "--batches 1,x: must be numbers"),
         ((*inference, "--variant", "engine=vllm"), 2, "--variant engine=vllm: must be one of preheat, transformers"),
         ((*inference, "--variant", "cache=int3"), 2, "sample.cache: must be 'auto', 'dynamic', 'static' or 'int8'"),
-        ((*inference, "--variant", "lookup=0"), 2, "sample.prompt_lookup_tokens: must be at least 1, got 0"),
+        (
+            (*inference, "--variant", "prompt_lookup_tokens=0"),
+            2,
+            "sample.prompt_lookup_tokens: must be at least 1, got 0",
+        ),
         ((*inference, "--ablate"), 2, "--ablate: would change nothing: --inference measures generation"),
         (("bench", "nowhere", "--inference"), 1, "neither a run"),
         (("bench", "r.yaml", "other.yaml", "--ablate"), 2, "for models side by side add --inference"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ..fork_server import Fork
+from ..unit.plans import plan_of, values_of
 
 ROOT = Path(__file__).parents[2]
 HEADER = (
@@ -214,7 +215,8 @@ def test_deepspeeds_gradients_stand_in_bf16_beside_their_sums(monkeypatch: pytes
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import published
 
-    plan, recipe = {"memory": {"parameters": 3.0}}, SimpleNamespace(techniques={"pipeline_parallel": None})
+    memory = {"parameters": 3.0}
+    plan, recipe = plan_of(values_of(4.0, 8.0, memory=memory)), SimpleNamespace(techniques={"pipeline_parallel": None})
     for precision, source, gib in (("bf16", "bigscience", 3.0), ("fp16", "bigscience", 0.0), ("bf16", "other", 0.0)):
         said = row("any", precision=precision, source_repo=f"bigscience-workshop/{source}", gpu="A100-80GB")
         assert published.half_gradients(said, plan, recipe) == gib

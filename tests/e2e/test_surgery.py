@@ -77,7 +77,7 @@ def test_a_gpt2_of_rms_norms_goes_on_and_is_not_exported(
     monkeypatch.setenv("PREHEAT_CACHE", preheat.environment["PREHEAT_CACHE"])
     source = str(tmp_path / "text")
     new = "{family: gpt2, num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 320}"
-    first = _recipe(new, f"{source}, vocabulary: 300", "{}", steps=40, length=32)
+    first = _recipe(new, f"{source}, vocab_size: 300", "{}", steps=40, length=32)
     trained = train(first, out=tmp_path / "first")["validation_loss"]
     huggingface.write(tmp_path / "first", tmp_path / "hf")
     changed = _recipe(f"{{path: {tmp_path / 'hf'}}}", source, "{rms_norm: {}}", steps=20, length=32)

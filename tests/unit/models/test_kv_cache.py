@@ -180,7 +180,7 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: LoadedMo
 
     from ...conftest import DEVICE
 
-    sizes = "{layers: 1, width: 32, heads: 4, kv_heads: 2, vocabulary: 512, positions: 256}"
+    sizes = "{num_layers: 1, hidden_size: 32, num_heads: 4, num_kv_heads: 2, vocab_size: 512, max_positions: 256}"
     made = build(
         parse(f"model: {sizes}\nbatch: {{size: 2, seq_len: 16}}\nstop: {{max_steps: 1}}"), vocabulary=512, device=DEVICE
     )

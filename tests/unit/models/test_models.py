@@ -144,19 +144,19 @@ def test_a_bad_model_folder_is_refused_in_one_line(tmp_path: Path, spoil: Any, w
     [
         ("{path: ./nowhere}", "", 96, "no such folder"),
         (
-            "{layers: 2, width: 32, heads: 4, vocabulary: 50}",
+            "{num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 50}",
             "",
             96,
             "data.vocab_size: 96: .* more tokens than the model's embedding has rows, 50",
         ),
         (
-            "{layers: 2, width: 32, heads: 4, positions: 16}",
+            "{num_layers: 2, hidden_size: 32, num_heads: 4, max_positions: 16}",
             "batch: {seq_len: 64}",
             96,
             "longer than the model's 16 positions",
         ),
-        ("{layers: 2, width: 32, heads: 4, config: {rope_teta: 1}}", "", 96, "did you mean"),
-        ("{family: gpt2, layers: 2, width: 32, heads: 4, kv_heads: 2}", "", 96, "no grouped queries"),
+        ("{num_layers: 2, hidden_size: 32, num_heads: 4, config: {rope_teta: 1}}", "", 96, "did you mean"),
+        ("{family: gpt2, num_layers: 2, hidden_size: 32, num_heads: 4, num_kv_heads: 2}", "", 96, "no grouped queries"),
         ("{}", "", 96, "state a path, a size"),
     ],
 )

@@ -17,7 +17,7 @@ def test_a_request_reads_the_models_configuration_once(monkeypatch: pytest.Monke
     reads: list[str] = []
     read = configs.preset_config
     monkeypatch.setattr(configs, "preset_config", lambda name: reads.append(name) or read(name))
-    recipe = recipes.parse("model: {preset: gpt2}\nbatch: {length: 64}\nstop: {steps: 1}")
+    recipe = recipes.parse("model: {preset: gpt2}\nbatch: {seq_len: 64}\nstop: {max_steps: 1}")
     gpu = Roofline.of("H100")
     request = Request(recipe, gpu.as_device, world=1, rates=gpu)
     source = request.source_config.to_dict()  # type: ignore[union-attr]

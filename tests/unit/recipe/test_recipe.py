@@ -169,7 +169,7 @@ def test_a_short_name_leads_to_the_key(text: str, message: str) -> None:
 def test_each_short_name_leads_to_a_field_and_is_none_itself() -> None:
     sections = {part.name: part.default_factory for part in dataclasses.fields(Recipe)}
     for short, key in synonyms._SHORT.items():
-        *section, name = short.split(".")
+        section = short.split(".")[:-1]
         cls: Any = registry()[section[1]] if section[0] == "techniques" else sections[section[0]]
         fields = {f"{'.'.join(section)}.{field.name}" for field in dataclasses.fields(cls)}
         assert key in fields, short

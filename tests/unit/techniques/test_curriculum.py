@@ -26,6 +26,7 @@ from preheat.techniques.length_curriculum import LengthCurriculum, length_at, sh
 from preheat.training import loop as training
 from preheat.training import session
 from preheat.training.observer import Watch
+from tests.unit.plans import plan_of, values_of
 
 from ...conftest import DEVICE, tiny
 
@@ -296,15 +297,7 @@ optimizer: {lr: 0.01}
 stop: {max_steps: 14}
 checkpoint: {every: 4}
 """
-FIGURES = {
-    "fits": True,
-    "peak_gib": 1.0,
-    "available_gib": 2.0,
-    "tokens_per_second": 1.0,
-    "model_flops_per_step": 1,
-    "tokens_per_step": 1,
-    "matrix_rate": 1,
-}
+PLANNED = plan_of(values_of(1.0, 2.0, tokens_per_step=1))
 
 
 class Killed(BaseException):
@@ -324,7 +317,7 @@ class Killer(Watch):
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with text; the plan is left out, since what is tried here is the data and the state."""
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("preheat.training.session.plan", lambda *_, **__: dict(FIGURES))
+    monkeypatch.setattr("preheat.training.session.plan", lambda *_, **__: PLANNED)
     monkeypatch.setattr("preheat.hardware.benchmark_rates.rates", lambda *_, **__: None)
     monkeypatch.setattr(
         session, "reset_memory_baseline", lambda device: 0

@@ -259,8 +259,8 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     first.run_dataset_passes(rows, range(6), lambda *_: None)
     cases = [
         ("temperature: 2.0, top_k: 4", rows, "temperature"),
-        ("top: 5", rows, r"top \(was 4, is 5\)"),
-        ("top: 4", rows_of(seed=1), "data"),
+        ("top_k: 5", rows, r"top \(was 4, is 5\)"),
+        ("top_k: 4", rows_of(seed=1), "data"),
     ]
     for settings, other, words in cases:
         with pytest.raises(RunError, match=f"made with other settings: {words}"):
