@@ -69,7 +69,7 @@ def test_a_plan_of_a_longer_context_says_the_longest_rows_and_what_limits_them(p
     found = made["longest_context"]
     assert found["length"] >= 512
     assert f"rows of {2 * found['length']:,} tokens" in found["limit"]
-    assert "longest_context" not in json.loads(preheat.here("plan", "r.yaml", "--json")[0])
+    assert preheat.here.json("plan", "r.yaml")["longest_context"] is None
 
 
 @pytest.mark.parametrize(
