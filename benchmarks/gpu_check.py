@@ -315,7 +315,7 @@ def options_of() -> argparse.Namespace:
 
 
 def mistake(options: argparse.Namespace) -> str:
-    """What is wrong with the command, and its fix; "" if nothing is."""
+    """Returns the error of a wrong command, with its fix; "" if it is right."""
     if names := missing():
         return f"not installed here: {', '.join(names)}; pip install {' '.join(names)}"
     if options.part not in PARTS and importlib.util.find_spec(options.part) is None:

@@ -211,7 +211,7 @@ def like_the_first(figures: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _chosen(task: str, where: Where) -> dict[str, Any]:
-    """What `preheat plan --allow rounding` chooses for the card, trained; planned here unless it was beforehand."""
+    """Trains the recipe that `preheat plan --allow rounding` chooses for the card, planned here or beforehand."""
     return _run_planned(
         task, CHOICE, _read_plan(task, CHOICE, where) if where.planned else _plan(task, CHOICE, where), where
     )

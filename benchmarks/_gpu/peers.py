@@ -115,9 +115,9 @@ def _saved(task: Task) -> Path:
         torch.manual_seed(0)
         with torch.device(task.kind):
             AutoModelForCausalLM.from_config(_config(task), dtype=torch.bfloat16).save_pretrained(partial)
-        words = {"</s>": 0, "<s>": 1} | {f"w{n}": n for n in range(2, _config(task).vocab_size)}
+        vocabulary = {"</s>": 0, "<s>": 1} | {f"w{n}": n for n in range(2, _config(task).vocab_size)}
         PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="</s>")),
+            tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="</s>")),
             bos_token="<s>",
             eos_token="</s>",
             pad_token="</s>",

@@ -232,7 +232,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     from preheat.engine.builder import context_of, techniques_of
     from preheat.models.hf import configure
 
-    def words(techniques: str, more: str = "") -> str:
+    def refusal(techniques: str, more: str = "") -> str:
         recipe = tiny(techniques, rows=8, more=f"parallel: {{devices: 2{more}}}")
         context = context_of(recipe, configure(recipe, 96), DEVICE)
         return "; ".join(map(str, conflicts_of(techniques_of(recipe), context)))
@@ -242,22 +242,24 @@ def test_what_does_not_go_together_is_refused() -> None:
         ("apollo", "per-matrix-states"),
         ("optimizer_in_backward", "step-in-backward"),
     ):
-        assert why in words(f"{{data_parallel: {{}}, zero1: {{}}, {name}: {{}}}}")
+        assert why in refusal(f"{{data_parallel: {{}}, zero1: {{}}, {name}: {{}}}}")
     for scale in ("fsdp", "data_parallel"):
-        assert "need one precision" in words(
+        assert "need one precision" in refusal(
             f"{{{scale}: {{}}, mixed_precision: {{mode: bf16_master, keep_fp32: norm}}}}"
         )
-    assert "replicated-weights" in words("{fsdp: {}, zero1: {}}")
+    assert "replicated-weights" in refusal("{fsdp: {}, zero1: {}}")
     engine = ", engine: deepspeed"
-    assert "muon: replaces what parallel.engine: deepspeed does by itself; leave it out" in words("{muon: {}}", engine)
+    assert "muon: replaces what parallel.engine: deepspeed does by itself; leave it out" in refusal(
+        "{muon: {}}", engine
+    )
     with pytest.raises(RecipeError, match="deepspeed and fsdp both take the devices that are left"):
-        words("{fsdp: {}}", engine)
-    assert "use mode: bf16 instead of fp16" in words("{mixed_precision: {mode: fp16}}", engine)
-    assert "checkpoint.every" in words("{}", engine + "}\ncheckpoint: {every: 5")
-    assert "dynamic_batch: start: 5 rows are more than batch.size 8 over 2 devices; use at most 4" in words(
+        refusal("{fsdp: {}}", engine)
+    assert "use mode: bf16 instead of fp16" in refusal("{mixed_precision: {mode: fp16}}", engine)
+    assert "checkpoint.every" in refusal("{}", engine + "}\ncheckpoint: {every: 5")
+    assert "dynamic_batch: start: 5 rows are more than batch.size 8 over 2 devices; use at most 4" in refusal(
         "{fsdp: {}, dynamic_batch: {start: 5}}"
     )
     assert (
         "steps: 5 micro-batches are more than the rows of batch.size 8 over 2 devices, which is 4 a device; use at most 4"
-        in words("{fsdp: {}, gradient_accumulation: {steps: 5}}")
+        in refusal("{fsdp: {}, gradient_accumulation: {steps: 5}}")
     )

@@ -176,7 +176,7 @@ class SFTTrainer:
     def training_step(self): return torch.tensor(float(len(self.train_dataset[0]["input_ids"])))
     def train(self):
         if not self.settings["gradient_checkpointing"] and FULL: raise torch.OutOfMemoryError("too large")
-        if BROKEN: raise ValueError("not a lack of memory")
+        if BROKEN: raise ValueError("no out-of-memory error")
         for _ in range(self.settings["max_steps"]):
             self.callbacks[0].on_step_begin(); self.training_step(); self.callbacks[0].on_step_end()
 """

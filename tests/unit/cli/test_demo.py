@@ -182,13 +182,15 @@ def test_only_the_sizes_of_the_step_are_measured(request_of_demo: Request, monke
 
 def test_a_calibration_of_some_sizes_measures_those_and_answers_every_plan() -> None:
     # A limit, since without one a single call that another process preempts leaves sizes out.
-    made = calibrate(Device("cpu", "made up", 2**30), 1, grid=dataclasses.replace(TINY, limit=60.0))
-    assert {(r.n, r.k, r.m) for r in made.matrix} == {*TINY.shapes}
-    assert {r.layout for r in made.matrix} == set(LAYOUTS)
-    assert {r.dtype for r in (*made.matrix, *made.moved, *made.attention)} == made.peak_matrix_rate.keys() == {"fp32"}
+    rates = calibrate(Device("cpu", "made up", 2**30), 1, grid=dataclasses.replace(TINY, limit=60.0))
+    assert {(r.n, r.k, r.m) for r in rates.matrix} == {*TINY.shapes}
+    assert {r.layout for r in rates.matrix} == set(LAYOUTS)
+    assert (
+        {r.dtype for r in (*rates.matrix, *rates.moved, *rates.attention)} == rates.peak_matrix_rate.keys() == {"fp32"}
+    )
     # No operator is missing, whatever the user's techniques or a fallback of the run add to the step.
-    assert {r.operator for r in made.moved} >= MOVERS.keys() - {"to_fp32"}
-    assert parse(json.loads(json.dumps(made.values()))) == made
+    assert {r.operator for r in rates.moved} >= MOVERS.keys() - {"to_fp32"}
+    assert parse(json.loads(json.dumps(rates.values()))) == rates
 
 
 class Counting:
@@ -246,7 +248,7 @@ def test_a_card_is_measured_at_the_sizes_of_the_step_alone_and_once(
     first, measured = rates_of_step(request(64), 1)
     assert measured
     of_first = Counting.count
-    # What the plan of the step asks for was measured at its size, and less than a tenth of all sizes.
+    # Each matmul of the plan was measured at its own size: fewer than a tenth of all sizes.
     asked: list[tuple[Any, ...]] = []
     observation, rate = observe_few_layers(request(64)), Rates.matrix_rate
     monkeypatch.setattr(Rates, "matrix_rate", lambda self, *at: asked.append(at) or rate(self, *at))

@@ -31,7 +31,7 @@ def request_of(techniques: str, world: int = 1, family: str = "llama") -> Reques
 
 
 def events(seen: Observation) -> list[tuple[Phase, int, str, int]]:
-    """What a replay does, with blocks by the order of their allocation; frees between two allocations have no order."""
+    """Returns the events of a log, with blocks numbered by allocation; frees between two allocations have no order."""
     ordered: list[tuple[Phase, int, str, int]] = []
     freed: list[tuple[Phase, int, str, int]] = []
     blocks: dict[int, int] = {}

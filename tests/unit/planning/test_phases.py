@@ -219,13 +219,13 @@ def test_an_export_compares_in_fp64_up_to_a_size() -> None:
 
 
 def test_energy_is_at_most_that_of_boards_at_full_power() -> None:
-    made = plan_of(values_of(1.0, 8.0, watts=700.0, seconds_total=7200.0, tokens_per_second=1e6))
-    found, unknown = energy_of(made, 8), energy_of(replace(made, seconds_total=None), 1)
-    assert found is not None
+    prediction = plan_of(values_of(1.0, 8.0, watts=700.0, seconds_total=7200.0, tokens_per_second=1e6))
+    energy, unknown = energy_of(prediction, 8), energy_of(replace(prediction, seconds_total=None), 1)
+    assert energy is not None
     assert unknown is not None
-    assert vars(found) == pytest.approx({"kilowatts": 5.6, "million_tokens": 5.6 / 3600, "run": 11.2})
+    assert vars(energy) == pytest.approx({"kilowatts": 5.6, "million_tokens": 5.6 / 3600, "run": 11.2})
     assert unknown.run is None
-    assert energy_of(replace(made, watts=None), 8) is None
+    assert energy_of(replace(prediction, watts=None), 8) is None
 
 
 def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
