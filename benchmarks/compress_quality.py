@@ -145,8 +145,10 @@ def rows_to_train_on(opened: LoadedModel, texts: Texts) -> RowSubset:
 
 
 def rise(before: Result, after: Result) -> str:
-    loss = compared(before, after)["metrics"]["loss"]
-    value, low, high = (math.expm1(loss[key]) for key in ("value", "low", "high"))
+    loss = compared(before, after).metrics["loss"]
+    assert loss.low is not None
+    assert loss.high is not None
+    value, low, high = map(math.expm1, (loss.value, loss.low, loss.high))
     return f"{value:+.2%} | {low:+.2%} to {high:+.2%}"
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from preheat.core.json_types import INLINE, OMITTED, Record
 from preheat.errors import RunError
 from preheat.sanitize import quoted
 
@@ -28,6 +29,7 @@ __all__ = [
     "BadJson",
     "parse_json",
     "read_bytes",
+    "read_intact",
     "read_record",
     "read_value",
     "require_overwritable",
@@ -51,9 +53,22 @@ def strict(value: Any) -> Any:
         return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [strict(v) for v in value]
+    if isinstance(value, Record):
+        return _strict_record(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: strict(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _strict_record(record: Record) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, marks in record.marks().items():
+        content = getattr(record, name)
+        if INLINE in marks:
+            values |= strict(content)
+        elif content is not None or OMITTED not in marks:
+            values[name] = strict(content)
+    return values
 
 
 def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
@@ -190,14 +205,43 @@ def read_record(kind: type[_Record], value: object) -> _Record:
     """
     from pydantic import ValidationError
 
-    # As bytes: names of files may hold lone surrogates, which UTF-8 has not.
-    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
     try:
-        return cast(_Record, _adapter(kind).validate_json(text, strict=True))  # type: ignore[arg-type]
+        return _validated(kind, value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise BadJson(f"{place + ': ' if place else ''}{quoted(first['input'], 40)}: {first['msg']}") from None
+
+
+def read_intact(kind: type[_Record], values: Mapping[str, object]) -> tuple[_Record, list[str]]:
+    """Returns a parsed JSON object as a record without its invalid keys, and these keys.
+
+    Args:
+        kind: a dataclass whose fields all have defaults, or a dict.
+
+    Example:
+        >>> from preheat.core.run_records import Environment
+        >>> record, invalid = read_intact(Environment, {"device": "cpu", "threads": "x"})
+        >>> record.device, record.threads, invalid
+        ('cpu', None, ['threads'])
+    """
+    from pydantic import ValidationError
+
+    try:
+        return _validated(kind, values), []
+    except ValidationError as error:
+        places = {problem["loc"][0] for problem in error.errors(include_url=False, include_input=False)}
+    invalid = [key for key in values if key in places]
+    return _validated(kind, {key: value for key, value in values.items() if key not in places}), invalid
+
+
+def _validated(kind: type[_Record], value: object) -> _Record:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:  # names of files may hold lone surrogates, which UTF-8 has not
+        encoded = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
+    return cast(_Record, _adapter(kind).validate_json(encoded, strict=True))  # type: ignore[arg-type]
 
 
 def schema_of(kind: type) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def take_steps(job: JsonObject) -> JsonObject:
 
     from preheat import recipe as recipes
     from preheat.core import Searchable, Slot
+    from preheat.core.run_records import Notice
     from preheat.data import batches
     from preheat.data.rows.example_kinds import require_examples
     from preheat.engine.builder import build, peak_learning_rate
@@ -124,7 +125,7 @@ def take_steps(job: JsonObject) -> JsonObject:
         **memory_peak(device.kind, imports).figures(),
         "tokens": tokens,
         "changes": {name: [c.what for c in changes] for name, changes in model_build.changes.items()},
-        "notices": [event["message"] for event in model_build.state.events if "message" in event],
+        "notices": [event.message for event in model_build.state.events if isinstance(event, Notice)],
     }
 
 

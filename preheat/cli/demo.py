@@ -39,6 +39,7 @@ def demo(
     recipes.load("demo", set or [])  # reports a wrong key before torch is imported
     from preheat.cli.train import run
     from preheat.cli.views.console import console, picture
+    from preheat.core.run_records import Baseline, SampleEvent
     from preheat.run.reader import Reader
     from preheat.run.writer import check_folder
 
@@ -85,15 +86,15 @@ def demo(
     if json:
         return
     reader = Reader(result["run"])
-    for base in reader.events("baseline"):
+    for base in reader.events(Baseline):
         screen.print(
             f"validation loss, nats a token: this model {result['validation_loss']:.2f}, bigram "
-            f"{base['bigram']:.2f}, unigram {base['unigram']:.2f}"
+            f"{base.bigram:.2f}, unigram {base.unigram:.2f}"
         )
-    for sample in reader.events("sample"):
+    for sample in reader.events(SampleEvent):
         screen.print("─" * 60, style="dim")
-        screen.print(sample["prompt"], style="bold", end="")
-        screen.print(sample["text"])
+        screen.print(sample.prompt, style="bold", end="")
+        screen.print(sample.text)
     screen.print("─" * 60, style="dim")
     screen.print(f"open {result['report']} in a browser; edit the recipe with: preheat init demo")
 

@@ -58,8 +58,8 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
     failure = diagnosis["failure"]
     parts: list[RenderableType] = []
     if failure:
-        requested = f" when {memory(failure['requested'] / 2**30)} more were asked for" if failure["requested"] else ""
-        head = f"out of memory in step {failure['step'] + 1}, {failure['phase']}, on rank {failure['rank']}{requested}"
+        requested = f" when {memory(failure.requested / 2**30)} more were asked for" if failure.requested else ""
+        head = f"out of memory in step {failure.step + 1}, {failure.phase}, on rank {failure.rank}{requested}"
         # By category, the largest first.
         filled = Table("memory in use", "", box=None, pad_edge=False, title=None)
         for name, gib in sorted(diagnosis["in_use"].items(), key=lambda item: -item[1]):
@@ -75,9 +75,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
     )
     # Recoveries that the run has tried already.
     for rung in diagnosis["fallbacks"]:
-        parts.append(
-            Text(f"resumed from step {rung['step']} with {', '.join(rung['changed']) or 'the recipe as written'}")
-        )
+        parts.append(Text(f"resumed from step {rung.step} with {', '.join(rung.changed) or 'the recipe as written'}"))
     # Fixes that fit by the plan, with their cost in time.
     if diagnosis["options"]:
         table = Table("fixes, the cheapest first", "peak", "s a step", "", box=None, pad_edge=False)

@@ -15,14 +15,13 @@ from preheat.core.json_types import JsonObject
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from preheat.evaluation.results import Result
+    from preheat.evaluation.results import ResultSet
     from preheat.recipe import Recipe
 
 __all__ = ["evaluate"]
 
 # Names of a run's own texts; a file of the same name takes precedence.
 SPLITS = ("validation", "train")
-Results = dict[str, dict[str, "Result"]]  # {"texts": {name: result}, "tasks": {name: result}}
 
 
 def evaluate(
@@ -93,6 +92,7 @@ def evaluate(
     from preheat.evaluation.lm_eval import require_harness
     from preheat.evaluation.run_evaluator import differences
     from preheat.evaluation.tasks import find_tasks
+    from preheat.files import strict
     from preheat.inference.load import require_model
 
     if len(model) > 2 or (before and len(model) > 1):
@@ -134,7 +134,7 @@ def evaluate(
     ]
     summary = _summarize(model[-1], results[-1])
     if len(results) == 2:
-        summary |= {"before": _summarize(model[0], results[0]), "difference": differences(results[0], results[1])}
+        summary |= {"before": _summarize(model[0], results[0]), "difference": strict(differences(*results))}
     if json:
         emit(summary)
     else:
@@ -182,12 +182,13 @@ def _evaluate_model(
     length: int | None,
     samples: Path | None,
     base: str | None,
-) -> Results:
+) -> ResultSet:
     """Evaluates one model on all texts and tasks; the model is freed on return."""
     from preheat.cli.views.console import console
     from preheat.evaluation.lm_eval import measure_by_harness
     from preheat.evaluation.long_context import measure_length, questions_of, reach_of
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, tokens_of_text
+    from preheat.evaluation.results import ResultSet
     from preheat.evaluation.run_task import measure_task
     from preheat.evaluation.scoring import Scorer
     from preheat.evaluation.tasks import LengthTask, Task
@@ -207,16 +208,16 @@ def _evaluate_model(
         def say(what: str, done: float, total: float | None) -> None:
             status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))
 
-        results: Results = {"texts": {}, "tasks": {}}
+        results = ResultSet({}, {})
         sizes = bytes_of_tokens(opened.tokenizer)
         for name in texts:
             split_rows = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
             # On its own data, a run is measured by its own objective.
             own = name in SPLITS and recipe is not None and not Path(name).exists()
-            results["texts"][name] = measure_text(
+            results.texts[name] = measure_text(
                 opened.build, split_rows, micro=micro, limit=rows, sizes=sizes, objective=own
             )
-            say("texts", len(results["texts"]), len(texts))
+            say("texts", len(results.texts), len(texts))
         # Contexts of tasks are longer than many training rows.
         reach = length or max(settings.batch.seq_len, min(positions, 2048))
         # positions 0: no limit
@@ -224,7 +225,7 @@ def _evaluate_model(
         scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
         for task in tasks:
             if isinstance(task, Task):
-                results["tasks"][task.name] = measure_task(task, scorer, limit=limit, samples=samples)
+                results.tasks[task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
                 most: JsonObject = {
@@ -232,9 +233,9 @@ def _evaluate_model(
                     "reach": reach_of(opened.build),
                     "limit": limit,
                 }
-                results["tasks"][task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
+                results.tasks[task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
             else:
-                results["tasks"] |= measure_by_harness(task, scorer, limit=limit)
+                results.tasks.update(measure_by_harness(task, scorer, limit=limit))
     return results
 
 
@@ -259,16 +260,18 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
     return rows_of_text(settings.data, name, knob="--data", partial=True, **options)
 
 
-def _summarize(model: str, results: Results) -> JsonObject:
+def _summarize(model: str, results: ResultSet) -> JsonObject:
     """Returns the results as JSON data; top-level loss, perplexity and bits_per_byte are those of the first text."""
     from preheat.evaluation.results import described
+    from preheat.files import strict
 
-    parts = {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
+    texts, tasks = ({name: described(result) for name, result in of.items()} for of in results)
     # At the top level for scripts: most evaluations have one text.
-    first: JsonObject = next(iter(parts["texts"].values()), {})
-    values = {key: value["value"] for key, value in first.get("metrics", {}).items()}
+    first = next(iter(texts.values()), None)
+    values = {name: estimate.value for name, estimate in first.metrics.items()} if first else {}
     top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
-    return {"model": model, **top, "tokens": first.get("tokens"), **parts}
+    tokens = first.tokens if first else None
+    return {"model": model, **top, "tokens": tokens, "texts": strict(texts), "tasks": strict(tasks)}
 
 
 def _table(summary: JsonObject) -> Table:

@@ -155,13 +155,13 @@ def _told(result: Result) -> JsonObject:
     from preheat.evaluation.results import described
 
     data = described(result)
-    loss, perplexity = (data["metrics"][key] for key in ("loss", "perplexity"))
+    loss, perplexity = (data.metrics[key] for key in ("loss", "perplexity"))
     return {
-        "loss": loss["value"],
-        "perplexity": perplexity["value"],
-        "perplexity_interval": [perplexity["low"], perplexity["high"]],
-        "rows": data["rows"],
-        "tokens": data["tokens"],
+        "loss": loss.value,
+        "perplexity": perplexity.value,
+        "perplexity_interval": [perplexity.low, perplexity.high],
+        "rows": data.rows,
+        "tokens": data.tokens,
     }
 
 
@@ -169,7 +169,7 @@ def _rise(before: Result, after: Result) -> JsonObject:
     """Returns the relative rise of perplexity with its 95 % interval (paired bootstrap over the rows)."""
     from preheat.evaluation.results import compared
 
-    loss = compared(before, after)["metrics"]["loss"]
-    low, high = (None if v is None else math.expm1(v) for v in (loss["low"], loss["high"]))
+    loss = compared(before, after).metrics["loss"]
+    low, high = (None if v is None else math.expm1(v) for v in (loss.low, loss.high))
     # perplexity = exp(loss), so the relative rise is exp(difference of losses) - 1.
-    return {"perplexity_rise": math.expm1(loss["value"]), "perplexity_rise_interval": [low, high]}
+    return {"perplexity_rise": math.expm1(loss.value), "perplexity_rise_interval": [low, high]}

@@ -5,6 +5,7 @@ Each kind of card hands its sections to `_card`, which adds the front matter and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -261,7 +262,7 @@ def _origin(run: Path, summary: JsonObject) -> list[str]:
     reader = Reader(run)
     lines = [f"Written by preheat from the run `{run.resolve().name}`{merged}.", "", "## Trained", ""]
     for technique, changes in reader.changes.items():
-        lines += [f"- {technique}: {change['what']}" for change in changes]
+        lines += [f"- {technique}: {change.what}" for change in changes]
     lines += _data(reader) + _measured(reader)
     text = recipes.dump(published(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml"))))
     return [*lines, "", "The recipe:", "", "```yaml", text.strip(), "```"]
@@ -269,13 +270,12 @@ def _origin(run: Path, summary: JsonObject) -> list[str]:
 
 def _data(run: Reader) -> list[str]:
     data = run.data
-    if "source" not in data:
+    if not data.source:
         return []
-    sizes = (data.get("counts") or {}).get("train") or {}
-    complete = "tokens" in sizes and "documents" in sizes
-    count = f", {sizes['documents']:,} documents, {sizes['tokens']:,} tokens to train on" if complete else ""
-    template = f"; chat template {data['template']}" if data.get("chat") and "template" in data else ""
-    return [f"- data: {data['source']}{count}{template}"]
+    size = data.trained_on
+    count = f", {size.documents:,} documents, {size.tokens:,} tokens to train on" if size else ""
+    template = f"; chat template {data.template}" if data.chat else ""
+    return [f"- data: {data.source}{count}{template}"]
 
 
 def _measured(reader: Reader) -> list[str]:
@@ -283,18 +283,19 @@ def _measured(reader: Reader) -> list[str]:
     lines = []
     if metrics:
         last = metrics[-1]
-        tokens = f" and {last['tokens']:,} tokens" if last.get("tokens") is not None else ""
-        lines.append(f"- after {last['step']:,} steps{tokens}: training loss {last['loss']:.4f} nats a token")
+        tokens = f" and {last.tokens:,} tokens" if last.tokens is not None else ""
+        lines.append(f"- after {last.step:,} steps{tokens}: training loss {last.loss:.4f} nats a token")
     # Evaluations may have other metrics only.
     losses = [
-        (line["step"], line["validation_loss"]) for line in evaluations if line.get("validation_loss") is not None
+        (line.step, line.validation_loss)
+        for line in evaluations
+        if line.validation_loss is not None and math.isfinite(line.validation_loss)
     ]
     if losses:
         lines.append(f"- validation loss {losses[-1][1]:.4f} at step {losses[-1][0]:,}")
     environment = reader.environment
-    device, torch = (
-        (environment.get(part) or {}).get(key) for part, key in (("machine", "device"), ("versions", "torch"))
-    )
+    device = environment.machine.device if environment.machine else None
+    torch = (environment.versions or {}).get("torch")
     if device and torch:
         lines.append(f"- on {device}, with torch {torch}")
     return lines

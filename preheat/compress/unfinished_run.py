@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from preheat.compress.atomic_folder import home_of
+from preheat.core.run_records import Finished
 from preheat.run.reader import Reader
 
 __all__ = ["unfinished"]
@@ -22,13 +23,13 @@ def unfinished(source: str | Path, step: int | None) -> str:
         return ""
     reader = Reader(run)
     # A run may finish several times: resuming with a later stop adds an event.
-    ends = [event.get("steps") for event in reader.events("finished")]
+    ends = [event.steps for event in reader.events(Finished)]
     if step in ends:
         return ""
     # A step beyond the plan means that the recipe's stop was changed.
     planned = reader.plan.steps if reader.plan else None
     progress = f"step {step:,}" + (f" of {planned:,}" if planned is not None and planned >= step else "")
-    if any(isinstance(end, int) and end > step for end in ends):
+    if any(end is not None and end > step for end in ends):
         return f"this is the model at {progress}, and its run continued"
     return (
         f"this is the model at {progress}: the run is not finished; preheat train {run}/recipe.yaml --out {run} "

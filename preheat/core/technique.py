@@ -17,6 +17,7 @@ from preheat.core.device import Device
 from preheat.core.example_kind import ExampleKind
 from preheat.core.field_types import Numerics, Seed
 from preheat.core.mesh import Axis, Mesh
+from preheat.core.run_records import MicroBatchSize, Notice, OtherEvent
 from preheat.core.slots import Change, Finish, Order, Slot, SlotFunction, Stage
 from preheat.core.tags import Tag
 from preheat.core.trials import Trials
@@ -406,8 +407,7 @@ class BuildState:
         step: steps committed so far, skipped ones included.
         skipped: those of them that changed no weight because scaled gradients overflowed.
         accumulation: micro-batches in a global batch.
-        events: what techniques did during a step, {kind, ...} each: the loop writes them to the run, and prints their
-            `message` if present.
+        events: what techniques did during a step; the loop writes them to the run, and prints notices.
         counters: host-side counters of techniques (e.g. recompilations) by name: a key of each step's metrics.
     """
 
@@ -415,7 +415,7 @@ class BuildState:
     step: int = 0
     skipped: int = 0
     accumulation: int = 1
-    events: list[JsonObject] = field(default_factory=list)
+    events: list[Notice | MicroBatchSize | OtherEvent] = field(default_factory=list)
     counters: dict[str, Callable[[], int]] = field(default_factory=dict)
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 
 from preheat.cache_folder import cache_folder
 from preheat.core import Vision
+from preheat.core.run_records import DataRecord
 from preheat.data.cache import entry
 from preheat.data.chat.template import Template, load_template
 from preheat.data.document import Document
@@ -112,20 +113,20 @@ class PreparedData:
             return f"first rows: {account}; a stream of sequences of {length}"
         return f"rows: {account}; {len(self.train):,} sequences of {length}"
 
-    def record(self) -> JsonObject:
+    def record(self) -> DataRecord:
         """Returns the content of the run's data.json."""
         template = self.layout.template
-        return {
-            "source": self.source,
-            "layout": self.layout.description,
-            "layout_kind": self.layout.kind,
-            "layout_reason": self.layout.reason,
-            "template": template.name.removeprefix("template ") if template else None,
-            "classes": list(self.classes),
-            "counts": self.counts,
-            "preflight": self.warnings,
-            "fingerprint": self.fingerprint,
-        }
+        return DataRecord(
+            source=self.source,
+            layout=self.layout.description,
+            layout_kind=self.layout.kind,
+            layout_reason=self.layout.reason,
+            template=template.name.removeprefix("template ") if template else None,
+            classes=tuple(self.classes),
+            counts=self.counts,
+            preflight=tuple(self.warnings),
+            fingerprint=self.fingerprint,
+        )
 
 
 def prepare(

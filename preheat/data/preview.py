@@ -11,6 +11,7 @@ from preheat.data.packing import IGNORED, Rows, permutation
 from preheat.data.preflight_corpus import locate_documents
 from preheat.data.preparation import PreparedData
 from preheat.errors import DataError
+from preheat.files import strict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -48,7 +49,7 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> JsonObject:
     order = permutation(len(train), seed, 0)[:rows].tolist()
     group = train.tokens.group
     wheres = _wheres(prepared, train, order)
-    return prepared.record() | {
+    return strict(prepared.record()) | {
         "blocked": prepared.blocked,
         "lengths": _lengths(np.diff(train.tokens.offsets, prepend=0).reshape(-1, group).sum(axis=1), train.length),
         "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},

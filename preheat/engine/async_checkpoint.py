@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core import Build
+from preheat.core.run_records import Checkpoint
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError
 from preheat.hardware.cpu_allocator import release_unused
@@ -19,7 +20,6 @@ from preheat.hardware.cpu_allocator import release_unused
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["Saved", "Saving", "room"]
 
@@ -52,15 +52,14 @@ class Saved:
     wait_seconds: float
     seconds: float
 
-    def facts(self, run: Path) -> JsonObject:
-        """The fields that the run's events record."""
-        path = str(self.path.relative_to(run))
-        return {
-            "step": self.step,
-            "path": path,
-            "wait_seconds": round(self.wait_seconds, 4),
-            "seconds": round(self.seconds, 4),
-        }
+    def event(self, run: Path) -> Checkpoint:
+        """Returns the event that records it in a run's folder."""
+        return Checkpoint(
+            step=self.step,
+            path=str(self.path.relative_to(run)),
+            wait_seconds=round(self.wait_seconds, 4),
+            seconds=round(self.seconds, 4),
+        )
 
 
 class Saving:

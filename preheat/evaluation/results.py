@@ -1,20 +1,25 @@
-"""Evaluation results, their comparison, and their serialization as plain values with intervals."""
+"""Evaluation results, their comparison, their values with intervals, and their records with all rows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from preheat.core.run_records import (
+    Estimate,
+    PartEstimate,
+    ResultDifference,
+    ResultFigures,
+    StoredMetric,
+    StoredPart,
+    StoredResult,
+)
 from preheat.evaluation.bootstrap import KINDS, Metric, difference, interval
 
-if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
-
-__all__ = ["Part", "Result", "comparable", "compared", "described", "serialize", "deserialize"]
+__all__ = ["Part", "Result", "ResultSet", "comparable", "compared", "described", "serialize", "deserialize"]
 
 
 class Part(NamedTuple):
@@ -55,30 +60,31 @@ class Result:
     parts: Sequence[Part] = ()
 
 
-def described(result: Result, *, seed: int = 0) -> JsonObject:
-    """Returns a result as plain values.
+class ResultSet(NamedTuple):
+    """Results by the name of the text or task."""
 
-    Returns:
-        {rows, tokens, truncated, no_room, unread_rows, metrics: {name: {value, low, high}}}; low and high are None
-        without an interval. If the result has parts, also parts: [{length, depth (or other keys of `Part.subset`),
-        value, low, high}].
-    """
-    metrics = {name: _values(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
-    metrics |= {name: _values(value, None) for name, value in result.alone.items()}
-    summary = {
-        "rows": result.rows,
-        "tokens": result.tokens,
-        "truncated": result.truncated,
-        "no_room": result.no_room,
-        "unread_rows": result.unread_rows,
-        "metrics": metrics,
-    }
-    parts = [{**part.subset, **_values(part.metric.value, interval(part.metric, seed=seed))} for part in result.parts]
-    return {**summary, "parts": parts} if parts else summary
+    texts: dict[str, Result]
+    tasks: dict[str, Result]
 
 
-def compared(before: Result, after: Result, *, seed: int = 0) -> JsonObject:
-    """Returns {paired, metrics: {name: {value, low, high}}} of after - before.
+def described(result: Result, *, seed: int = 0) -> ResultFigures:
+    """Returns the values of a result with their intervals."""
+    metrics = {name: _estimate(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
+    metrics |= {name: Estimate(value) for name, value in result.alone.items()}
+    parts = [_part(part.subset, part.metric.value, interval(part.metric, seed=seed)) for part in result.parts]
+    return ResultFigures(
+        rows=result.rows,
+        tokens=result.tokens,
+        truncated=result.truncated,
+        no_room=result.no_room,
+        unread_rows=result.unread_rows,
+        metrics=metrics,
+        parts=tuple(parts) or None,
+    )
+
+
+def compared(before: Result, after: Result, *, seed: int = 0) -> ResultDifference:
+    """Returns after - before.
 
     If the rows differ (e.g. with another tokenizer), losses and perplexities per token are not comparable and left out.
     """
@@ -88,24 +94,29 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> JsonObject:
     for name, metric in after.metrics.items():
         # Per-token losses of different rows may be over different tokens, so their difference means nothing.
         if name in before.metrics and (paired or name not in ("loss", "perplexity")):
-            metrics[name] = _values(*difference(before.metrics[name], metric, paired=paired, seed=seed))
+            metrics[name] = _estimate(*difference(before.metrics[name], metric, paired=paired, seed=seed))
     for name, value in after.alone.items():
         if name in before.alone:
-            metrics[name] = _values(value - before.alone[name], None)
-    summary = {"paired": paired, "metrics": metrics}
+            metrics[name] = Estimate(value - before.alone[name])
     # Parts by their subset, since a task's lengths may have changed between the two.
     old = {tuple(part.subset.items()): part.metric for part in before.parts}
     parts = [
-        {**place, **_values(*difference(old[tuple(place.items())], metric, seed=seed))}
+        _part(place, *difference(old[tuple(place.items())], metric, seed=seed))
         for place, metric in after.parts
         if paired and tuple(place.items()) in old
     ]
-    return {**summary, "parts": parts} if parts else summary
+    return ResultDifference(paired=paired, metrics=metrics, parts=tuple(parts) or None)
 
 
-def _values(value: float, bounds: tuple[float, float] | None) -> dict[str, float | None]:
+def _estimate(value: float, bounds: tuple[float, float] | None) -> Estimate:
+    return Estimate(value, *(bounds or ()))
+
+
+def _part(subset: Mapping[str, float], value: float, bounds: tuple[float, float] | None) -> PartEstimate:
+    length, start, end = (int(subset[key]) if key in subset else None for key in ("length", "start", "end"))
+    depth, share = subset.get("depth"), subset.get("share")
     low, high = bounds or (None, None)
-    return {"value": value, "low": low, "high": high}
+    return PartEstimate(length=length, depth=depth, share=share, start=start, end=end, value=value, low=low, high=high)
 
 
 def comparable(before: Result, after: Result | None) -> bool:
@@ -131,33 +142,40 @@ def comparable(before: Result, after: Result | None) -> bool:
     return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 
-_LATER = ("no_room", "unread_rows")
-"""Counts that older runs lack."""
+def serialize(result: Result) -> StoredResult:
+    """Returns a result with its rows as a record; `deserialize` reads it back."""
+    return StoredResult(
+        rows=result.rows,
+        identity=result.identity,
+        tokens=result.tokens,
+        truncated=result.truncated,
+        no_room=result.no_room,
+        unread_rows=result.unread_rows,
+        alone=result.alone,
+        metrics={name: _stored(metric) for name, metric in result.metrics.items()},
+        parts=tuple(StoredPart(part.subset, _stored(part.metric)) for part in result.parts),
+    )
 
 
-def serialize(result: Result) -> JsonObject:
-    """Serializes a result with its rows as plain values; `deserialize` reads it back."""
-
-    def plain(metric: Metric) -> JsonObject:
-        return {"kind": metric.kind, "higher": metric.higher, "rows": metric.rows.tolist()}
-
-    metrics = {name: plain(metric) for name, metric in result.metrics.items()}
-    parts = [{"place": dict(part.subset), "metric": plain(part.metric)} for part in result.parts]
-    same = {key: getattr(result, key) for key in ("rows", "identity", "tokens", "truncated", *_LATER)}
-    return {**same, "alone": dict(result.alone), "metrics": metrics, "parts": parts}
-
-
-def deserialize(values: JsonObject) -> Result:
-    """Reads a result that `serialize` wrote."""
-
-    def metric(m: JsonObject) -> Metric:
-        return Metric(np.array(m["rows"], np.float64), m["kind"], m["higher"])
-
+def deserialize(stored: StoredResult) -> Result:
+    """Returns the result that `serialize` recorded."""
     # The value and its interval are computed again from the rows; only `alone` has stored values.
-    metrics = {name: metric(m) for name, m in values["metrics"].items()}
-    parts = [Part(p["place"], metric(p["metric"])) for p in values.get("parts", ())]  # older runs have no parts
-    # `to_json` writes null for NaN.
-    alone = {name: math.nan if value is None else value for name, value in values["alone"].items()}
-    same = {key: values[key] for key in ("rows", "identity", "tokens", "truncated")}
-    later = {key: values.get(key, 0) for key in _LATER}
-    return Result(metrics, parts=parts, alone=alone, **later, **same)
+    return Result(
+        metrics={name: _metric(metric) for name, metric in stored.metrics.items()},
+        rows=stored.rows,
+        identity=stored.identity,
+        tokens=stored.tokens,
+        truncated=stored.truncated,
+        no_room=stored.no_room,
+        unread_rows=stored.unread_rows,
+        alone=stored.alone,
+        parts=[Part(part.place, _metric(part.metric)) for part in stored.parts],
+    )
+
+
+def _stored(metric: Metric) -> StoredMetric:
+    return StoredMetric(metric.kind, metric.higher, metric.rows.tolist())
+
+
+def _metric(stored: StoredMetric) -> Metric:
+    return Metric(np.array(stored.rows, np.float64), stored.kind, stored.higher)

@@ -5,18 +5,35 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core import Build, Slot
+from preheat.core.run_records import (
+    Damaged,
+    Evaluation,
+    EvaluationMetrics,
+    ResultDifferences,
+    Results,
+    StoredResults,
+)
 from preheat.data.tokenizer import write_tokenizer
 from preheat.engine.evaluate import Measured
 from preheat.evaluation.lm_eval import measure_by_harness, require_harness
 from preheat.evaluation.long_context import measure_length, questions_of
 from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
 from preheat.evaluation.prompts import items_of
-from preheat.evaluation.results import Result, comparable, compared, described, deserialize, serialize
+from preheat.evaluation.results import (
+    Result,
+    ResultSet,
+    comparable,
+    compared,
+    described,
+    deserialize,
+    serialize,
+)
 from preheat.evaluation.run_task import measure_items, require_room
 from preheat.evaluation.scoring import CLASSES, Reader, Scorer
 from preheat.evaluation.tasks import LengthTask, Task, find_tasks
@@ -91,39 +108,48 @@ class RunEvaluator:
         nothing = Measured(math.nan, 0, {})
         if not texts and not tasks:
             return nothing
-        losses: JsonObject = {f"{name}_loss": result.metrics["loss"].value for name, result in texts.items()}
+        losses = {name: result.metrics["loss"].value for name, result in texts.items()}
+        validation = texts.get("validation")
         # The line has values only; intervals are in evaluation.json.
-        line: JsonObject = {"step": step, **losses}
-        if "validation" in texts:
-            line["tokens"] = texts["validation"].tokens
-            line |= {f"validation_{name}": value for name, value in texts["validation"].alone.items()}
-        if tasks:
-            line["tasks"] = {
-                name: {key: v["value"] for key, v in described(r)["metrics"].items()} for name, r in tasks.items()
+        line = EvaluationMetrics(
+            step,
+            validation_loss=losses.get("validation"),
+            forgetting_loss=losses.get("forgetting"),
+            tokens=validation.tokens if validation else None,
+            scores={f"validation_{name}": value for name, value in validation.alone.items()} if validation else {},
+            tasks={
+                name: {key: metric.value for key, metric in described(result).metrics.items()}
+                for name, result in tasks.items()
             }
-        writer.metric(**line)
-        results = {"texts": texts, "tasks": tasks}
+            or None,
+        )
+        writer.metric(line)
+        results = ResultSet(texts, tasks)
         # With the values of all rows, so that later results can be compared row by row.
         if step == 0:
-            writer.json(BEFORE, {part: {name: serialize(r) for name, r in of.items()} for part, of in results.items()})
-        summary: JsonObject = {"step": step, "after": _values(results)}
+            by_name = ({name: serialize(result) for name, result in of.items()} for of in results)
+            writer.json(BEFORE, StoredResults(*by_name))
+        summary = Evaluation(step=step, after=_values(results))
         # With several processes, only rank 0 reads and writes the run's folder.
         # Read back rather than kept in memory: a resumed run has no evaluation at step 0 of its own.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
-        if run is not None and (values := run.before):
-            before = {part: {name: deserialize(r) for name, r in of.items()} for part, of in values.items()}
-            # A list, since entries are deleted in the loop. Rows differ if a file changed, or `before.json` is damaged.
-            for part, name in [(part, name) for part, of in before.items() for name in of]:
-                if not comparable(before[part][name], results.get(part, {}).get(name)):
+        stored = run.before if run is not None else StoredResults()
+        if run is not None and (stored.texts or stored.tasks):
+            before = ResultSet(
+                *({name: deserialize(result) for name, result in of.items()} for of in (stored.texts, stored.tasks))
+            )
+            for old, new in zip(before, results, strict=True):
+                # A list, since entries are deleted. Rows differ if a file changed, or `before.json` is damaged.
+                for name in [name for name, result in old.items() if not comparable(result, new.get(name))]:
                     run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not the measured ones"
-                    del before[part][name]
-            summary |= {"before": _values(before), "difference": differences(before, results)}
+                    del old[name]
+            summary = replace(summary, before=_values(before), difference=differences(before, results))
         if run is not None and BEFORE in run.damaged:
-            writer.event("damaged", file=BEFORE, problem=run.damaged[BEFORE])
+            writer.event(Damaged(file=BEFORE, problem=run.damaged[BEFORE]))
         writer.json(SUMMARY, summary)
-        if "validation" not in texts:
+        if validation is None:
             return nothing
-        return Measured(losses["validation_loss"], texts["validation"].tokens or 0, dict(texts["validation"].alone))
+        return Measured(losses["validation"], validation.tokens or 0, dict(validation.alone))
 
     def _measure(self, build: Build) -> tuple[dict[str, Result], dict[str, Result]]:
         settings = self.recipe.evaluate
@@ -152,15 +178,15 @@ class RunEvaluator:
         return texts, tasks
 
 
-def _values(results: Mapping[str, Mapping[str, Result]]) -> JsonObject:
-    return {part: {name: described(result) for name, result in of.items()} for part, of in results.items()}
+def _values(results: ResultSet) -> Results:
+    return Results(*({name: described(result) for name, result in of.items()} for of in results))
 
 
-def differences(before: Mapping[str, Mapping[str, Result]], after: Mapping[str, Mapping[str, Result]]) -> JsonObject:
-    """Returns after - before for results that are in both: {texts, tasks: {name: {paired, metrics}}}."""
-    return {
-        part: {
-            name: compared(before[part][name], result) for name, result in of.items() if name in before.get(part, {})
-        }
-        for part, of in after.items()
-    }
+def differences(before: ResultSet, after: ResultSet) -> ResultDifferences:
+    """Returns after - before for results that are in both."""
+    return ResultDifferences(
+        *(
+            {name: compared(old[name], result) for name, result in new.items() if name in old}
+            for old, new in zip(before, after, strict=True)
+        )
+    )

@@ -168,7 +168,7 @@ def _at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedMode
     # The weights of the base are compared with those that a checkpoint recorded, if there is one.
     newest, _ = checkpoint.find(path / "checkpoints", run=run.id)
     recipe = _having_device(_on_base(run, base, checkpoint.read_progress(newest) if newest else None), on)
-    classes = tuple(run.data.get("classes") or ())
+    classes = tuple(run.data.classes or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
     # A run trained on a GPU may be read on a CPU, where some techniques compute in another way.
@@ -258,8 +258,8 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
         )
     # Over the weights of the base: a checkpoint may hold the trained parameters alone.
     checkpoint.load_weights(model_build, newest)
-    template = data.get("template") if data.get("chat") else None
-    classes = tuple(data.get("classes") or ())
+    template = data.template if data.chat else None
+    classes = tuple(data.classes or ())
     return LoadedModel(
         recipe, model_build, tokenizer, progress.step, str(path / "tokenizer"), template=template, classes=classes
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from preheat.core import Phase, Searchable, Technique, conflicts_of, registry
 from preheat.core.plan import Plan
+from preheat.core.run_records import SkippedFallback
 from preheat.engine.builder import techniques_of
 from preheat.errors import RecipeError
 from preheat.planning.plan import plan
@@ -21,7 +22,7 @@ from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    pass
 
 __all__ = ["Ladder", "Fallback", "PlannedFallback", "find_fallbacks", "settings", "halve_length"]
 
@@ -64,13 +65,13 @@ class Ladder:
     Attributes:
         present: the recipe as it is.
         fallbacks: the fallbacks that fit, fastest first.
-        skipped: [{set, reason}] for the others.
+        skipped: the others.
         lowest: the fallback that needs the least memory.
     """
 
     present: PlannedFallback
     fallbacks: list[PlannedFallback]
-    skipped: list[JsonObject]
+    skipped: list[SkippedFallback]
     lowest: PlannedFallback
 
 
@@ -195,7 +196,7 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
     original = planner.request.recipe
     for recipe in family:
         if reason := planner.refusal(recipe):
-            ladder.skipped.append({"set": settings(original, recipe), "reason": reason})
+            ladder.skipped.append(SkippedFallback(settings(original, recipe), reason))
         else:
             able.append(recipe)
 
@@ -203,12 +204,11 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
         try:
             fallback = planner.fallback(recipe)
         except RecipeError as error:
-            ladder.skipped.append({"set": settings(original, recipe), "reason": str(error).splitlines()[0]})
+            ladder.skipped.append(SkippedFallback(settings(original, recipe), str(error).splitlines()[0]))
             return None
         if fallback.peak_gib > limit:
-            ladder.skipped.append(
-                {"set": fallback.set, "reason": f"would need {fallback.peak_gib:.3f} GiB, and there are {limit:.3f}"}
-            )
+            reason = f"would need {fallback.peak_gib:.3f} GiB, and there are {limit:.3f}"
+            ladder.skipped.append(SkippedFallback(fallback.set, reason))
         return fallback
 
     # The strongest first: if it does not fit, none of its family does, and one dry run was enough.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 
 from preheat.core.json_types import JsonObject
+from preheat.core.run_records import Estimate
 from preheat.sanitize import clean, shorten
 
 __all__ = [
@@ -184,17 +185,18 @@ def percent(value: object, digits: int = 0) -> str:
     return MISSING if finite is None else f"{_decimals(100 * finite, digits)} %"
 
 
-def between(metric: object, *, signed: bool = False) -> str:
-    """{value, low, high} -> '1.788 [1.70, 1.88]'; an unknown interval is left out.
+def between(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Returns a value with its interval, as in '1.788 [1.70, 1.88]'; an unknown interval is left out.
 
     Example:
-        >>> between({"value": 0.24, "low": 0.16, "high": 0.33})
+        >>> between(Estimate(0.24, 0.16, 0.33))
         '0.240 [0.160, 0.330]'
-        >>> between({"value": -0.5, "low": None, "high": None}, signed=True)
+        >>> between(Estimate(-0.5), signed=True)
         '−0.500'
     """
-    metric = mapping(metric)
-    values = [number(metric.get(key)) for key in ("value", "low", "high")]
+    if estimate is None:
+        return MISSING
+    values = [number(bound) for bound in (estimate.value, estimate.low, estimate.high)]
 
     def show(x: float) -> str:
         plain = f"{x:,.3f}" if abs(x) < 100 else f"{x:,.4g}" if abs(x) < 1e6 else f"{x:.3g}"

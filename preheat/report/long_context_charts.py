@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from preheat.core.json_types import JsonObject
-from preheat.report.formatting import headline, loss, mapping, number, percent
+from preheat.core.run_records import PartEstimate, ResultFigures, Results
+from preheat.report.formatting import headline, loss, number, percent
 from preheat.report.page import LegendEntry, figure, series_colour, two_columns
 from preheat.report.svg import NARROW, SENTINEL, drawn, ticks
 
@@ -19,30 +19,24 @@ if TYPE_CHECKING:
 
 __all__ = ["heat_map", "lengths"]
 
-Parts = Sequence[JsonObject]
+Parts = Sequence[PartEstimate]
 
 
-def lengths(after: JsonObject, before: JsonObject) -> str:
-    """Returns the charts of all tasks with per-part results; "" if there are none.
-
-    Args:
-        after, before: {"tasks": {name: {"parts": [...]}}}, as recorded by an evaluation.
-    """
+def lengths(after: Results, before: Results) -> str:
+    """Returns the charts of all tasks with per-part results; "" if there are none."""
     drawings = list[str]()
-    for task, result in mapping(after.get("tasks")).items():
-        parts = _complete_parts(result)
+    for task, result in after.tasks.items():
+        parts = _measured(result)
         if not parts:
             continue
-        old = [
-            part for part in _complete_parts(mapping(before.get("tasks")).get(task)) if part.keys() >= _kind_of(parts)
-        ]
+        old = [part for part in _measured(before.tasks.get(task)) if part.subset == parts[0].subset]
         # The keys of the parts say which kind of task it is.
-        if "depth" in parts[0]:
+        if parts[0].depth is not None:
             two = [("before", old), ("after", parts)] if old else [("", parts)]
             shown = "".join(
                 heat_map(f"length-{len(drawings)}-{n}", task, when, subset) for n, (when, subset) in enumerate(two)
             )
-        elif "start" in parts[0]:
+        elif parts[0].start is not None:
             shown = _positions(f"length-{len(drawings)}", task, parts, old)
         else:
             shown = _continued(f"length-{len(drawings)}", task, parts)
@@ -50,24 +44,9 @@ def lengths(after: JsonObject, before: JsonObject) -> str:
     return "".join(drawings)
 
 
-# Keys of the parts: needle by depth, loss by position, continuation by share of the context.
-_KINDS = (("length", "depth"), ("start", "end"), ("length", "share"))
-
-
-def _complete_parts(result: object) -> Parts:
-    """Returns the measured parts of a result that have all keys of their kind; all are of the same kind."""
-    listed = mapping(result).get("parts")
-    parts = (
-        [part for part in listed if number(mapping(part).get("value")) is not None] if isinstance(listed, list) else []
-    )
-    for keys in _KINDS:
-        if complete := [part for part in parts if all(number(part.get(key)) is not None for key in keys)]:
-            return complete
-    return []
-
-
-def _kind_of(parts: Parts) -> set[str]:
-    return next(set(keys) for keys in _KINDS if parts[0].keys() >= set(keys))
+def _measured(result: ResultFigures | None) -> Parts:
+    """Returns the parts of a result that have a value; all are of the same kind."""
+    return [part for part in (result.parts if result and result.parts else ()) if number(part.value) is not None]
 
 
 def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
@@ -76,21 +55,19 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
     Args:
         name: unique in the page.
         when: before, after or "".
-        parts: {length, depth, value} each.
+        parts: with a length and a depth each.
     """
-    across, down = (sorted({part[key] for part in parts}) for key in ("length", "depth"))
-    worst = min(parts, key=lambda part: (part["value"], part["length"]))
-    mean = sum(part["value"] for part in parts) / len(parts)
-    caption = (
-        f"{percent(mean)} right, the least at {worst['length']:,} tokens and depth {percent(worst['depth'])}: "
-        f"{percent(worst['value'])}."
-    )
+    cells = [(part.length or 0, part.depth or 0.0, part.value) for part in parts]
+    across, down = sorted({length for length, _, _ in cells}), sorted({depth for _, depth, _ in cells})
+    length, depth, least = min(cells, key=lambda cell: (cell[2], cell[0]))
+    mean = sum(right for _, _, right in cells) / len(cells)
+    caption = f"{percent(mean)} right, the least at {length:,} tokens and depth {percent(depth)}: {percent(least)}."
 
     def draw(axes: Axes) -> None:
         from matplotlib.patches import Rectangle
 
-        for part in parts:
-            x, y = across.index(part["length"]), down.index(part["depth"])
+        for length, depth, right in cells:
+            x, y = across.index(length), down.index(depth)
             axes.add_patch(
                 Rectangle(
                     (x, y),
@@ -99,11 +76,11 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
                     facecolor=SENTINEL["series-1"],
                     # Opacity on the page's own colour works in light and in dark mode; 0.65 at most keeps the figure
                     # readable.
-                    alpha=0.05 + 0.6 * min(max(part["value"], 0.0), 1.0),
+                    alpha=0.05 + 0.6 * min(max(right, 0.0), 1.0),
                     linewidth=0,
                 )
             )
-            shown = f"{100 * part['value']:.0f}"
+            shown = f"{100 * right:.0f}"
             axes.annotate(shown, (x + 0.48, y + 0.47), ha="center", va="center", color=SENTINEL["ink"], fontsize=8.5)
         axes.set_xlim(0, len(across))
         # Depth 0 is the beginning of the context and is drawn on top.
@@ -121,34 +98,35 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
 def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
     lines = [(LegendEntry("before", "series-2"), old)] if old else []
     lines.append((LegendEntry("after" if old else "loss", "series-1"), parts))
-    falls = parts[0]["end"]
+    falls = parts[0].end or 0
     # The position up to which more context helps: the loss falls from each stretch to the next.
     for current, following in itertools.pairwise(parts):
-        if following["value"] >= current["value"]:
+        if following.value >= current.value:
             break
-        falls = following["end"]
+        falls = following.end or 0
     caption = (
-        f"From {loss(parts[0]['value'])} in the first {parts[0]['end']:,} positions to {loss(parts[-1]['value'])} "
-        f"beyond {parts[-1]['start']:,}; it falls up to position {falls:,}."
+        f"From {loss(parts[0].value)} in the first {parts[0].end:,} positions to {loss(parts[-1].value)} "
+        f"beyond {parts[-1].start:,}; it falls up to position {falls:,}."
     )
 
     def draw(axes: Axes) -> None:
         for (_, colour, _), points in lines:
-            ends = [part["end"] for part in points]
+            ends = [part.end or 0 for part in points]
             axes.plot(
                 ends,
-                [part["value"] for part in points],
+                [part.value for part in points],
                 color=SENTINEL[colour],
                 linewidth=1.6,
                 marker="o",
                 markersize=4.5,
             )
-            if all(number(part.get(key)) is not None for part in points for key in ("low", "high")):
-                low, high = ([part[key] for part in points] for key in ("low", "high"))
+            low, high = [number(part.low) for part in points], [number(part.high) for part in points]
+            if None not in (*low, *high):
                 axes.fill_between(ends, low, high, color=SENTINEL[colour], alpha=0.15, linewidth=0)
-        if min(part["end"] for part in parts) > 0:
+        ends = [part.end or 0 for part in parts]
+        if min(ends) > 0:
             axes.set_xscale("log", base=2)
-        _ticks(axes, [part["end"] for part in parts])
+        _ticks(axes, ends)
         axes.set_xlabel("up to this position, tokens", loc="right", labelpad=2)
 
     title = f"{headline(task)}: loss by position, nats a token"
@@ -156,9 +134,9 @@ def _positions(name: str, task: str, parts: Parts, old: Parts) -> str:
 
 
 def _continued(name: str, task: str, parts: Parts) -> str:
-    across = sorted({part["length"] for part in parts})
-    lines = [(n, series_colour(k), [part for part in parts if part["length"] == n]) for k, n in enumerate(across)]
-    longest = {part["share"]: part["value"] for part in lines[-1][2]}
+    across = sorted({part.length or 0 for part in parts})
+    lines = [(n, series_colour(k), [part for part in parts if part.length == n]) for k, n in enumerate(across)]
+    longest = {part.share: part.value for part in lines[-1][2]}
     caption = (
         f"Of {across[-1]:,} tokens: {loss(longest.get(0.0))} with nothing before them, {loss(longest.get(1.0))} "
         "with all."
@@ -167,8 +145,8 @@ def _continued(name: str, task: str, parts: Parts) -> str:
     def draw(axes: Axes) -> None:
         for _, colour, points in lines:
             axes.plot(
-                [p["share"] for p in points],
-                [p["value"] for p in points],
+                [part.share or 0.0 for part in points],
+                [part.value for part in points],
                 color=SENTINEL[colour],
                 linewidth=1.6,
                 marker="o",

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from preheat.core.json_types import JsonObject
-from preheat.core.plan import Plan
-from preheat.files import strict
+from preheat.core.json_types import JsonObject, Omitted, Record
+from preheat.core.plan import Parameters, Plan
+from preheat.core.run_records import (
+    Baseline,
+    Environment,
+    Evaluation,
+    EvaluationMetrics,
+    Event,
+    Failed,
+    Finished,
+    MachineLoad,
+    Measured,
+    Resumed,
+    SampleEvent,
+    SampleTexts,
+    Started,
+    StepMetrics,
+    Stopping,
+)
+from preheat.core.slots import Change
 from preheat.report.formatting import (
     count,
     duration,
@@ -22,27 +41,186 @@ from preheat.report.formatting import (
     signed_percent,
     value,
 )
-from preheat.run.layout import MEMORY_KEYS, METRIC_KEYS
 from preheat.run.reader import Reader
 
-__all__ = ["collect"]
+__all__ = [
+    "Baselines",
+    "Curves",
+    "Differences",
+    "MeasuredFigures",
+    "Predictions",
+    "RunFigures",
+    "RunState",
+    "Summary",
+    "collect",
+]
 
-_PREDICTED = (
-    *("fits", "peak_gib", "available_gib", "tokens_per_second", "seconds_per_step", "mfu"),
-    *("flops_per_step", "seconds_total"),
-)
-"""Fields of `Plan` that a report shows."""
-NOT_IN_TIMELINE = ("sample", "baseline")  # events with sections of their own
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run by the events of its last session."""
+
+    kind: Literal["finished", "stopped", "failed", "open"]
+    message: str
 
 
-def collect(path: str | Path) -> JsonObject:
-    """Reads a run and computes the figures of its report.
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of a run. The end of the run says it, or its newest lines if the run has none.
 
-    Returns:
-        {title, run, state, verdict, setup: [(what, value)], summary, predicted, measured, difference, curves,
-        expert_loads, not_finite, evaluations, evaluation, baseline, memory, phases, changes, samples, events,
-        environment, recipe, damaged, again}. Missing values are None; losses that are not finite are NaN here and null
-        in `report.json`.
+    Attributes:
+        seconds: of training, over all sessions.
+        measured_session: number of the session that was measured last, from 1.
+        model: section `model` of the recipe, as written.
+        data: `data.source` of the recipe, as written.
+    """
+
+    steps: int | None
+    skipped_steps: float | None
+    steps_planned: int | None
+    tokens: float | None
+    seconds: float | None
+    first_loss: float | None
+    loss: float | None
+    validation_loss: float | None
+    sessions: int
+    measured_session: int | None
+    parameters: Parameters | None
+    model: object
+    data: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions(Record):
+    """The figures of the plan; None without a plan."""
+
+    fits: bool | None = None
+    peak_gib: float | None = None
+    available_gib: float | None = None
+    tokens_per_second: float | None = None
+    seconds_per_step: float | None = None
+    mfu: float | None = None
+    flops_per_step: float | None = None
+    seconds_total: float | None = None
+    allocated_gib: Omitted[float] = None
+    reserved_gib: Omitted[float] = None
+    context_gib: Omitted[float] = None
+
+    @classmethod
+    def of(cls, plan: Plan | None) -> Predictions:
+        """Returns the figures of a plan."""
+        if plan is None:
+            return cls()
+        return cls(
+            fits=plan.fits,
+            peak_gib=plan.peak_gib,
+            available_gib=plan.available_gib,
+            tokens_per_second=plan.tokens_per_second,
+            seconds_per_step=plan.seconds_per_step,
+            mfu=plan.mfu,
+            flops_per_step=plan.flops_per_step,
+            seconds_total=plan.seconds_total,
+            allocated_gib=plan.predicted.allocated_gib,
+            reserved_gib=plan.predicted.reserved_gib,
+            context_gib=plan.predicted.context_gib,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredFigures(Record):
+    """The figures of the event `measured` that a plan predicts, and how busy the machine was."""
+
+    peak_gib: float | None
+    tokens_per_second: float | None
+    seconds_per_step: float | None
+    mfu: float | None
+    allocated_gib: Omitted[float] = None
+    reserved_gib: Omitted[float] = None
+    context_gib: Omitted[float] = None
+    machine: Omitted[MachineLoad] = None
+
+
+@dataclass(frozen=True)
+class Baselines(Record):
+    """Losses of simple models on the validation rows, in nats a token; `vocabulary` is the number of tokens."""
+
+    vocabulary: Omitted[int]
+    unigram: Omitted[float]
+    bigram: Omitted[float]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """predicted / measured - 1 of every figure that has both."""
+
+    peak_gib: float | None
+    allocated_gib: float | None
+    reserved_gib: float | None
+    context_gib: float | None
+    tokens_per_second: float | None
+    seconds_per_step: float | None
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The columns of `StepMetrics` over the steps."""
+
+    step: Sequence[int]
+    tokens: Sequence[float | None]
+    loss: Sequence[float | None]
+    lr: Sequence[float | None]
+    gradient_norm: Sequence[float | None]
+    seconds: Sequence[float | None]
+    tokens_per_second: Sequence[float | None]
+    memory: Sequence[float | None]
+    elapsed: Sequence[float | None]
+    length: Sequence[float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """The figures of a run: the content of `report.json`.
+
+    Attributes:
+        setup: (label, value) of the recipe's main settings.
+        expert_loads: [step, load of each layer].
+        not_finite: steps whose loss or gradient was not finite.
+        memory, phases: predicted GiB at the peak by category, and the peak of each phase.
+        events: those that have no section of their own.
+        recipe: as text.
+        damaged: what was left out of the run's files.
+        again: the command that repeats the run.
+    """
+
+    title: str
+    run: str
+    state: RunState
+    setup: Sequence[tuple[str, str]]
+    summary: Summary
+    predicted: Predictions
+    measured: MeasuredFigures
+    curves: Curves
+    expert_loads: Sequence[tuple[int, Sequence[float]]]
+    not_finite: Sequence[int]
+    evaluations: Sequence[EvaluationMetrics]
+    evaluation: Evaluation
+    baseline: Baselines | None
+    memory: Mapping[str, float] | None
+    phases: Mapping[str, float] | None
+    changes: Mapping[str, Sequence[Change]]
+    samples: Sequence[SampleTexts]
+    events: Sequence[Event]
+    environment: Environment
+    recipe: str
+    damaged: Sequence[str]
+    again: str
+    difference: Differences
+    verdict: str
+
+
+def collect(path: str | Path) -> RunFigures:
+    """Reads a run and computes the figures of its report. Losses that are not finite are NaN.
 
     Raises:
         RunError: the folder holds no run. Damaged files of a run are skipped and listed in `damaged`.
@@ -50,86 +228,95 @@ def collect(path: str | Path) -> JsonObject:
     import shlex
 
     run = Reader(path)
-    plan, environment, changes = run.plan, run.environment, run.changes
+    plan, environment, evaluation, changes = run.plan, run.environment, run.evaluation, run.changes
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
-    evaluation = run.evaluation
     recipe, recipe_text = run.raw_recipe()
-    # A damaged or foreign file may hold anything: enforce the types that the page relies on.
-    recipe, environment, changes, evaluation = map(mapping, (recipe, environment, changes, evaluation))
-    metrics, evaluations = ([m for m in lines if _is_step(m.get("step"))] for lines in (metrics, evaluations))
-    events = [e for e in events if isinstance(e.get("kind"), str)]
-    # The last measurement, and the session that it belongs to: a resumed run may have several.
-    at = max((n for n, e in enumerate(events) if e["kind"] == "measured"), default=-1)
-    measured: JsonObject = events[at] if at >= 0 else {}
-    measured_in = sum(e["kind"] in ("started", "resumed") for e in events[: at + 1])
-    last = metrics[-1] if metrics else {}
-    finished: JsonObject = next((e for e in reversed(events) if e["kind"] == "finished"), {})
-    # The newest evaluation, for runs that have not finished.
-    evaluated = evaluations[-1] if evaluations else {}
-    # If the run continued after `finished`, that event describes an earlier session: ignore it.
-    went_on = "steps" in finished and "step" in last and finished["steps"] != last["step"]
-    end = {} if went_on else finished
-
-    figures: JsonObject = {
-        "title": headline(recipe.get("name") or run.path.resolve().name),
-        "run": str(path),
-        "state": _state(events, metrics, plan),
-        "setup": _setup(recipe, plan, environment),
-        "summary": {
-            "steps": end.get("steps", last.get("step")),
-            "skipped_steps": last.get("skipped_steps"),
-            "steps_planned": plan.steps if plan else None,
-            "tokens": end.get("tokens", last.get("tokens")),
-            "seconds": end.get("seconds", last.get("elapsed")),
-            "first_loss": metrics[0].get("loss") if metrics else None,
-            "loss": end.get("loss", last.get("loss")),
-            "validation_loss": _first(end.get("validation_loss"), evaluated.get("validation_loss")),
-            "sessions": sum(e["kind"] in ("started", "resumed") for e in events),
-            "measured_session": measured_in or None,
-            "parameters": strict(plan.parameters) if plan else None,
-            "model": recipe.get("model"),
-            "data": mapping(recipe.get("data")).get("source"),
-        },
-        "predicted": {key: getattr(plan, key, None) for key in _PREDICTED} | (plan.predicted.known() if plan else {}),
-        "measured": {k: measured.get(k) for k in ("peak_gib", "tokens_per_second", "seconds_per_step", "mfu")}
-        | {k: measured[k] for k in (*MEMORY_KEYS, "machine") if k in measured},
-        "curves": {name: [line.get(name) for line in metrics] for name in METRIC_KEYS},
-        "expert_loads": _expert_loads(metrics),
-        "not_finite": [
-            m["step"] for m in metrics if not math.isfinite(_real(m.get("loss"))) or _bad(m.get("gradient_norm"))
-        ],
-        "evaluations": evaluations,
-        "evaluation": evaluation,
-        "baseline": next(
-            (
-                {k: v for k, v in e.items() if k not in ("time", "kind")}
-                for e in reversed(events)
-                if e["kind"] == "baseline"
-            ),
-            None,
-        ),
-        "memory": plan.memory if plan else None,
-        "phases": plan.phases if plan else None,
-        "changes": changes,
-        "samples": samples,
-        "events": [e for e in events if e["kind"] not in NOT_IN_TIMELINE],
-        "environment": environment,
-        "recipe": recipe_text,
-        "damaged": run.damage_notes,
-        "again": (
+    predicted, measured = Predictions.of(plan), _measured(events)
+    difference = _difference(predicted, measured)
+    event = next((event for event in reversed(events) if isinstance(event, Baseline)), None)
+    baseline = Baselines(event.vocabulary, event.unigram, event.bigram) if event else None
+    summary = _summary(recipe, plan, metrics, evaluations, events)
+    return RunFigures(
+        title=headline(recipe.get("name") or run.path.resolve().name),
+        run=str(path),
+        state=_state(events, metrics, plan),
+        setup=_setup(recipe, plan, environment),
+        summary=summary,
+        predicted=predicted,
+        measured=measured,
+        curves=Curves(**{name: [getattr(line, name) for line in metrics] for name in Curves.__dataclass_fields__}),
+        expert_loads=_expert_loads(metrics),
+        not_finite=[line.step for line in metrics if _is_not_finite(line)],
+        evaluations=evaluations,
+        evaluation=evaluation,
+        baseline=baseline,
+        memory=plan.memory if plan else None,
+        phases=plan.phases if plan else None,
+        changes=changes,
+        samples=samples,
+        # Samples and baselines have sections of their own.
+        events=[event for event in events if not isinstance(event, SampleEvent | Baseline)],
+        environment=environment,
+        recipe=recipe_text,
+        damaged=run.damage_notes,
+        again=(
             f"preheat train {shlex.quote(str(run.path / 'recipe.yaml'))} --out {shlex.quote(str(run.path) + '-again')}"
         ),
-    }
-    # predicted / measured - 1 for every figure that has both.
-    predicted, real = figures["predicted"], figures["measured"]
-    figures["difference"] = {
-        k: off_by(predicted.get(k), real.get(k)) for k in (*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu")
-    }
-    figures["verdict"] = _verdict(figures)
-    return figures
+        difference=difference,
+        verdict=_verdict(summary, predicted, measured, difference, baseline),
+    )
 
 
-def _setup(recipe: JsonObject, plan: Plan | None, environment: JsonObject) -> list[tuple[str, str]]:
+def _summary(
+    recipe: JsonObject,
+    plan: Plan | None,
+    metrics: Sequence[StepMetrics],
+    evaluations: Sequence[EvaluationMetrics],
+    events: Sequence[Event],
+) -> Summary:
+    last = metrics[-1] if metrics else StepMetrics(0)
+    end = next((event for event in reversed(events) if isinstance(event, Finished)), Finished())
+    # If the run continued after `finished`, that event describes an earlier session: ignore it.
+    if end.steps is not None and metrics and end.steps != last.step:
+        end = Finished()
+    # The newest evaluation, for runs that have not finished.
+    evaluated = evaluations[-1].validation_loss if evaluations else None
+    # A resumed run may have several measurements: of the last one, the session that it belongs to.
+    at = max((n for n, event in enumerate(events) if isinstance(event, Measured)), default=-1)
+    return Summary(
+        steps=last.step if end.steps is None and metrics else end.steps,
+        skipped_steps=last.skipped_steps,
+        steps_planned=plan.steps if plan else None,
+        tokens=last.tokens if end.tokens is None else end.tokens,
+        seconds=last.elapsed if end.seconds is None else end.seconds,
+        first_loss=metrics[0].loss if metrics else None,
+        loss=last.loss if end.loss is None else end.loss,
+        validation_loss=evaluated if end.validation_loss is None else end.validation_loss,
+        sessions=_sessions(events),
+        measured_session=_sessions(events[: at + 1]) or None,
+        parameters=plan.parameters if plan else None,
+        model=recipe.get("model"),
+        data=mapping(recipe.get("data")).get("source"),
+    )
+
+
+def _sessions(events: Iterable[Event]) -> int:
+    return sum(isinstance(event, Started | Resumed) for event in events)
+
+
+def _measured(events: Sequence[Event]) -> MeasuredFigures:
+    """Returns the figures of the last measurement."""
+    event = next((event for event in reversed(events) if isinstance(event, Measured)), Measured())
+    return MeasuredFigures(**{name: getattr(event, name) for name in MeasuredFigures.__dataclass_fields__})
+
+
+def _difference(predicted: Predictions, measured: MeasuredFigures) -> Differences:
+    return Differences(
+        **{name: off_by(getattr(predicted, name), getattr(measured, name)) for name in Differences.__dataclass_fields__}
+    )
+
+
+def _setup(recipe: JsonObject, plan: Plan | None, environment: Environment) -> list[tuple[str, str]]:
     """Returns (label, value) pairs of the recipe for the head of the page; settings that it lacks are left out."""
     model, data, batch, optimizer, schedule, stop, techniques = (
         mapping(recipe.get(key)) for key in ("model", "data", "batch", "optimizer", "schedule", "stop", "techniques")
@@ -174,111 +361,93 @@ def _model(model: JsonObject) -> str | None:
     return str(model["family"]) if model.get("family") else None
 
 
-def _device(environment: JsonObject) -> str | None:
-    machine, processes, threads = (environment.get(key) for key in ("machine", "processes", "threads"))
-    name = mapping(machine).get("device") or environment.get("device")
-    more = [
-        f"{value(n)} {what}{'s' if n != 1 else ''}" for n, what in ((processes, "process"), (threads, "thread")) if n
-    ]
-    return ", ".join([str(name), *more]).replace("processs", "processes") if name else None
+def _device(environment: Environment) -> str | None:
+    name = (environment.machine and environment.machine.device) or environment.device
+    parts = ((environment.processes, "process", "processes"), (environment.threads, "thread", "threads"))
+    more = [f"{value(n)} {many if n != 1 else one}" for n, one, many in parts if n]
+    return ", ".join([name, *more]) if name else None
 
 
-def _expert_loads(metrics: list[JsonObject]) -> list[list[object]]:
-    """Returns [step, load of each layer] of the lines with as many layers as the first."""
-    rows = [
-        [line["step"], loads]
-        for line in metrics
-        if isinstance(loads := line.get("expert_loads"), list) and loads and all(number(v) is not None for v in loads)
-    ]
+def _expert_loads(metrics: Sequence[StepMetrics]) -> list[tuple[int, Sequence[float]]]:
+    """Returns the loads of the lines with as many layers as the first."""
+    rows = [(line.step, line.expert_loads) for line in metrics if line.expert_loads]
     # A line with another number of layers is damaged, and the heat map needs a rectangle.
     return [row for row in rows if len(row[1]) == len(rows[0][1])]
 
 
-def _first(*values: object) -> object:
-    return next((v for v in values if v is not None), None)
+def _is_not_finite(line: StepMetrics) -> bool:
+    return any(real is not None and number(real) is None for real in (line.loss, line.gradient_norm))
 
 
-def _is_step(step: object) -> bool:
-    return isinstance(step, int) and number(step) is not None
-
-
-def _real(value: object) -> float:
-    finite = number(value)
-    return math.nan if finite is None else finite
-
-
-def _bad(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _state(events: list[JsonObject], metrics: list[JsonObject], plan: Plan | None) -> dict[str, str]:
-    """Returns the state of the run by the events of its last session: {kind: finished|stopped|failed|open, message}."""
-    session: dict[str, JsonObject] = {}
-    for event in events:
-        # A new session: the end of the one before no longer describes the run.
-        if event["kind"] in ("started", "resumed"):
-            session = {}
-        session[event["kind"]] = event
-    step = metrics[-1]["step"] if metrics else 0
+def _state(events: Sequence[Event], metrics: Sequence[StepMetrics], plan: Plan | None) -> RunState:
+    step = metrics[-1].step if metrics else 0
     planned = plan.steps if plan else None
     at = f"step {step:,}" + (f" of {planned:,.0f}" if planned else "")
-    if "failed" in session:
-        reasons = [
-            str(v)
-            for k, v in session["failed"].items()
-            if k not in ("time", "kind", "step") and isinstance(v, str) and v
-        ]
-        return {
-            "kind": "failed",
-            "message": f"Failed at {at}" + (f": {reasons[0]}" if reasons else ". No reason was recorded."),
-        }
-    if "stopping" in session:
-        why = session["stopping"].get("reason") or session["stopping"].get("signal")
-        return {"kind": "stopped", "message": f"Stopped early at {at}" + (f" ({why})" if why else "") + "."}
-    if "finished" in session:
-        return {"kind": "finished", "message": f"Finished at {at}."}
+    starts = [n for n, event in enumerate(events) if isinstance(event, Started | Resumed)]
+    # The last session: the end of the one before no longer describes the run.
+    session = list(reversed(events[starts[-1] :] if starts else events))
+    if failed := next((event for event in session if isinstance(event, Failed)), None):
+        return RunState(
+            "failed", f"Failed at {at}" + (f": {failed.reason}" if failed.reason else ". No reason was recorded.")
+        )
+    if stopping := next((event for event in session if isinstance(event, Stopping)), None):
+        return RunState(
+            "stopped", f"Stopped early at {at}" + (f" ({stopping.signal})" if stopping.signal else "") + "."
+        )
+    if any(isinstance(event, Finished) for event in session):
+        return RunState("finished", f"Finished at {at}.")
     if not events and not metrics:
-        return {"kind": "open", "message": "Not started: neither a step nor an event is recorded."}
-    return {
-        "kind": "open",
-        "message": f"No end is recorded: the run is still running, or it was killed. Its newest figures are from {at}.",
-    }
+        return RunState("open", "Not started: neither a step nor an event is recorded.")
+    return RunState(
+        "open", f"No end is recorded: the run is still running, or it was killed. Its newest figures are from {at}."
+    )
 
 
-def _verdict(figures: JsonObject) -> str:
+def _verdict(
+    summary: Summary,
+    predicted: Predictions,
+    measured: MeasuredFigures,
+    difference: Differences,
+    baseline: Baselines | None,
+) -> str:
     """Returns a summary of the run in a few sentences."""
-    summary, predicted, measured = figures["summary"], figures["predicted"], figures["measured"]
-    parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, figures["baseline"])]
-    for name, key, show in (("memory", "peak_gib", gib), ("tokens/s", "tokens_per_second", grouped)):
-        guess, real, off = number(predicted[key]), number(measured[key]), figures["difference"][key]
+    parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, baseline)]
+    for name, guess, real, off, show in (
+        ("", number(predicted.peak_gib), number(measured.peak_gib), difference.peak_gib, gib),
+        (
+            " tokens/s",
+            number(predicted.tokens_per_second),
+            number(measured.tokens_per_second),
+            difference.tokens_per_second,
+            grouped,
+        ),
+    ):
         # Without both there is nothing to say.
         if guess is None and real is None:
             continue
-        unit = "" if key == "peak_gib" else f" {name}"
-        left = f"Predicted {show(guess)}{unit}" if guess is not None else f"No prediction of {name}"
+        left = f"Predicted {show(guess)}{name}" if guess is not None else f"No prediction of{name or ' memory'}"
         right = f"measured {show(real)}" if real is not None else "not measured yet"
         parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
-    if mapping(measured.get("machine")).get("alone") is False:
-        others = number(measured["machine"].get("other_cores"))
+    if measured.machine is not None and measured.machine.alone is False:
+        others = number(measured.machine.other_cores)
         cores = "" if others is None else f", on average {others:.1f} cores"
         parts.append(f"The speed was measured beside other work{cores}, so it does not correct later plans.")
-    if summary["sessions"] > 1 and summary["measured_session"]:
-        parts.append(f"Measured in session {summary['measured_session']} of {summary['sessions']}.")
+    if summary.sessions > 1 and summary.measured_session:
+        parts.append(f"Measured in session {summary.measured_session} of {summary.sessions}.")
     return " ".join(filter(None, parts))
 
 
-def _what(summary: JsonObject) -> str:
-    model, parameters = mapping(summary["model"]), mapping(summary["parameters"])
+def _what(summary: Summary) -> str:
+    model, parameters = mapping(summary.model), summary.parameters
     name = Path(str(model["path"])).name if model.get("path") else str(model.get("family") or "model")
-    total, trained = number(parameters.get("total")), number(parameters.get("trained"))
-    if total is not None:
-        name += f" of {count(total)} parameters"
-        if trained is not None and trained < total:
-            name += f" ({count(trained)} of them trained)"
+    if parameters is not None:
+        name += f" of {count(parameters.total)} parameters"
+        if parameters.trained < parameters.total:
+            name += f" ({count(parameters.trained)} of them trained)"
     elif model.get("size"):
         name += f" of size {model['size']}"
     name = headline(name)
-    return name[:1].upper() + name[1:] + (f" on {_sources(summary['data'])}" if summary["data"] else "")
+    return name[:1].upper() + name[1:] + (f" on {_sources(summary.data)}" if summary.data else "")
 
 
 def _sources(data: object) -> str:
@@ -291,21 +460,21 @@ def _sources(data: object) -> str:
     return " and ".join(headline(entry.get("source") if isinstance(entry, dict) else entry) for entry in several)
 
 
-def _length(summary: JsonObject) -> str:
-    steps = number(summary["steps"])
+def _length(summary: Summary) -> str:
+    steps = summary.steps
     # 0 or unknown.
     if not steps:
         return ": no step is recorded yet."
-    text = f", trained for {steps:,.0f} step{'s' if steps != 1 else ''}"
-    if number(summary["tokens"]) is not None:
-        text += f" ({count(summary['tokens'])} tokens)"
-    text += f" in {duration(summary['seconds'])}." if number(summary["seconds"]) is not None else "."
-    skipped = number(summary["skipped_steps"])
+    text = f", trained for {steps:,} step{'s' if steps != 1 else ''}"
+    if number(summary.tokens) is not None:
+        text += f" ({count(summary.tokens)} tokens)"
+    text += f" in {duration(summary.seconds)}." if number(summary.seconds) is not None else "."
+    skipped = number(summary.skipped_steps)
     return text + (f" {skipped:,.0f} of the steps were skipped, as gradients overflowed in fp16." if skipped else "")
 
 
-def _losses(summary: JsonObject, baseline: JsonObject | None) -> str:
-    first, final, held_out = summary["first_loss"], summary["loss"], summary["validation_loss"]
+def _losses(summary: Summary, baseline: Baselines | None) -> str:
+    first, final, held_out = summary.first_loss, summary.loss, summary.validation_loss
     if final is None and held_out is None:
         return ""
     if final is None:
@@ -318,7 +487,7 @@ def _losses(summary: JsonObject, baseline: JsonObject | None) -> str:
         return f"{text}."
     text += f"; the validation loss is {loss(held_out)}"
     # A model above the bigram's loss has learned little more than pairs of tokens.
-    bigram, validation = number((baseline or {}).get("bigram")), number(held_out)
+    bigram, validation = number(baseline and baseline.bigram), number(held_out)
     if bigram is not None and validation is not None:
         text += f", {'below' if validation < bigram else 'not below'} the {loss(bigram)} of a bigram model"
     return text + "."

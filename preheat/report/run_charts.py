@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from preheat.core.json_types import JsonObject
 from preheat.report import expert_heatmap, svg
-from preheat.report.formatting import gib, grouped, headline, loss, mapping, number, percent, unit_of
+from preheat.report.formatting import gib, grouped, headline, loss, number, percent, unit_of
 from preheat.report.page import LegendEntry, figure
+from preheat.report.report_data import Baselines, RunFigures
 from preheat.report.svg import Curve
 
 __all__ = ["CATEGORY_COLOURS", "categories", "evaluations", "losses", "memory", "over_time"]
@@ -26,11 +26,11 @@ CATEGORY_COLOURS = {
 """Categories of memory in the order of drawing -> colour."""
 
 
-def losses(figures: JsonObject) -> str:
+def losses(figures: RunFigures) -> str:
     """Draws training and validation loss in one chart, with the baselines as horizontal lines."""
-    steps = svg.numbers(figures["curves"]["step"])
-    raw = svg.numbers(figures["curves"]["loss"])
-    evaluated = [e for e in figures["evaluations"] if number(e.get("validation_loss")) is not None]
+    steps = svg.numbers(figures.curves.step)
+    raw = svg.numbers(figures.curves.loss)
+    evaluated = [e for e in figures.evaluations if number(e.validation_loss) is not None]
     finite = [(s, v) for s, v in zip(steps, raw, strict=True) if math.isfinite(v)]
     sentences = []
     lines: list[Curve] = []
@@ -52,40 +52,41 @@ def losses(figures: JsonObject) -> str:
     else:
         sentences.append("No step is recorded yet.")
     if evaluated:
-        x, y = svg.numbers([e.get("step") for e in evaluated]), svg.numbers([e["validation_loss"] for e in evaluated])
+        x, y = svg.numbers([e.step for e in evaluated]), svg.numbers([e.validation_loss for e in evaluated])
         lines.append(Curve("validation", x, y, "series-2", "points"))
         legend.append(LegendEntry("validation", "series-2"))
         sentences.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
     else:
         sentences.append("There is no validation loss.")
-    levels = _levels(figures["baseline"])
+    levels = _levels(figures.baseline)
     if levels:
         sentences.append(
             "For comparison, on the same split: " + ", ".join(f"{name} {loss(level)}" for name, level in levels) + "."
         )
-    if figures["not_finite"]:
-        sentences.append(f"Loss or gradient was not finite at {_steps_text(figures['not_finite'])} (▼).")
+    if figures.not_finite:
+        sentences.append(f"Loss or gradient was not finite at {_steps_text(figures.not_finite)} (▼).")
     caption = " ".join(sentences)
     if not lines:
         return figure("", caption, "")
     # Baselines last, so that their labels are drawn over the curves.
     lines += [Curve(f"{name} {level:.2f}", [0.0], [level], style="named") for name, level in levels]
     drawing = svg.both_widths(
-        "loss", lambda name, size: svg.curves(name, lines, caption, marks=figures["not_finite"], size=size)
+        "loss", lambda name, size: svg.curves(name, lines, caption, marks=figures.not_finite, size=size)
     )
     return figure("", caption, drawing, legend)
 
 
-def _levels(baseline: JsonObject | None) -> list[tuple[str, float]]:
+def _levels(baseline: Baselines | None) -> list[tuple[str, float]]:
     """Returns (name, nats per token) of the baselines: uniform, unigram and bigram models."""
+    if baseline is None:
+        return []
     levels = []
-    vocabulary = number((baseline or {}).get("vocabulary"))
+    vocabulary = number(baseline.vocabulary)
     if vocabulary is not None and vocabulary > 1:
         # Cross entropy of a uniform guess: ln(vocabulary size).
         levels.append(("uniform", math.log(vocabulary)))
-    for name in ("unigram", "bigram"):
-        level = number((baseline or {}).get(name))
-        if level is not None:
+    for name, loss_of_model in (("unigram", baseline.unigram), ("bigram", baseline.bigram)):
+        if (level := number(loss_of_model)) is not None:
             levels.append((name, level))
     return levels
 
@@ -97,42 +98,42 @@ def _steps_text(steps: Sequence[int]) -> str:
     )
 
 
-def over_time(figures: JsonObject) -> list[str]:
+def over_time(figures: RunFigures) -> list[str]:
     """Draws learning rate, gradient norm, tokens/s, memory and expert load over the steps, each if recorded."""
-    curve, predicted, measured = figures["curves"], figures["predicted"], figures["measured"]
+    curve, predicted, measured = figures.curves, figures.predicted, figures.measured
     # Bytes after each step, and peaks in GiB: all in one unit for the axis.
-    bytes_held = svg.numbers(curve["memory"])
-    peaks = [number(predicted["peak_gib"]), number(measured["peak_gib"])]
+    bytes_held = svg.numbers(curve.memory)
+    peaks = [number(predicted.peak_gib), number(measured.peak_gib)]
     unit, scale = unit_of([*(v / 2**30 for v in bytes_held), *peaks])
 
     def in_unit(value: float) -> str:
         return f"{value:,.3g} {unit}"
 
-    sessions, session = figures["summary"]["sessions"], figures["summary"]["measured_session"]
+    sessions, session = figures.summary.sessions, figures.summary.measured_session
     part = f" in session {session} of {sessions}" if sessions > 1 and session else ""
     expected, peak = (None if size is None else size * scale for size in peaks)
     drawn = [
-        _curve_figure("lr", "Learning rate", curve["step"], svg.numbers(curve["lr"]), _rate, noisy=False),
+        _curve_figure("lr", "Learning rate", curve.step, svg.numbers(curve.lr), _rate, noisy=False),
         _curve_figure(
             "gradient-norm",
             "Gradient norm, before clipping",
-            curve["step"],
-            svg.numbers(curve["gradient_norm"]),
+            curve.step,
+            svg.numbers(curve.gradient_norm),
             lambda v: f"{v:.3g}",
         ),
         _curve_figure(
             "rate",
             "Tokens per second",
-            curve["step"],
-            svg.numbers(curve["tokens_per_second"]),
+            curve.step,
+            svg.numbers(curve.tokens_per_second),
             grouped,
-            level=("predicted", number(predicted["tokens_per_second"])),
-            measured=(part.strip() or "over the run", number(measured["tokens_per_second"])),
+            level=("predicted", number(predicted.tokens_per_second)),
+            measured=(part.strip() or "over the run", number(measured.tokens_per_second)),
         ),
         _curve_figure(
             "memory-after-step",
             f"Memory after each step, {unit}",
-            curve["step"],
+            curve.step,
             [v / 2**30 * scale for v in bytes_held],
             in_unit,
             level=("predicted peak", expected),
@@ -140,23 +141,22 @@ def over_time(figures: JsonObject) -> list[str]:
             noisy=False,
         ),
     ]
-    if figures["expert_loads"]:
-        drawn.append(figure("Load of experts", *expert_heatmap.loads(figures["expert_loads"])))
+    if figures.expert_loads:
+        drawn.append(figure("Load of experts", *expert_heatmap.loads(figures.expert_loads)))
     return [drawing for drawing in drawn if drawing]
 
 
-def evaluations(figures: JsonObject) -> list[str]:
+def evaluations(figures: RunFigures) -> list[str]:
     """Draws each task metric and the forgetting loss over the steps, if there are at least two evaluations."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for evaluation in figures["evaluations"]:
-        step = number(evaluation.get("step"))
+    for evaluation in figures.evaluations:
         # The forgetting text is no task, but its loss is drawn like one.
-        values = {("forgetting", "loss"): evaluation.get("forgetting_loss")}
-        for task, of in mapping(evaluation.get("tasks")).items():
-            values |= {(str(task), str(metric)): value for metric, value in mapping(of).items()}
+        values = {("forgetting", "loss"): evaluation.forgetting_loss}
+        for task, metrics in (evaluation.tasks or {}).items():
+            values |= {(task, metric): value for metric, value in metrics.items()}
         for key, value in values.items():
-            if step is not None and (real := number(value)) is not None:
-                lines.setdefault(key, []).append((step, real))
+            if (real := number(value)) is not None:
+                lines.setdefault(key, []).append((evaluation.step, real))
     drawings = []
     for n, ((task, metric), points) in enumerate(lines.items()):
         # A single evaluation is in the table.
@@ -224,17 +224,17 @@ def _rate(value: float) -> str:
     )
 
 
-def memory(figures: JsonObject) -> str:
+def memory(figures: RunFigures) -> str:
     """Draws predicted memory by category as a stacked bar, with the measured peak and the device's memory.
 
     Returns "" if neither a prediction nor a measurement is recorded.
     """
-    predicted, measured = figures["predicted"], figures["measured"]
+    predicted, measured = figures.predicted, figures.measured
     parts = categories(figures)
     peak, real, available = (
-        number(predicted["peak_gib"]),
-        number(measured["peak_gib"]),
-        number(predicted["available_gib"]),
+        number(predicted.peak_gib),
+        number(measured.peak_gib),
+        number(predicted.available_gib),
     )
     if peak is None and real is None:
         return ""
@@ -264,9 +264,9 @@ def memory(figures: JsonObject) -> str:
     return figure("At the peak", " ".join(sentences), svg.stacked("memory", rows, " ".join(sentences), limit=limit))
 
 
-def categories(figures: JsonObject) -> list[tuple[str, float, str]]:
+def categories(figures: RunFigures) -> list[tuple[str, float, str]]:
     """Returns (category, GiB, colour) of the predicted peak; unknown categories come last."""
-    by_category = mapping(figures["memory"])
+    by_category = figures.memory or {}
     # The order of the colours, in every report, so that pages can be compared.
     names = [n for n in CATEGORY_COLOURS if n in by_category] + [n for n in by_category if n not in CATEGORY_COLOURS]
     sizes = [(name, number(by_category[name])) for name in names]

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preheat.core.json_types import JsonObject
+from preheat.core.run_records import (
+    Checkpoint,
+    Damaged,
+    Environment,
+    Event,
+    Failed,
+    Fallback,
+    OutOfMemory,
+    Overflow,
+    Overflows,
+    Prompt,
+    ResultDifferences,
+    Results,
+    SampleTexts,
+    Unsaved,
+)
+from preheat.core.slots import Change
 from preheat.errors import RunError
-from preheat.files import require_overwritable, to_json, write_atomic
+from preheat.files import require_overwritable, strict, to_json, write_atomic
 from preheat.report import page, run_charts
 from preheat.report.formatting import (
     LONG,
@@ -23,7 +39,6 @@ from preheat.report.formatting import (
     grouped,
     headline,
     loss,
-    mapping,
     nbsp_units,
     number,
     percent,
@@ -33,7 +48,7 @@ from preheat.report.formatting import (
 )
 from preheat.report.long_context_charts import lengths
 from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_cell, two_columns
-from preheat.report.report_data import collect
+from preheat.report.report_data import RunFigures, collect
 from preheat.run.layout import MARK
 
 __all__ = ["render", "write"]
@@ -71,17 +86,17 @@ def write(run: str | Path) -> Path:
     return path
 
 
-def render(figures: JsonObject) -> str:
+def render(figures: RunFigures) -> str:
     """Returns the page for the figures of `report_data.collect`; sections without records are left out."""
     sections = (
         ("loss", "Loss", run_charts.losses(figures)),
-        ("evaluation", "Before and after" if _before(figures) else "Evaluation", _evaluation(figures)),
+        ("evaluation", "Before and after" if figures.evaluation.before else "Evaluation", _evaluation(figures)),
         ("over-time", "Over the run", two_columns(*run_charts.over_time(figures))),
         ("memory", "Memory, predicted and measured", _memory(figures)),
-        ("techniques", "Techniques", _techniques(figures["changes"])),
-        ("samples", "Samples", _samples(figures["samples"])),
-        ("timeline", "Timeline", _timeline(figures["events"])),
-        ("environment", "Environment", _environment(figures["environment"])),
+        ("techniques", "Techniques", _techniques(figures.changes)),
+        ("samples", "Samples", _samples(figures.samples)),
+        ("timeline", "Timeline", _timeline(figures.events)),
+        ("environment", "Environment", _environment(figures.environment)),
         ("recipe", "Recipe", _recipe(figures)),
     )
     body = "".join(page.section(*parts) for parts in sections)
@@ -90,20 +105,20 @@ def render(figures: JsonObject) -> str:
         "what the imports took."
     )
     return page.document(
-        f"{figures['title']} · preheat report",
-        f"{_header(figures)}\n{_tiles(figures)}\n{_setup(figures['setup'])}\n{body}<footer>{footer}</footer>",
+        f"{figures.title} · preheat report",
+        f"{_header(figures)}\n{_tiles(figures)}\n{_setup(figures.setup)}\n{body}<footer>{footer}</footer>",
     )
 
 
-def _header(figures: JsonObject) -> str:
-    state = figures["state"]
+def _header(figures: RunFigures) -> str:
+    state = figures.state
     notices = ""
-    if state["kind"] != "finished":
-        notices += page.notice(state["message"], bad=state["kind"] == "failed")
-    if figures["damaged"]:
-        message = "Damaged files of this run, of which a part is left out: " + "; ".join(figures["damaged"]) + "."
+    if state.kind != "finished":
+        notices += page.notice(state.message, bad=state.kind == "failed")
+    if figures.damaged:
+        message = "Damaged files of this run, of which a part is left out: " + "; ".join(figures.damaged) + "."
         notices += page.notice(message, bad=True)
-    return page.header(f"preheat report · {_WORD[state['kind']]}", figures["title"], figures["verdict"], notices)
+    return page.header(f"preheat report · {_WORD[state.kind]}", figures.title, figures.verdict, notices)
 
 
 def _setup(rows: Sequence[tuple[str, str]]) -> str:
@@ -115,48 +130,51 @@ def _setup(rows: Sequence[tuple[str, str]]) -> str:
 _WORD = {"finished": "finished", "failed": "failed", "stopped": "stopped early", "open": "not finished"}
 
 
-def _tiles(figures: JsonObject) -> str:
+def _tiles(figures: RunFigures) -> str:
     """Returns tiles with the most important figures; unrecorded figures have none."""
-    summary, predicted, measured, off = (figures[k] for k in ("summary", "predicted", "measured", "difference"))
-    parameters = mapping(summary["parameters"])
-    held_out, tokens = (number(summary[key]) for key in ("validation_loss", "tokens"))
+    summary, predicted, measured, off = figures.summary, figures.predicted, figures.measured, figures.difference
+    first = summary.first_loss
+    held_out, tokens, total = map(number, (summary.validation_loss, summary.tokens, predicted.seconds_total))
 
-    def against(key: str, show: Callable[[object], str]) -> str:
-        if number(predicted[key]) is None:
+    def against(guess: float | None, difference: float | None, show: Callable[[object], str]) -> str:
+        if number(guess) is None:
             return "no prediction"
-        return f"predicted {show(predicted[key])}" + (f" ({signed_percent(off[key])})" if off[key] is not None else "")
+        return f"predicted {show(guess)}" + (f" ({signed_percent(difference)})" if difference is not None else "")
 
-    total = number(predicted["seconds_total"])
-    first, trained = summary["first_loss"], number(parameters.get("trained"))
-    weights, active = number(parameters.get("total")), number(parameters.get("active"))
-    idle = active is not None and weights is not None and active < weights
-    shares = [f"{count(active)} active"] * idle + ([f"{count(trained)} trained"] if trained is not None else [])
+    parameters, shares = summary.parameters, []
+    if parameters is not None:
+        shares = [f"{count(parameters.active)} active"] * (parameters.active < parameters.total)
+        shares += [f"{count(parameters.trained)} trained"]
     entries = (
-        ("Training loss", loss(summary["loss"]), f"from {loss(first)}" if first is not None else ""),
+        ("Training loss", loss(summary.loss), f"from {loss(first)}" if first is not None else ""),
         (
             "Validation loss",
-            loss(summary["validation_loss"]),
+            loss(summary.validation_loss),
             # exp(50) is 5e21: beyond it, the number says nothing.
             f"perplexity {value(math.exp(held_out))}" if held_out is not None and held_out < 50 else "",
         ),
-        ("Tokens per second", grouped(measured["tokens_per_second"]), against("tokens_per_second", grouped)),
-        ("Peak memory", gib(measured["peak_gib"]), against("peak_gib", gib)),
+        (
+            "Tokens per second",
+            grouped(measured.tokens_per_second),
+            against(predicted.tokens_per_second, off.tokens_per_second, grouped),
+        ),
+        ("Peak memory", gib(measured.peak_gib), against(predicted.peak_gib, off.peak_gib, gib)),
         (
             "Time",
-            duration(summary["seconds"]),
+            duration(summary.seconds),
             f"predicted {duration(total)}" if total is not None else "no prediction",
         ),
-        ("Steps", grouped(summary["steps"]), f"{count(tokens)} tokens" if tokens is not None else ""),
-        ("Model FLOPs utilisation", percent(measured["mfu"]), against("mfu", percent)),
-        ("Parameters", count(weights), ", ".join(shares)),
+        ("Steps", grouped(summary.steps), f"{count(tokens)} tokens" if tokens is not None else ""),
+        ("Model FLOPs utilisation", percent(measured.mfu), against(predicted.mfu, off.mfu, percent)),
+        ("Parameters", count(parameters.total) if parameters else MISSING, ", ".join(shares)),
     )
     return page.tiles(entries)
 
 
-def _memory(figures: JsonObject) -> str:
+def _memory(figures: RunFigures) -> str:
     parts = run_charts.categories(figures)
-    predicted, measured = (number(figures[k]["peak_gib"]) for k in ("predicted", "measured"))
-    off = figures["difference"]["peak_gib"]
+    predicted, measured = number(figures.predicted.peak_gib), number(figures.measured.peak_gib)
+    off = figures.difference.peak_gib
     # 1 avoids a division by zero in a plan without any bytes.
     total = sum(size for _, size, _ in parts) or 1
     # One call for all rows of the table, so that they have the same unit and decimals.
@@ -173,47 +191,49 @@ def _memory(figures: JsonObject) -> str:
         rows.append(page.row(label, number_cell(texts[-1]), cell(""), kind="sum"))
     table = page.table(("at the peak", unit, "share"), rows) if rows else ""
     table += _memory_of_gpu(figures)
-    left, right = f"{run_charts.memory(figures)}{table}", _phases(figures["phases"])
+    left, right = f"{run_charts.memory(figures)}{table}", _phases(figures.phases)
     shown = two_columns(f"<div>{left}</div>", f"<div>{right}</div>") if left or right else ""
-    return shown + _fallbacks(figures["events"])
+    return shown + _fallbacks(figures.events)
 
 
-def _memory_of_gpu(figures: JsonObject) -> str:
+def _memory_of_gpu(figures: RunFigures) -> str:
     """Returns a table of predicted and measured GPU memory: allocated, reserved, context."""
-    names = {
-        "allocated_gib": "allocated: tensors",
-        "reserved_gib": "reserved by torch's allocator",
-        "context_gib": "context",
-    }
-    keys = [key for key in names if number(figures["measured"].get(key)) is not None]
-    pairs = [(number(figures["predicted"].get(key)), number(figures["measured"][key])) for key in keys]
-    unit, texts = sizes([size for pair in pairs for size in pair])
+    predicted, measured, off = figures.predicted, figures.measured, figures.difference
+    parts = [
+        (name, guess, real, difference)
+        for name, guess, real, difference in (
+            ("allocated: tensors", predicted.allocated_gib, measured.allocated_gib, off.allocated_gib),
+            ("reserved by torch's allocator", predicted.reserved_gib, measured.reserved_gib, off.reserved_gib),
+            ("context", predicted.context_gib, measured.context_gib, off.context_gib),
+        )
+        if number(real) is not None
+    ]
+    unit, texts = sizes([size for _, guess, real, _ in parts for size in (guess, real)])
     rows = [
         page.row(
-            cell(escape(names[key])),
-            number_cell(predicted),
-            number_cell(measured),
-            number_cell("" if (off := figures["difference"][key]) is None else signed_percent(off)),
+            cell(escape(name)),
+            number_cell(guess),
+            number_cell(real),
+            number_cell("" if difference is None else signed_percent(difference)),
         )
-        for key, predicted, measured in zip(keys, texts[::2], texts[1::2], strict=True)
+        for (name, _, _, difference), guess, real in zip(parts, texts[::2], texts[1::2], strict=True)
     ]
     return page.table(("at the most", f"predicted, {unit}", "measured", "difference"), rows) if rows else ""
 
 
-def _fallbacks(events: list[JsonObject]) -> str:
+def _fallbacks(events: Sequence[Event]) -> str:
     """Returns a table of out-of-memory errors and the fallbacks that the run continued with."""
-    fallbacks = [e for e in events if e["kind"] == "fallback"]
+    fallbacks = [event for event in events if isinstance(event, Fallback)]
     if not fallbacks:
         return ""
-    unit, texts = sizes([e.get(key) for e in fallbacks for key in ("was_gib", "peak_gib")])
+    unit, texts = sizes([size for event in fallbacks for size in (event.was_gib, event.peak_gib)])
     rows = []
-    for n, e in enumerate(fallbacks):
-        took = e.get("changed") if isinstance(e.get("changed"), list) else []
+    for n, event in enumerate(fallbacks):
         rows.append(
             page.row(
-                number_cell(value(e.get("step"))),
-                cell(escape(value(e.get("cause")))),
-                text_cell(", ".join(map(str, took or ["the recipe as written"]))),
+                number_cell(value(event.step)),
+                cell(escape(value(event.cause))),
+                text_cell(", ".join(event.changed) or "the recipe as written"),
                 number_cell(texts[2 * n]),
                 number_cell(texts[2 * n + 1]),
             )
@@ -223,8 +243,8 @@ def _fallbacks(events: list[JsonObject]) -> str:
     return "<h3>Out of memory</h3>" + page.table(titles, rows, text=(1, 2))
 
 
-def _phases(phases: object) -> str:
-    peaks = {name: size for name, of in mapping(phases).items() if (size := number(of)) is not None}
+def _phases(phases: Mapping[str, float] | None) -> str:
+    peaks = {name: size for name, peak in (phases or {}).items() if (size := number(peak)) is not None}
     if not peaks:
         return ""
     most = max(peaks.values())
@@ -242,26 +262,24 @@ def _phases(phases: object) -> str:
     )
 
 
-def _before(figures: JsonObject) -> JsonObject:
-    return mapping(figures["evaluation"].get("before"))
-
-
-def _evaluation(figures: JsonObject) -> str:
-    evaluation = figures["evaluation"]
-    after, before, off = (mapping(evaluation.get(k)) for k in ("after", "before", "difference"))
-    compared = bool(before)
+def _evaluation(figures: RunFigures) -> str:
+    evaluation = figures.evaluation
+    after, before = evaluation.after or Results(), evaluation.before or Results()
+    difference, compared = evaluation.difference or ResultDifferences(), evaluation.before is not None
     rows = []
-    for part in ("texts", "tasks"):
-        for name, result in mapping(after.get(part)).items():
-            result = mapping(result)
-            old, apart = (mapping(mapping(mapping(of.get(part)).get(name)).get("metrics")) for of in (before, off))
-            truncated = number(result.get("truncated"))
-            cut = f" ({truncated:,.0f} without room for all of their context)" if truncated else ""
-            if no_room := number(result.get("no_room")):
-                cut += f" ({no_room:,.0f} examples left out: no room for an answer)"
-            title = f"{name}: {grouped(result.get('rows'))} rows{cut}"
+    for results, olds, differences in (
+        (after.texts, before.texts, difference.texts),
+        (after.tasks, before.tasks, difference.tasks),
+    ):
+        for name, result in results.items():
+            old = olds[name].metrics if name in olds else {}
+            apart = differences[name].metrics if name in differences else {}
+            cut = f" ({result.truncated:,} without room for all of their context)" if result.truncated else ""
+            if result.no_room:
+                cut += f" ({result.no_room:,} examples left out: no room for an answer)"
+            title = f"{name}: {grouped(result.rows)} rows{cut}"
             rows.append(page.group_row(title, 4 if compared else 2))
-            for metric, measured in mapping(result.get("metrics")).items():
+            for metric, measured in result.metrics.items():
                 texts = [between(measured)]
                 # Three columns: before, after, and the difference with an interval of its own (paired by rows).
                 if compared:
@@ -271,7 +289,7 @@ def _evaluation(figures: JsonObject) -> str:
     charts = two_columns(*run_charts.evaluations(figures))
     if not rows:
         return charts
-    caption = f"At step {value(evaluation.get('step'))}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
+    caption = f"At step {value(evaluation.step)}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
     caption += "; of the difference, row by row." if compared else "."
     if not compared:
         caption += (
@@ -290,29 +308,28 @@ def _interval(text: str) -> str:
     return figure + (f' <span class="interval">[{interval}</span>' if interval else "")
 
 
-def _techniques(changes: JsonObject) -> str:
+def _techniques(changes: Mapping[str, Sequence[Change]]) -> str:
     rows = []
     for name, entries in changes.items():
         rows.append(page.group_row(name, 2))
-        for change in map(mapping, entries if isinstance(entries, list) else []):
-            kernel = f"kernel: {change['kernel']}" if change.get("kernel") else ""
-            count = grouped(change.get("count")) if change.get("count") is not None else ""
-            rows.append(page.row(text_cell(value(change.get("what")), kernel), number_cell(count)))
+        for change in entries:
+            kernel = f"kernel: {change.kernel}" if change.kernel else ""
+            rows.append(page.row(text_cell(value(change.what), kernel), number_cell(grouped(change.count))))
     return page.table(("what it changed", "count"), rows) if rows else ""
 
 
-def _samples(samples: list[JsonObject]) -> str:
+def _samples(samples: Sequence[SampleTexts]) -> str:
     if not samples:
         return ""
     shown = []
     for sample in samples[:_MOST_SAMPLES]:
-        prompt = _prompt(sample.get("prompt"))
+        prompt = _prompt(sample.prompt)
         before, after = (
             # The recorded text may begin with the prompt, which the page shows once, in colour.
-            None if text is None else str(text).removeprefix(prompt)
-            for text in (sample.get("before"), sample.get("text"))
+            None if text is None else text.removeprefix(prompt)
+            for text in (sample.before, sample.text)
         )
-        expected = sample.get("expected")
+        expected = sample.expected
         # Nothing to compare with: prompt and text in one block.
         if before is None and expected is None:
             shown.append(f'<pre class="sample"><b>{escape(prompt, LONG)}</b>{escape(after or "", LONG)}</pre>')
@@ -320,7 +337,7 @@ def _samples(samples: list[JsonObject]) -> str:
         columns: list[tuple[str, str | None]] = [("Before training", before)] if before is not None else []
         columns += [("After training", after)]
         if expected is not None:
-            columns.append(("The row's own answer", str(expected)))
+            columns.append(("The row's own answer", expected))
         shown.append(
             f'<div class="sample"><pre><b>{escape(prompt, LONG)}</b></pre>'
             + two_columns(
@@ -341,27 +358,28 @@ def _samples(samples: list[JsonObject]) -> str:
 _MOST_SAMPLES = 50
 
 
-def _prompt(prompt: object) -> str:
+def _prompt(prompt: Prompt) -> str:
     """Returns a prompt as text, with one line per chat message."""
-    if not isinstance(prompt, list):
-        return "" if prompt is None else str(prompt)
-    messages = (message if isinstance(message, dict) else {"content": message} for message in prompt)
-    return "".join(f"{message.get('role') or 'message'}: {message.get('content')}\n" for message in messages)
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    return "".join(f"{message.get('role') or 'message'}: {message.get('content')}\n" for message in prompt)
 
 
-def _timeline(events: list[JsonObject]) -> str:
+def _timeline(events: Sequence[Event]) -> str:
     if not events:
         return ""
-    begin = number(events[0].get("time"))
+    begin = events[0].time
     rows = []
     for group in _groups(events):
         first, last = group[0], group[-1]
-        at = number(first.get("time"))
+        at = first.time
         # Clocks may be set back between two sessions: no time rather than a negative one.
         after = clock(at - begin) if at is not None and begin is not None and at >= begin else ""
-        kind = str(first["kind"]).replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
-        details = f"steps {value(first.get('step'))} to {value(last.get('step'))}" if len(group) > 1 else _event(last)
-        bad = " bad" if first["kind"] in ("failed", "damaged", "out_of_memory", "overflows", "unsaved") else ""
+        kind = first.kind.replace("_", " ") + (f" × {len(group)}" if len(group) > 1 else "")
+        details = _event(last)
+        if isinstance(first, Checkpoint | Overflow) and isinstance(last, Checkpoint | Overflow) and len(group) > 1:
+            details = f"steps {value(first.step)} to {value(last.step)}"
+        bad = " bad" if isinstance(first, Failed | Damaged | OutOfMemory | Overflows | Unsaved) else ""
         event = f'<span class="event{bad}">{escape(kind)}</span> {escape(details)}'
         rows.append(page.row(number_cell(after), cell(event, "free")))
     started = ""
@@ -412,21 +430,21 @@ _RECORDED: dict[str, tuple[str, Callable[[object], str]]] = {
 _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in_use", "path")
 
 
-def _event(event: JsonObject) -> str:
+def _event(event: Event) -> str:
     parts = []
-    for key, recorded in event.items():
+    for key, recorded in strict(event).items():
         if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):
             label, write = _RECORDED.get(key, (key.replace("_", " "), value))
             parts.append(f"{label} {write(recorded)}")
     return "; ".join(parts)
 
 
-def _groups(events: list[JsonObject]) -> list[list[JsonObject]]:
+def _groups(events: Sequence[Event]) -> list[list[Event]]:
     """Groups four or more consecutive checkpoints or skipped steps; every other event is a group of its own."""
-    groups: list[list[JsonObject]] = []
+    groups: list[list[Event]] = []
     for event in events:
         # Long runs save hundreds of checkpoints, and fp16 skips some steps: they would bury all other events.
-        if groups and event["kind"] in ("checkpoint", "overflow") and event["kind"] == groups[-1][0]["kind"]:
+        if groups and isinstance(event, Checkpoint | Overflow) and event.kind == groups[-1][0].kind:
             groups[-1].append(event)
         else:
             groups.append([event])
@@ -436,10 +454,11 @@ def _groups(events: list[JsonObject]) -> list[list[JsonObject]]:
 _ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("memory", gib)}
 
 
-def _environment(environment: JsonObject) -> str:
+def _environment(environment: Environment) -> str:
+    recorded = strict(environment)
     # Plain values first, then each nested mapping under its name.
-    rows = [_row(k, v) for k, v in environment.items() if not isinstance(v, dict)]
-    for name, group in environment.items():
+    rows = [_row(k, v) for k, v in recorded.items() if not isinstance(v, dict)]
+    for name, group in recorded.items():
         if isinstance(group, dict) and group:
             rows.append(page.group_row(name, 2))
             rows += [_row(k, v) for k, v in group.items()]
@@ -453,9 +472,9 @@ def _row(key: str, recorded: object) -> str:
     return page.named_row(label, text_cell(write(recorded)))
 
 
-def _recipe(figures: JsonObject) -> str:
+def _recipe(figures: RunFigures) -> str:
     return (
-        f'<p class="again small">Runs it again:<code>{escape(figures["again"])}</code></p>'
+        f'<p class="again small">Runs it again:<code>{escape(figures.again)}</code></p>'
         "<details><summary>The recipe, with every default written out</summary>"
-        f"<pre>{escape(figures['recipe'], LONG)}</pre></details>"
+        f"<pre>{escape(figures.recipe, LONG)}</pre></details>"
     )

@@ -4,28 +4,20 @@ preheat.json      marks the folder as written by preheat: {kind, id, files}; che
                   `files` lists the files of tokenizer/
 recipe.yaml       the recipe with every default written out; `preheat train recipe.yaml` repeats the run
 plan.json         the prediction (see `core.plan.Plan`)
-environment.json  machine, versions, threads, command
-changes.json      {technique: [{what, count, kernel, detail}]}
-data.json         source, layout and counts of the data
-metrics.jsonl     one line per step (see `METRIC_KEYS`; also the objective's scores, such as accuracy; counters of
-                  techniques, such as recompilations; with fp16 loss scaling, `SCALING_KEYS`; and, for mixtures of
-                  experts, expert_load, experts_idle, expert_loads and balance_loss: engine/moe_aux_loss.py), and one
-                  line per evaluation ({step, validation_loss, tokens, validation_<score>, forgetting_loss, tasks}, as
-                  far as measured; tokens: those the loss is averaged over)
-before.json       the evaluation before the first step, row by row: {texts, tasks}
-evaluation.json   the newest evaluation: {step, after, before, difference}, the last three of the form
-                  {texts, tasks: {name: {metrics: {name: {value, low, high}}}}}
-events.jsonl      {time, kind, ...}: started, resumed, checkpoint, damaged, unsaved, unevaluated, overflow (a
-                  skipped step), overflows (many in a row), out_of_memory, fallback, stopping, notice, measured,
-                  sample, baseline, finished, failed; for out_of_memory and fallback see
-                  training/recovery/fallback_log.py
-samples.json      [{prompt, before, text}] (see `Reader.samples`)
+environment.json  `Environment`: machine, versions, threads, command
+changes.json      technique -> the `core.slots.Change`s that it made
+data.json         `DataRecord`: source, layout and counts of the data
+metrics.jsonl     one line per step (`StepMetrics`) and one per evaluation (`EvaluationMetrics`)
+before.json       `StoredResults`: the evaluation before the first step, row by row
+evaluation.json   `Evaluation`: the newest evaluation
+events.jsonl      one line per `Event`
+samples.json      a list of `SampleTexts` (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
 report.html, report.json
 lock              held by the process that writes the run
 
-JSON never holds NaN or infinities (`files.to_json`).
+The types are those of `core.run_records`. JSON never holds NaN or infinities (`files.to_json`).
 """
 
 from __future__ import annotations
@@ -40,32 +32,10 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.sanitize import shorten
 
-__all__ = ["MARK", "MEMORY_KEYS", "METRIC_KEYS", "SCALING_KEYS", "Mark", "abbreviate", "claim", "read_mark"]
+__all__ = ["MARK", "MEMORY_KEYS", "Mark", "abbreviate", "claim", "read_mark"]
 
 MARK = "preheat.json"
 """The file that marks a folder as written by preheat."""
-
-
-METRIC_KEYS = {
-    "step": "steps committed, from 1; with fp16 loss scaling, skipped ones included",
-    "tokens": "positions of all rows so far, padding included",
-    "loss": (
-        "mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges those"
-    ),
-    "lr": "learning rate of this step",
-    "gradient_norm": "before clipping",
-    "seconds": "wall-clock seconds of this step",
-    "tokens_per_second": "of this step; counts positions, padding included, as plans and the MFU do",
-    "memory": "bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took",
-    "elapsed": "seconds of training so far, over all sessions of the run",
-    "length": "tokens in a row of this step",
-}
-
-
-SCALING_KEYS = {
-    "skipped_steps": "steps so far that changed no weight because fp16 gradients overflowed",
-    "loss_scale": "after this step",
-}
 
 
 MEMORY_KEYS = {

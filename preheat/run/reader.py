@@ -4,183 +4,152 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from preheat.core.plan import Plan
+from preheat.core.run_records import (
+    DataRecord,
+    Environment,
+    Evaluation,
+    EvaluationMetrics,
+    Event,
+    Finished,
+    Measured,
+    OtherEvent,
+    Resumed,
+    SampleEvent,
+    SampleTexts,
+    Started,
+    StepMetrics,
+    StoredResults,
+    event_type,
+)
+from preheat.core.slots import Change
 from preheat.errors import PreheatError, RunError
-from preheat.files import parse_json, read_bytes, read_record
-from preheat.run.layout import MARK, MEMORY_KEYS, METRIC_KEYS, abbreviate, read_mark
+from preheat.files import BadJson, parse_json, read_bytes, read_intact, read_record, read_value
+from preheat.run.layout import MARK, abbreviate, read_mark
 from preheat.sanitize import quoted, shorten
 
-__all__ = ["Reader", "is_failure"]
+if TYPE_CHECKING:
+    from preheat.core.json_types import JsonObject
 
-# A check returns True if a value has the type and form that its file requires.
-_Check = Callable[[Any], bool]
+__all__ = ["Reader"]
 
+_Event = TypeVar("_Event", bound=Event)
+_Metrics = TypeVar("_Metrics", StepMetrics, EvaluationMetrics)
+_Record = TypeVar("_Record")
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _number(value: Any) -> bool:
-    # In Python, True is an int.
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _count(value: Any) -> bool:
-    # Integers up to 2**53 survive readers whose numbers are all floats, as in a browser.
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+_LARGEST = 2**63
+_EXACT = 2**53
+"""Integers below it survive readers whose numbers are all floats, as in a browser."""
+_NO_SCORES: Mapping[str, float] = {}  # one for all lines
 
 
-def _time(value: Any) -> bool:
-    return _number(value) and 0 <= value < 253402300800  # the year 10,000
+def _read_event(line: bytes) -> Event:
+    values = _object(parse_json(line))
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str):
+        raise BadJson(f"kind: {quoted(kind, 40)}: not text")
+    record = event_type(kind)
+    if record is OtherEvent:
+        common: JsonObject = {key: values.pop(key) for key in ("time", "step") if key in values}
+        return read_record(OtherEvent, {**common, "kind": kind, "values": values})
+    counters = {"counters": _numbers(values)} if record is Measured else {}
+    return read_record(record, {**values, **counters})
 
 
-def _none_or(check: _Check) -> _Check:
-    return lambda value: value is None or check(value)
+def _numbers(event: JsonObject) -> JsonObject:
+    """Returns the counters of an event: the numbers that have no field."""
+    return {
+        key: value
+        for key, value in event.items()
+        if key not in Measured.__dataclass_fields__ and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
-def _list(check: _Check) -> _Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
+def _object(value: object) -> JsonObject:
+    if not isinstance(value, dict):
+        raise BadJson(f"{quoted(value, 40)} instead of keys")
+    return value
 
 
-def _map(check: _Check) -> _Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+# Lines of metrics are read without pydantic: a long run has a million.
 
 
-def _has(**checks: _Check) -> _Check:
-    """Checks for a mapping with all of these keys."""
-    return lambda value: (
-        isinstance(value, dict) and all(key in value and check(value[key]) for key, check in checks.items())
+def _read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
+    """Reads the line of a step or of an evaluation: only those of steps have a loss."""
+    values = _object(read_value(line))
+    step = values.pop("step", None)
+    if type(step) is not int or not 0 <= step < _EXACT:
+        raise BadJson(f"step: {quoted(step, 40)}: not a number of steps")
+    if "loss" in values:
+        return StepMetrics(
+            step,
+            _number(values, "tokens"),
+            _real(values, "loss"),
+            _number(values, "lr"),
+            _real(values, "gradient_norm"),
+            _number(values, "seconds"),
+            _number(values, "tokens_per_second"),
+            _number(values, "memory"),
+            _number(values, "elapsed"),
+            _number(values, "length"),
+            _number(values, "skipped_steps"),
+            _number(values, "loss_scale"),
+            _scores(values) if values else _NO_SCORES,
+        )
+    return EvaluationMetrics(
+        step,
+        _real(values, "validation_loss"),
+        _real(values, "forgetting_loss"),
+        _number(values, "tokens"),
+        tasks=_tasks(values.pop("tasks", None)),
+        scores={key: value for key, value in values.items() if _is_number(value)},
     )
 
 
-def _may_have(**checks: _Check) -> _Check:
-    """Checks for a mapping whose values are valid for every one of these keys that it has."""
-    return lambda value: isinstance(value, dict) and all(check(value[k]) for k, check in checks.items() if k in value)
+def _number(values: JsonObject, key: str) -> float | None:
+    """Takes a number from a line; None if it is missing or not finite."""
+    value: float | None = values.pop(key, None)
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if value is None or (type(value) is int and -_LARGEST < value < _LARGEST):
+        return value
+    raise BadJson(f"{key}: {quoted(value, 40)}: not a number")
 
 
-def _both(*checks: _Check) -> _Check:
-    return lambda value: all(check(value) for check in checks)
+def _real(values: JsonObject, key: str) -> float | None:
+    """Takes a number from a line; NaN if it is not finite, so that a plot shows that, and None if it is missing."""
+    if key not in values:
+        return None
+    value = _number(values, key)
+    return math.nan if value is None else value
 
 
-_real = _none_or(_number)
+def _is_number(value: object) -> bool:
+    # In Python, True is an int.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
-def _parts(value: Any) -> bool:
-    """Checks the parts of a result: equal, known keys that locate each part, and a value each."""
-    if not _list(_both(_map(_real), _has(value=_real)))(value):
-        return False
-    # The keys that locate a part: a range of positions, or a length with a depth or a share.
-    places = [{key for key in part if key not in ("low", "high", "value")} for part in value]
-    known = ({"length", "depth"}, {"start", "end"}, {"length", "share"})
-    complete = all(part[key] is not None for part, place in zip(value, places, strict=True) for key in place)
-    return complete and all(place == places[0] and place in known for place in places)
+def _scores(values: JsonObject) -> dict[str, float | Sequence[float]]:
+    """Returns the numbers that have no field; other values are of a later version."""
+    loads = values.get("expert_loads", ())
+    if loads is not None and not (isinstance(loads, Sequence) and all(map(_is_number, loads))):
+        raise BadJson(f"expert_loads: {quoted(loads, 40)}: no list of numbers")
+    return {key: value for key, value in values.items() if _is_number(value) or (key == "expert_loads" and value)}
 
 
-_RESULT = _both(
-    _has(metrics=_map(_none_or(_may_have(value=_real, low=_real, high=_real)))),
-    _may_have(rows=_real, tokens=_real, truncated=_real, no_room=_real, parts=_parts),
-)
-
-
-_RESULTS = _may_have(texts=_map(_RESULT), tasks=_map(_RESULT))
-
-
-# A lambda, since `_table` is defined below.
-_KEPT_METRIC = _has(kind=_text, higher=lambda v: isinstance(v, bool), rows=lambda v: _table(v))
-
-
-def _table(value: Any) -> bool:
-    return _list(_list(_real))(value) and len({len(row) for row in value}) <= 1
-
-
-_KEPT = _both(
-    _has(
-        rows=_count,
-        identity=_text,
-        tokens=_none_or(_count),
-        truncated=_count,
-        alone=_map(_real),
-        metrics=_map(_KEPT_METRIC),
-    ),
-    _may_have(parts=_list(_has(place=_map(_number), metric=_KEPT_METRIC))),
-)
-
-
-_FILES: dict[str, dict[str, _Check]] = {
-    "environment.json": {
-        "device": _none_or(_text),
-        "processes": _none_or(_count),
-        "machine": _none_or(_may_have(device=_text, memory_gib=_number)),
-        "versions": _none_or(_map(_none_or(_text))),
-    },
-    "changes.json": {"": _list(_both(_has(what=_text), _may_have(count=_real, kernel=_none_or(_text))))},
-    "evaluation.json": {"step": _none_or(_count), "after": _RESULTS, "before": _RESULTS, "difference": _RESULTS},
-    "before.json": {"texts": _map(_KEPT), "tasks": _map(_KEPT)},
-    "data.json": {
-        "source": lambda v: isinstance(v, str | list),
-        "counts": _none_or(_may_have(train=_none_or(_may_have(documents=_number, tokens=_number)))),
-        "template": _none_or(_text),
-        "chat": lambda v: isinstance(v, bool),
-        "classes": _none_or(_list(_text)),
-    },
-}
-"""File -> key -> check of its value; the key "" applies to all other keys."""
-
-
-_EVENTS: dict[str, _Check] = {
-    "resumed": _has(step=_count),
-    "checkpoint": _has(step=_count),
-    "fallback": _both(
-        _has(step=_count, set=_list(_text), changed=_list(_text)), _may_have(cause=_text, peak_gib=_real, was_gib=_real)
-    ),
-    "out_of_memory": _has(
-        phase=_text,
-        step=_count,
-        rank=_count,
-        message=_text,
-        requested=_real,
-        room=_real,
-        overhead=_number,
-        in_use=_map(_number),
-        allocator=_map(_number),
-    ),
-    "sample": _both(
-        _has(prompt=lambda v: v is None or _text(v) or _list(_may_have())(v)),
-        _may_have(text=_none_or(_text), expected=_none_or(_text)),
-    ),
-    "finished": _both(
-        _may_have(steps=_count), _may_have(**dict.fromkeys(("loss", "validation_loss", "tokens", "seconds"), _real))
-    ),
-    "measured": _may_have(
-        **dict.fromkeys((*MEMORY_KEYS, "tokens_per_second", "seconds_per_step", "mfu"), _real),
-        machine=_none_or(_may_have(alone=_none_or(lambda v: isinstance(v, bool)), own_cores=_real, other_cores=_real)),
-    ),
-    "baseline": _may_have(**dict.fromkeys(("vocabulary", "unigram", "bigram"), _real)),
-}
-
-
-is_failure = _EVENTS["out_of_memory"]
-"""Checks for an out-of-memory event in the form of `training.recovery.fallback_log.Failure`."""
-
-
-_EVENT = _both(_has(kind=_text), _may_have(time=_time, step=_count))
-
-
-_METRIC = _both(
-    _has(step=_count),
-    _may_have(**dict.fromkeys((key for key in METRIC_KEYS if key != "step"), _real)),
-    _may_have(expert_loads=_none_or(_list(_number)), tasks=_none_or(_map(_map(_real)))),
-    _may_have(validation_loss=_real, forgetting_loss=_real),
-)
-
-
-def _sample(event: Mapping[str, Any]) -> dict[str, Any]:
-    expected = {"expected": event["expected"]} if event.get("expected") is not None else {}
-    return {"prompt": event.get("prompt"), "before": None, "text": None, **expected}
+def _tasks(tasks: object) -> dict[str, dict[str, float]] | None:
+    if tasks is None:
+        return None
+    by_task = {}
+    for task, metrics in _object(tasks).items():
+        values = _object(metrics)
+        by_task[task] = {name: value for name in [*values] if (value := _real(values, name)) is not None}
+    return by_task
 
 
 _LINE = 16 << 20
@@ -195,7 +164,7 @@ class Reader:
 
     Example:
         >>> run = Reader("runs/demo")                                   # doctest: +SKIP
-        >>> run.plan.peak_gib, run.metrics()[-1]["loss"]             # doctest: +SKIP
+        >>> run.plan.peak_gib, run.metrics()[-1].loss                # doctest: +SKIP
     """
 
     def __init__(self, path: str | Path):
@@ -227,28 +196,23 @@ class Reader:
             raise RunError(f"{self.path}: is not a run (its {MARK} has kind {quoted(mark.kind)})")
         return mark.id
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str, kind: type[_Record], empty: _Record) -> _Record:
+        """Reads the intact keys of a file; `empty` if there is no such file, or it is damaged as a whole."""
         file = self.path / name
         if not file.exists():
-            return {}
+            return empty
         try:
             content = parse_json(read_bytes(file))
         except ValueError as error:
             self.damaged[name] = f"left out: {error}"
-            return {}
+            return empty
         if not isinstance(content, dict):
             self.damaged[name] = f"left out: it holds {quoted(content)} instead of keys"
-            return {}
-        checks = _FILES[name]
-        # The check of the key itself, or the one for all keys of the file.
-        invalid = [
-            key
-            for key in content
-            if (check := checks.get(key) or checks.get("")) is not None and not check(content[key])
-        ]
+            return empty
+        record, invalid = read_intact(kind, content)
         if invalid:
             self.damaged[name] = f"left out {abbreviate(invalid)}, whose values are invalid"
-        return {key: value for key, value in content.items() if key not in invalid}
+        return record
 
     def all_damaged(self) -> list[str]:
         """Reads every file of the run and returns the damage, one line per file."""
@@ -275,7 +239,7 @@ class Reader:
             f"{file}: is damaged ({reason}); restore an intact copy of it, or train again into another folder"
         )
 
-    def raw_recipe(self) -> tuple[dict[str, Any], str]:
+    def raw_recipe(self) -> tuple[JsonObject, str]:
         """Returns the recipe as unchecked plain values and as text, for display; empty if it cannot be read."""
         from preheat.recipe.yaml_io import compose
 
@@ -301,37 +265,42 @@ class Reader:
             return None
 
     @property
-    def environment(self) -> dict[str, Any]:
-        return self._json("environment.json")
+    def environment(self) -> Environment:
+        return self._json("environment.json", Environment, Environment())
 
     @property
-    def changes(self) -> dict[str, list[dict[str, Any]]]:
-        return self._json("changes.json")
+    def changes(self) -> dict[str, list[Change]]:
+        """The changes by technique."""
+        return self._json("changes.json", dict[str, list[Change]], {})
 
     @property
-    def evaluation(self) -> dict[str, Any]:
-        """The newest evaluation with intervals, compared with the one before training after a step; {} if none."""
-        return self._json("evaluation.json")
+    def evaluation(self) -> Evaluation:
+        """The newest evaluation with intervals, compared with the one before training after a step; empty if none."""
+        return self._json("evaluation.json", Evaluation, Evaluation())
 
     @property
-    def before(self) -> dict[str, Any]:
-        """The evaluation before the first step, as written by `evaluation.results.serialize`; {} if there is none."""
-        return self._json("before.json")
+    def before(self) -> StoredResults:
+        """The evaluation before the first step; empty if there is none."""
+        return self._json("before.json", StoredResults, StoredResults())
 
     @property
-    def data(self) -> dict[str, Any]:
-        """Source, layout and counts of the data; {} if the run has no data.json.
+    def data(self) -> DataRecord:
+        """Source, layout and counts of the data; empty if the run has no data.json.
 
         Raises:
             RunError: the file is damaged. Readers need the layout of chats and the classes, so nothing may be left out.
         """
-        values = self._json("data.json")
+        record = self._json("data.json", DataRecord, DataRecord())
         if reason := self.damaged.get("data.json"):
             raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); restore an intact copy of it")
-        return values
+        return record
 
-    def _lines(self, name: str, check: _Check) -> Iterator[dict[str, Any]]:
-        """Yields the valid lines of a JSONL file, without a last line that is still being written."""
+    def _lines(self, name: str, read: Callable[[bytes], _Record]) -> Iterator[_Record]:
+        """Yields the records of a JSONL file, without damaged lines and a last line that is still being written.
+
+        Args:
+            read: reads a line; raises ValueError if it is damaged.
+        """
         file, invalid = self.path / name, list[str]()
         if not file.exists():
             return
@@ -354,81 +323,70 @@ class Reader:
                     if not line.endswith(b"\n") or line.isspace():
                         continue
                     try:
-                        value = parse_json(line)
+                        record = read(line)
                     except ValueError as error:
                         invalid.append(f"line {number} ({error})")
                         continue
-                    if check(value):
-                        yield value
-                    else:
-                        invalid.append(f"line {number} ({quoted(line.decode('utf-8').strip(), 60)})")
+                    yield record
         except OSError as error:
             invalid.append(f"the rest, which cannot be read ({error.strerror})")
         if invalid:
             others = f" and {len(invalid) - 1} more" if len(invalid) > 1 else ""
             self.damaged[name] = f"left out {shorten(invalid[0], 160)}{others}"
 
-    def _rows(self, steps: bool) -> list[dict[str, Any]]:
-        # A step and an evaluation have lines of their own; only those of steps have a loss. A later line of a step
-        # wins.
-        by_step = {line["step"]: line for line in self._lines("metrics.jsonl", _METRIC) if ("loss" in line) is steps}
+    def _metrics(self, kind: type[_Metrics]) -> list[_Metrics]:
+        # A step that was repeated after a crash has several lines; the last one is of the model.
+        by_step = {line.step: line for line in self._lines("metrics.jsonl", _read_metrics) if isinstance(line, kind)}
         return [by_step[step] for step in sorted(by_step)]
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Returns one dict per step; for a step repeated after a crash, the last. Non-finite losses are NaN."""
-        # `strict` has written them as None; a plot must show that the loss was not finite.
-        not_finite = {"loss": math.nan, "gradient_norm": math.nan}
-        return [
-            line | {k: v for k, v in not_finite.items() if k in line and line[k] is None} for line in self._rows(True)
-        ]
+    def metrics(self) -> list[StepMetrics]:
+        """Returns the metrics of each step; for a step repeated after a crash, the last. Non-finite losses are NaN."""
+        return self._metrics(StepMetrics)
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Returns one dict per evaluation; keys that were not measured are missing.
+    def evaluations(self) -> list[EvaluationMetrics]:
+        """Returns the values of each evaluation; those that were not measured are None."""
+        return self._metrics(EvaluationMetrics)
 
-        Keys: {step, validation_loss, tokens, forgetting_loss, tasks: {name: {metric: value}}}.
-        """
-        return self._rows(False)
+    @overload
+    def events(self) -> list[Event]: ...
 
-    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        def is_valid(event: Any) -> bool:
-            # A kind without a check of its own, e.g. of a later version, needs the common keys only.
-            return _EVENT(event) and _EVENTS.get(event["kind"], _may_have())(event)
+    @overload
+    def events(self, kind: type[_Event]) -> list[_Event]: ...
 
-        return [e for e in self._lines("events.jsonl", is_valid) if kind is None or e["kind"] == kind]
+    def events(self, kind: type[Event] = Event) -> Sequence[Event]:
+        """Returns the events in order, or those of one kind."""
+        return [event for event in self._lines("events.jsonl", _read_event) if isinstance(event, kind)]
 
-    def samples(self) -> list[dict[str, Any]]:
-        """Returns the last samples as [{prompt, before, text, expected}]; a missing text is None.
-
-        before: the text generated for the same prompt before the first step. expected: the answer of the validation row
-        that the prompt comes from, if it comes from one.
-        """
-        by_prompt: dict[str, dict[str, Any]] = {}
+    def samples(self) -> list[SampleTexts]:
+        """Returns the last samples."""
+        by_prompt: dict[str, SampleTexts] = {}
         fresh = True
         for event in self.events():
-            if event["kind"] in ("started", "resumed"):
+            if isinstance(event, Started | Resumed):
                 fresh = True
-            elif event["kind"] == "sample":
+            elif isinstance(event, SampleEvent):
                 # Prompts may be chat messages, which are no keys of a dict.
-                key = json.dumps(event.get("prompt"))
+                key = json.dumps(event.prompt)
                 # Step 0: the text before training.
-                if event.get("step") == 0:
-                    by_prompt[key] = _sample(event) | {"before": event.get("text")}
+                if event.step == 0:
+                    by_prompt[key] = SampleTexts(event.prompt, event.text, None, event.expected)
                     continue
                 if fresh:  # the session may have had other prompts
-                    by_prompt = {k: {**v, "text": None} for k, v in by_prompt.items() if v["before"] is not None}
+                    by_prompt = {k: replace(v, text=None) for k, v in by_prompt.items() if v.before is not None}
                 fresh = False
-                by_prompt.setdefault(key, _sample(event))["text"] = event.get("text")
-        written = [v for v in by_prompt.values() if v["text"] is not None]
+                sample = by_prompt.get(key) or SampleTexts(event.prompt, None, None, event.expected)
+                by_prompt[key] = replace(sample, text=event.text)
+        written = [sample for sample in by_prompt.values() if sample.text is not None]
         # Before the first samples of training, those of step 0 are all there is.
         return written or list(by_prompt.values())
 
-    def measured(self) -> dict[str, Any]:
-        """Returns {peak_gib, tokens_per_second, ...} of the last session; {} during the first one."""
-        events = self.events("measured")
-        return events[-1] if events else {}
+    def measured(self) -> Measured:
+        """Returns the measurements of the last session; empty during the first one."""
+        events = self.events(Measured)
+        return events[-1] if events else Measured()
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self) -> Finished | None:
         """Returns the event that ended the run, or None if it has not ended or was resumed since."""
         # A run that was resumed after its end is running again.
-        last = [e for e in self.events() if e["kind"] in ("started", "resumed", "finished")][-1:]
-        return last[0] if last and last[0]["kind"] == "finished" else None
+        last = [event for event in self.events() if isinstance(event, Started | Resumed | Finished)][-1:]
+        return last[0] if last and isinstance(last[0], Finished) else None

@@ -10,11 +10,12 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics
 from preheat.errors import RunError
 from preheat.files import to_json, write_atomic
 from preheat.run.layout import MARK, Mark, abbreviate, read_mark
@@ -210,7 +211,7 @@ class Writer:
         except OSError as error:
             raise RunError(f"{self.path / name}: cannot be written ({error.strerror})") from None
 
-    def json(self, name: str, value: Any) -> None:
+    def json(self, name: str, value: object) -> None:
         self.text(name, to_json(value, indent=1) + "\n")
 
     def folder(self, name: str, write: Callable[[Path], Any]) -> None:
@@ -228,7 +229,7 @@ class Writer:
         except OSError as error:
             raise RunError(f"{self.path / name}: cannot be written ({error.strerror or error})") from None
 
-    def _append(self, name: str, value: Mapping[str, Any]) -> None:
+    def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics) -> None:
         try:
             file = self._files.get(name)
             if file is None:
@@ -237,7 +238,7 @@ class Writer:
                 file = self._files[name] = path.open("a", encoding="utf-8")
                 if not _ends_with_line_break(path):  # a killed writer left half a line: end it
                     file.write("\n")
-            file.write(to_json(value) + "\n")
+            file.write(to_json(record) + "\n")
             # Each line is visible to readers at once, and survives the end of this process.
             file.flush()
         except OSError as error:
@@ -245,11 +246,12 @@ class Writer:
                 f"{self.path / name}: cannot be written ({error.strerror}); free disk space and continue with --resume"
             ) from None
 
-    def metric(self, **values: Any) -> None:
-        self._append("metrics.jsonl", values)
+    def metric(self, line: StepMetrics | EvaluationMetrics) -> None:
+        self._append("metrics.jsonl", line)
 
-    def event(self, kind: str, **values: Any) -> None:
-        self._append("events.jsonl", {"time": time.time(), "kind": kind, **values})
+    def event(self, event: Event) -> None:
+        """Writes an event with the present time."""
+        self._append("events.jsonl", replace(event, time=time.time()))
 
     def close(self) -> None:
         self._close_files()
@@ -283,7 +285,7 @@ class Silent(Writer):
     def folder(self, name: str, write: Callable[[Path], Any]) -> None:
         pass
 
-    def _append(self, name: str, value: Mapping[str, Any]) -> None:
+    def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics) -> None:
         pass
 
     def remove_unstarted(self) -> None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from preheat.core import Build, Change, Context, Device, Numerics, Searchable, Slot, Stage, Tag, Technique, conflicts_of
+from preheat.core.run_records import Notice
 from preheat.errors import RunError
 from preheat.recipe import Bound
 
@@ -397,7 +398,7 @@ class Compile(Searchable):
         def report(build: Build) -> None:
             if not first_step:
                 first_step.append(compiled.expected_compilations())
-            build.state.events += [{"kind": "notice", "message": message} for message in compiled.new_notices()]
+            build.state.events += [Notice(message=message) for message in compiled.new_notices()]
 
         build.hooks.after_update.append(report)
         but = f"; {compiled.apart} of them without their mixers, which cut rows by documents" * bool(compiled.apart)

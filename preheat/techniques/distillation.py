@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from preheat.core import Batch, Build, Change, Context, LossSum, Numerics, Order, Slot, Stage, Tag, Technique, Trials
+from preheat.core.run_records import Notice
 from preheat.errors import PreheatError, RunError
 from preheat.recipe import Bound, Fraction, NonNegative, Positive
 
@@ -458,7 +459,7 @@ class _TeacherCache:
         self.rows.fill(rows, missing, lambda batch: self._likeliest(teacher, batch), micro=micro, progress=progress)
         size = len(missing) * length * self.bytes / 2**20
         build.state.events.append(
-            {"kind": "notice", "message": f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}"}
+            Notice(message=f"the teacher read {len(missing):,} rows: {size:,.1f} MiB in {self.folder}")
         )
 
     def once(self, batch: Batch) -> None:

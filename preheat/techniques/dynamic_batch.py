@@ -35,6 +35,7 @@ from preheat.core import (
     Technique,
     Trials,
 )
+from preheat.core.run_records import MicroBatchSize
 from preheat.recipe import Bound, Count
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ class DynamicBatch(Searchable):
                 # Cached blocks of the former size fit the new one badly.
                 release_unused(kind)
                 build.state.events.append(
-                    {"kind": "micro_batch", "step": build.state.step + 1, "rows": state.rows, "was": before, "why": why}
+                    MicroBatchSize(step=build.state.step + 1, rows=state.rows, was=before, why=why)
                 )
 
         build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())

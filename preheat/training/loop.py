@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import torch
 
 from preheat import recipe as recipes
 from preheat import remote_code
-from preheat.core import Batch, Build, Phase, Shape, Tag
+from preheat.core import Batch, Build, Phase, Shape, Tag, run_records
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, rows_consumed
 from preheat.engine.async_checkpoint import Saved
@@ -25,6 +26,7 @@ from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, read_step_stats, update
 from preheat.errors import PreheatError, RunError
+from preheat.files import strict
 from preheat.hardware.cpu_allocator import release_small, release_unused
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
@@ -110,7 +112,7 @@ def _train(
         explained = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
         # SystemExit means that all ranks restart with a fallback: the run has not failed.
         if not isinstance(error, SystemExit):
-            session.writer.event("failed", reason=str(explained) or type(explained).__name__)
+            session.writer.event(run_records.Failed(reason=str(explained) or type(explained).__name__))
         if explained is not error:
             raise explained from None
         raise
@@ -141,14 +143,16 @@ def _is_alarming(in_a_row: int, scale: float, *, updated: bool) -> bool:
     return in_a_row >= _MANY_SKIPPED and (updated or scale <= _LEAST_CALIBRATED)
 
 
-def _died_again(events: list[JsonObject], step: int) -> bool:
+def _died_again(events: list[run_records.Event], step: int) -> bool:
     """Returns True if the previous session resumed at this step and ended there without being asked to stop."""
     # The present session has logged its own start already, so the previous session is the one before the last start.
-    starts = [n for n, event in enumerate(events) if event["kind"] in ("started", "resumed")]
+    starts = [n for n, event in enumerate(events) if isinstance(event, run_records.Started | run_records.Resumed)]
     if len(starts) < 2:
         return False
     first, *others = events[starts[-2] : starts[-1]]
-    return first["kind"] == "resumed" and first["step"] == step and all(e["kind"] != "stopping" for e in others)
+    if not isinstance(first, run_records.Resumed) or first.step != step:
+        return False
+    return not any(isinstance(event, run_records.Stopping) for event in others)
 
 
 class _Loop:
@@ -174,7 +178,7 @@ class _Loop:
         """Returns the logged loss of the current step, for sessions that have no step left to train."""
         step = self.session.progress.step
         lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
-        return next((float(line["loss"]) for line in lines if line["step"] == step), math.nan)
+        return next((line.loss for line in lines if line.step == step and line.loss is not None), math.nan)
 
     def _first_eval_step(self) -> int:
         """Returns the step at which the session begins, or -1 if its evaluation is still due.
@@ -189,11 +193,11 @@ class _Loop:
         # A resumed step counts as evaluated, unless it is step 0 or its evaluation is missing from the run's folder.
         evaluated = step
         run = Reader(self.writer.path)
-        if step == 0 or (self._is_evaluated_at(step) and step not in [e["step"] for e in run.evaluations()]):
+        if step == 0 or (self._is_evaluated_at(step) and step not in [e.step for e in run.evaluations()]):
             evaluated = -1
         if step and evaluated < 0 and _died_again(run.events(), step):
             evaluated = step
-            self.writer.event("unevaluated", step=step)
+            self.writer.event(run_records.Unevaluated(step=step))
             self.watch.notice(
                 f"step {step}: its evaluation is skipped, since it ended the run twice; evaluate it with preheat eval"
             )
@@ -277,7 +281,7 @@ class _Loop:
         return True
 
     def _stopping(self) -> None:
-        self.writer.event("stopping", signal=self.stopped, step=self.progress.step)
+        self.writer.event(run_records.Stopping(signal=self.stopped, step=self.progress.step))
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
     def _run_due_hooks(self) -> None:
@@ -372,24 +376,23 @@ class _Loop:
         self.loss = mean
         self.meter.speeds.append(tokens / seconds)
         # 5. Log. The file has a line per committed step; reports and resumed sessions read it.
-        line = {
-            "step": p.step,
-            "tokens": p.tokens,
-            "loss": mean,
-            "lr": lr,
-            "gradient_norm": norm,
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "memory": self.meter.memory(),
-            "elapsed": p.elapsed,
-            "length": shape.length,
-            **self._skipped(),
-            **({"loss_scale": scale} if scaling else {}),
-            **self.build.loss.scores(metrics, weight),
-            **self._drain_events(),
-        }
-        self.writer.metric(**line)
-        self.watch.step({**line, "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
+        line = run_records.StepMetrics(
+            step=p.step,
+            tokens=p.tokens,
+            loss=mean,
+            lr=lr,
+            gradient_norm=norm,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            memory=self.meter.memory(),
+            elapsed=p.elapsed,
+            length=shape.length,
+            skipped_steps=self._skipped(),
+            loss_scale=scale if scaling else None,
+            scores=self.build.loss.scores(metrics, weight) | self._drain_events(),
+        )
+        self.writer.metric(line)
+        self.watch.step({**strict(line), "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
 
     def _count_skipped(self, skipped: bool, scale: float) -> None:
         """Counts the committed step if it was skipped, and reports it; `scale` is the loss scale after it."""
@@ -402,7 +405,7 @@ class _Loop:
         p.skipped += 1
         p.skipped_in_a_row += 1
         self.build.state.skipped = p.skipped
-        self.writer.event("overflow", step=p.step, loss_scale=scale)
+        self.writer.event(run_records.Overflow(step=p.step, loss_scale=scale))
         self.watch.notice(
             f"step {p.step}: the scaled gradients overflowed: step skipped, loss scale lowered to {scale:,.0f}"
         )
@@ -412,7 +415,7 @@ class _Loop:
             _is_alarming(count, at, updated=updated) for count, at in ((in_a_row - 1, 2 * scale), (in_a_row, scale))
         )
         if now and not before:
-            self.writer.event("overflows", step=p.step, steps=in_a_row, loss_scale=scale)
+            self.writer.event(run_records.Overflows(step=p.step, steps=in_a_row, loss_scale=scale))
             # Every rank counts the same, so one says it.
             if self.session.ranks.lead:
                 lower = f", or a lower optimizer.lr (it is {self.session.peak_lr:.2e})" if updated else ""
@@ -421,9 +424,9 @@ class _Loop:
                     f"loss scale is down to {scale:,.0f}. {scaling.remedy}{lower}"
                 )
 
-    def _skipped(self) -> dict[str, int]:
-        """Returns the number of skipped steps as a record, which only runs with loss scaling have."""
-        return {"skipped_steps": self.progress.skipped} if self.build.loss.dynamic_scale else {}
+    def _skipped(self) -> int | None:
+        """Returns the number of skipped steps; None without loss scaling."""
+        return self.progress.skipped if self.build.loss.dynamic_scale else None
 
     def _require_updates(self) -> None:
         """Raises RunError if the run is over and has not changed a weight."""
@@ -485,9 +488,9 @@ class _Loop:
         """Logs the pending events of the build's techniques and returns their counters."""
         while self.build.state.events:
             event = self.build.state.events.pop(0)
-            self.writer.event(**{"step": self.progress.step, **event})
-            if "message" in event:
-                self.watch.notice(event["message"])
+            self.writer.event(event if event.step is not None else replace(event, step=self.progress.step))
+            if isinstance(event, run_records.Notice):
+                self.watch.notice(event.message)
         return {name: count() for name, count in self.build.state.counters.items()}
 
     def _refuse(self, mean: float, norm: float, batch: list[Batch], lr: float) -> None:
@@ -518,7 +521,7 @@ class _Loop:
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:
-            self.writer.event("checkpoint", **save.facts(self.writer.path))
+            self.writer.event(save.event(self.writer.path))
 
     def _evaluate(self) -> float:
         step = self.progress.step
@@ -540,32 +543,33 @@ class _Loop:
         complete = stopped is None and self._unless_stopped(self._evaluate)
         validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
         # Measured before the samples: the predicted peak covers training and evaluation only.
-        measured = {**self.meter.measured(), **self._drain_events()}
+        measured = self.meter.measured(self._drain_events())
         if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
-            self.writer.event("measured", **measured)
+            self.writer.event(measured)
         # `finished` is the last event of a complete run: launchers read it to decide against another restart.
         if complete and self._unless_stopped(self._afterwards):
-            self.writer.event(
-                "finished",
+            end = run_records.Finished(
                 steps=p.step,
                 loss=self.loss,
                 validation_loss=validation,
                 tokens=p.tokens,
                 seconds=p.elapsed,
-                **self._skipped(),
+                skipped_steps=self._skipped(),
             )
+            self.writer.event(end)
         # A signal interrupted the evaluation, the baselines or the samples, after all steps.
         elif complete or stopped is None:
-            self.writer.event("stopping", signal=self.stopped, step=p.step)
+            self.writer.event(run_records.Stopping(signal=self.stopped, step=p.step))
             self.watch.notice(f"{self.stopped}: ending; all steps are done and saved, the figures after them are not")
+        figures = strict(measured)
         summary = {
             "run": str(self.writer.path),
             "steps": p.step,
-            **self._skipped(),
+            **({} if self._skipped() is None else {"skipped_steps": self._skipped()}),
             "loss": self.loss,
             "validation_loss": validation,
-            "tokens_per_second": measured.get("tokens_per_second"),
-            **{key: measured[key] for key in (*MEMORY_KEYS, "machine") if key in measured},
+            "tokens_per_second": figures.get("tokens_per_second"),
+            **{key: figures[key] for key in (*MEMORY_KEYS, "machine") if key in figures},
             "predicted": plan.predicted.known(),
             "stopped": self.stopped,
         }
@@ -587,7 +591,8 @@ class _Loop:
             losses = baselines(
                 self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
             )
-            self.writer.event("baseline", vocabulary=vocabulary_size(self.session.data.tokenizer), **losses)
+            vocabulary = vocabulary_size(self.session.data.tokenizer)
+            self.writer.event(run_records.Baseline(vocabulary=vocabulary, **losses))
 
     def _samples(self) -> None:
         if self.session.samples.prompts:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core import Device
+from preheat.core.run_records import Environment, MachineRecord
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    pass
 
 __all__ = ["digest", "environment", "versions"]
 
@@ -34,26 +35,30 @@ def versions() -> dict[str, str]:
     }
 
 
-def environment(device: Device, threads: int) -> JsonObject:
+def environment(device: Device, threads: int, processes: int, repeats: str) -> Environment:
+    """Returns the record of what this session runs on; see `Environment` for `repeats`."""
     import importlib.metadata as metadata
 
     from preheat._version import __version__
 
     packages = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "device": device.kind,
-        **({"segments": "expandable" if device.expandable else "fixed"} if device.kind == "cuda" else {}),
-        "threads": threads,
-        "machine": {
-            "device": device.name,
-            "memory_gib": round(device.memory / 2**30, 2),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-        },
-        "versions": {
+    segments = "expandable" if device.expandable else "fixed"
+    return Environment(
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        device=device.kind,
+        segments=segments if device.kind == "cuda" else None,
+        threads=threads,
+        machine=MachineRecord(
+            device=device.name,
+            memory_gib=round(device.memory / 2**30, 2),
+            cores=os.cpu_count(),
+            system=platform.platform(),
+        ),
+        versions={
             "python": platform.python_version(),
             "preheat": __version__,
             **{name: metadata.version(name) for name in packages},
         },
-    }
+        processes=processes,
+        repeats=repeats,
+    )

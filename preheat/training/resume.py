@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Build, Searchable
+from preheat.core.run_records import Damaged
 from preheat.engine import checkpoint
 from preheat.engine.builder import alone
 from preheat.errors import RunError
+from preheat.files import strict
 from preheat.hardware.deterministic import is_exact, repeats
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored, published
@@ -130,7 +132,7 @@ def resumed(
     assert of_rank_0 is not None, "rank 0 has looked for checkpoints"
     newest, damaged = of_rank_0
     for path, problem in damaged:
-        writer.event("damaged", checkpoint=path.name, problem=problem)
+        writer.event(Damaged(checkpoint=path.name, problem=problem))
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
     # Starting anew over damaged checkpoints would silently discard the work of the run.
     if newest is None:
@@ -184,15 +186,15 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
     progress = checkpoint.read_progress(looked[0])
     # With the present recipe, whose `stop` may have been extended to train longer.
     late = recipe.stop.hours is not None and progress.elapsed >= recipe.stop.hours * 3600
-    if end.get("steps") != progress.step or not (late or (total is not None and progress.step >= total)):
+    if end.steps != progress.step or not (late or (total is not None and progress.step >= total)):
         return None
-    measured, plan, page = run.measured(), run.plan, run.path / "report.html"
+    measured, plan, page = strict(run.measured()), run.plan, run.path / "report.html"
     return {
         "run": str(run.path),
         "steps": progress.step,
-        **{key: end[key] for key in ("skipped_steps",) if key in end},
-        "loss": end.get("loss"),
-        "validation_loss": end.get("validation_loss"),
+        **({} if end.skipped_steps is None else {"skipped_steps": end.skipped_steps}),
+        "loss": strict(end.loss),
+        "validation_loss": strict(end.validation_loss),
         "tokens_per_second": measured.get("tokens_per_second"),
         **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
         "predicted": plan.predicted.known() if plan else {"peak_gib": None, "tokens_per_second": None},

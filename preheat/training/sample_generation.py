@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from preheat.core.run_records import SampleEvent
 from preheat.errors import RecipeError
 from preheat.inference.load import load_draft_model
 from preheat.inference.text_generation import Prompt, Tokens, prompt_tokens, write_texts
@@ -80,8 +81,9 @@ class Samples:
         )
         for prompt, text, expected in zip(self.prompts, texts, self.expected, strict=True):
             shown = prompt.text if isinstance(prompt, Tokens) else prompt
-            own = {} if expected is None else {"expected": expected}
-            writer.event("sample", step=step, prompt=shown, text=text.text, ended=text.finish_reason, **own)
+            writer.event(
+                SampleEvent(step=step, prompt=shown, text=text.text, ended=text.finish_reason, expected=expected)
+            )
         writer.json("samples.json", Reader(writer.path).samples())
 
 

@@ -6,13 +6,14 @@ import atexit
 import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import DATA, Batch, Build, Device, Shape, Slot
 from preheat.core.plan import Plan
+from preheat.core.run_records import Event, Resumed, Started
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build, peak_learning_rate, require_model
@@ -162,9 +163,7 @@ class Session:
         # -1: step 0 has no checkpoint, although the progress says 0.
         self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
         check()
-        self.writer.json(
-            "changes.json", {name: [asdict(c) for c in changes] for name, changes in new_build.changes.items()}
-        )
+        self.writer.json("changes.json", new_build.changes)
         # Last, because the row order depends on the loaded progress, and dataset passes on the loaded weights.
         self.read()
 
@@ -294,22 +293,22 @@ def open_session(
             watch.notice(device.notice)
         # Events of fallbacks that `_prepare` chose; they were held back until the folder was open.
         for event in ready.events if ready else ():
-            writer.event(**event)
+            writer.event(event)
         # 5. Build, and load the checkpoint.
         session.assemble(resume=resume)
         # 6. Record what is needed to inspect and resume the run.
         if ranks.lead and not resume:
             writer.folder("tokenizer", lambda folder: _save_tokenizer(data, folder, watch))
         if ranks.lead:
-            writer.json("data.json", data.record() | {"chat": samples.template is not None})
+            writer.json("data.json", replace(data.record(), chat=samples.template is not None))
         writer.json("plan.json", expected)
         writer.json(
             "environment.json",
-            environment(device, threads)
-            | {"processes": ranks.world, "repeats": repeats(device.kind, recipe.hardware.deterministic)},
+            environment(device, threads, ranks.world, repeats(device.kind, recipe.hardware.deterministic)),
         )
         writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
-        writer.event("resumed" if resume else "started", step=session.progress.step)
+        step = session.progress.step
+        writer.event(Resumed(step=step) if resume else Started(step=step))
         # Writing the tokenizer takes several times its size, which would stay resident beside every step.
         release_small(device.kind)
     except BaseException:
@@ -337,7 +336,7 @@ class _Ready:
     request: Request
     expected: Plan
     scan: Looked | None
-    events: list[JsonObject]
+    events: list[Event]
 
 
 def read_data(
@@ -400,7 +399,7 @@ def _prepare(
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
     looked: Looked | None = None
-    events: list[JsonObject] = []
+    events: list[Event] = []
     run = Reader(out) if resume else None
     changed = run is not None and compare(recipe, run.recipe_text)
     if run is not None:

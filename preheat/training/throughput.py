@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from preheat.core import MachineUse, Slot
-from preheat.files import strict
+from preheat.core.run_records import MachineLoad, Measured
 from preheat.hardware.gpu_memory import memory_peak
 from preheat.hardware.machine_use import UseMeter
 from preheat.hardware.probe import resident_bytes
@@ -16,7 +18,7 @@ from preheat.hardware.rates import note_run
 from preheat.training.session import Session
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    pass
 
 __all__ = ["ThroughputMeter"]
 
@@ -50,21 +52,34 @@ class ThroughputMeter:
         # appendix B).
         return float(plan.model_flops_per_step / plan.tokens_per_step * speed / plan.matrix_rate)
 
-    def measured(self) -> JsonObject:
-        """Returns the measured figures to compare with the predicted ones."""
-        figures: JsonObject = memory_peak(self.session.device.kind, self.session.imports).figures()
-        if self.speeds:
-            speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
-            # The median, because single steps wait for checkpoints, data or other processes of the machine.
-            figures |= {
-                "tokens_per_second": speed,
-                "seconds_per_step": self.session.plan.tokens_per_step / speed,
-                "mfu": self.mfu(speed),
-                "spread": [sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9)],
-            }
-            if machine := self.machine():
-                figures["machine"] = strict(machine)
-        return figures
+    def measured(self, counters: Mapping[str, int]) -> Measured:
+        """Returns the measured figures to compare with the predicted ones.
+
+        Args:
+            counters: of techniques.
+        """
+        peak = memory_peak(self.session.device.kind, self.session.imports).figures()
+        figures = Measured(
+            peak_gib=peak["peak_gib"],
+            allocated_gib=peak.get("allocated_gib"),
+            reserved_gib=peak.get("reserved_gib"),
+            context_gib=peak.get("context_gib"),
+            counters=counters,
+        )
+        if not self.speeds:
+            return figures
+        # The median, because single steps wait for checkpoints, data or other processes of the machine.
+        speed = median(self.speeds[1:] or self.speeds)  # the first step also warms up
+        low, high = (sorted(self.speeds)[int(q * (len(self.speeds) - 1))] for q in (0.1, 0.9))
+        machine = self.machine()
+        return replace(
+            figures,
+            tokens_per_second=speed,
+            seconds_per_step=self.session.plan.tokens_per_step / speed,
+            mfu=self.mfu(speed),
+            spread=(low, high),
+            machine=MachineLoad.of(machine) if machine else None,
+        )
 
     def store_speed_correction(self) -> None:
         """Stores the ratio of measured to predicted step time, which corrects later plans.

@@ -256,9 +256,7 @@ def resume(subject: Subject) -> None:
     shutil.copytree(subject.trained, subject.folder / "resumed")
     shutil.rmtree(subject.folder / "resumed" / "checkpoints" / "step-4")
     subject.run("train", "r.yaml", "--out", "resumed", "--resume")
-    runs = [
-        {row["step"]: row["loss"] for row in Reader(subject.folder / name).metrics()} for name in ("run", "resumed")
-    ]
+    runs = [{row.step: row.loss for row in Reader(subject.folder / name).metrics()} for name in ("run", "resumed")]
     assert len(runs[0]) == 4
     assert runs[0] == runs[1], f"losses differ: {runs}"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from preheat.core.run_records import Resumed
 from preheat.run.reader import Reader
 
 from ..e2e.conftest import RECIPE
@@ -69,7 +70,7 @@ def finish(hosts: Hosts, run: Path) -> list[float]:
     for line in (json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()):
         assert line.get("loss") is None or at - 2 * EVERY < line["step"] <= at + 1  # that saving may have been cut, too
         at = line["step"]
-    found = [line["loss"] for line in Reader(run).metrics()]
+    found = [line.loss for line in Reader(run).metrics()]
     assert len(found) == STEPS
     return found
 
@@ -106,7 +107,7 @@ def test_two_hosts_give_the_losses_of_one_process(hosts: Hosts, whole: list[floa
         "one",
     ]
     subprocess.run(command, cwd=hosts[0].folder, env={**hosts[0].environment, "OMP_NUM_THREADS": "1"}, check=True)
-    one = [line["loss"] for line in Reader(hosts[0].folder / "one").metrics()]
+    one = [line.loss for line in Reader(hosts[0].folder / "one").metrics()]
     assert whole[:5] == pytest.approx(one[:5], abs=1e-5)  # later the rounding of sums has grown
 
 
@@ -155,8 +156,8 @@ def test_what_is_lost_is_started_again_and_ends_the_same(
     until(lambda: steps() >= 3 * EVERY + 3, "steps", *hosts)
     begun, at = time.monotonic(), steps()
     fault(hosts)
-    until(lambda: len(Reader(run).events("resumed")) == 1, "restart", *hosts)
-    resumed = Reader(run).events("resumed")[0]["step"]
+    until(lambda: len(Reader(run).events(Resumed)) == 1, "restart", *hosts)
+    resumed = Reader(run).events(Resumed)[0].step
     again = time.monotonic() - begun
     found = finish(hosts, run)
     worst = max(abs(a - b) for a, b in zip(found, whole, strict=True))

@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from preheat.core.run_records import Finished, Unevaluated
 from preheat.run.reader import Reader
 
 from .conftest import RECIPE, Command, losses
@@ -376,7 +377,7 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     from preheat.evaluation.run_evaluator import RunEvaluator
 
     def evaluations(name: str) -> list[tuple[int, float]]:
-        return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
+        return [(e.step, e.validation_loss) for e in Reader(preheat.folder / name).evaluations()]
 
     more = ("--set", "evaluate={every: 4, rows: 6}", "--set", "sample={prompts: [the], max_new_tokens: 4}")
     preheat.here("train", "r.yaml", *more, "--out", "whole")
@@ -394,7 +395,7 @@ def test_an_evaluation_is_broken_off_and_taken_when_the_run_is_resumed(
     assert "stopped by SIGINT at step 4" in out
     assert out.splitlines()[-1].startswith("to resume: preheat train r.yaml")
     assert preheat.here("train", "r.yaml", *more, "--out", "cut", "--resume", code=130)
-    assert not Reader(preheat.folder / "cut").events("finished")
+    assert not Reader(preheat.folder / "cut").events(Finished)
     preheat.here("train", "r.yaml", *more, "--out", "cut", "--resume")
     assert evaluations("cut") == evaluations("whole")
     assert losses(preheat.folder / "cut") == losses(preheat.folder / "whole")
@@ -407,7 +408,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
     from preheat.evaluation.run_evaluator import RunEvaluator
 
     def evaluations(name: str) -> list[tuple[int, float]]:
-        return [(e["step"], e["validation_loss"]) for e in Reader(preheat.folder / name).evaluations()]
+        return [(e.step, e.validation_loss) for e in Reader(preheat.folder / name).evaluations()]
 
     take, deaths = RunEvaluator.take, [0]
 
@@ -436,7 +437,7 @@ def test_an_evaluation_that_ends_the_process_is_taken_again_once(
     )
     assert evaluations("twice") == evaluations("whole")[1:]
     assert losses(preheat.folder / "twice") == losses(preheat.folder / "whole")
-    assert [e["step"] for e in Reader(preheat.folder / "twice").events("unevaluated")] == [4]
+    assert [e.step for e in Reader(preheat.folder / "twice").events(Unevaluated)] == [4]
 
 
 def test_under_a_job_an_interrupted_run_is_no_failure_and_nohup_is_heeded(preheat: Command) -> None:

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from preheat.core.run_records import Fallback, OutOfMemory
 from preheat.run.reader import Reader
 
 from .conftest import Command
@@ -48,12 +48,12 @@ def run_capped(preheat: Command, moment: str, mib: int, *settings: str) -> subpr
     )
 
 
-def capped(preheat: Command, moment: str, mib: int, *settings: str) -> tuple[Path, dict[str, Any], str]:
+def capped(preheat: Command, moment: str, mib: int, *settings: str) -> tuple[Path, Fallback, str]:
     """A run in a capped process: its folder, its last rung, and what it said."""
     done = run_capped(preheat, moment, mib, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     run = preheat.folder / "capped"
-    rungs = Reader(run).events("fallback")
+    rungs = Reader(run).events(Fallback)
     assert rungs, f"it had memory enough\n{done.stderr[-2000:]}"
     return run, rungs[-1], done.stderr
 
@@ -110,23 +110,24 @@ def test_a_longer_batch_in_the_middle(preheat: Command, mib: int, techniques: st
         *(["batch.size=128", "checkpoint.every=1"] if "chunked" in techniques else []),
     ]
     run, rung, said = capped(preheat, "training", mib, *more)
-    assert 2 <= rung["step"] <= 4, "rows grow until there"
-    assert took in rung["changed"][0]
-    assert rung["changed"][0] in said
+    assert 2 <= rung.step <= 4, "rows grow until there"
+    assert took in rung.changed[0]
+    assert rung.changed[0] in said
     assert took in json.loads((run / "checkpoints" / "step-8" / "state.json").read_text())["recipe"]
-    other = resumed_from(preheat, run, rung["step"], *more)
-    assert steps(other) == {step: taken for step, taken in steps(run).items() if step > rung["step"]}, "bit for bit"
+    other = resumed_from(preheat, run, rung.step, *more)
+    assert steps(other) == {step: taken for step, taken in steps(run).items() if step > rung.step}, "bit for bit"
     same_rows(steps(run), whole(preheat, *more))
 
 
 def test_the_first_step(preheat: Command) -> None:
     run, rung, _ = capped(preheat, "training", 130)
-    assert rung["step"] == 0
-    assert rung["peak_gib"] < rung["was_gib"]
-    assert {"set", "reason"} <= rung["skipped"][0].keys()
-    failure = Reader(run).events("out_of_memory")[0]
-    assert failure["phase"] == "gradients"
-    assert failure["requested"] == 8 * 128 * 16384 * 4, "the logits"
+    assert rung.step == 0
+    assert rung.peak_gib < rung.was_gib
+    assert rung.skipped
+    assert rung.skipped[0].reason
+    failure = Reader(run).events(OutOfMemory)[0]
+    assert failure.phase == "gradients"
+    assert failure.requested == 8 * 128 * 16384 * 4, "the logits"
     same_rows(steps(run), whole(preheat))
     found = preheat.here.json("doctor", "oom", "capped")
     assert found["options"][0]["peak_gib"] < found["room_gib"] < found["peak_gib"]
@@ -152,10 +153,10 @@ def test_evaluation_takes_fewer_rows_at_a_time(preheat: Command) -> None:
         "evaluate.every=2",
     ]
     run, _, _ = capped(preheat, "step 1", 12, *more, "stop.max_steps=5")
-    rung = Reader(run).events("fallback")[0]
-    assert (rung["step"], rung["cause"]) == (2, "evaluation")
-    assert rung["changed"][0].startswith("evaluate.micro_batch_size=")
-    assert [e["step"] for e in Reader(run).evaluations()] == [2, 4, 5]
+    rung = Reader(run).events(Fallback)[0]
+    assert (rung.step, rung.cause) == (2, "evaluation")
+    assert rung.changed[0].startswith("evaluate.micro_batch_size=")
+    assert [e.step for e in Reader(run).evaluations()] == [2, 4, 5]
 
 
 def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
@@ -170,12 +171,12 @@ def test_a_copy_to_save_is_done_without(preheat: Command) -> None:
     for mib in (46, 45, 47, 44):
         shutil.rmtree(run, ignore_errors=True)
         done = run_capped(preheat, "step 1", mib, *more, "stop.max_steps=5")
-        rungs = Reader(run).events("fallback") if done.returncode == 0 else []
-        if rungs and rungs[-1]["cause"] == "saving":
+        rungs = Reader(run).events(Fallback) if done.returncode == 0 else []
+        if rungs and rungs[-1].cause == "saving":
             break
     assert rungs, f"it had memory enough, or died of it\n{done.stderr[-2000:]}"
     rung = rungs[-1]
-    assert (rung["cause"], rung["changed"]) == ("saving", ["checkpoint.asynchronous=false"])
+    assert (rung.cause, rung.changed) == ("saving", ("checkpoint.asynchronous=false",))
     assert (run / "checkpoints" / "step-5" / "manifest.json").exists()
     assert sorted(steps(run)) == [1, 2, 3, 4, 5]
 
@@ -225,22 +226,20 @@ def test_of_two_processes_both_are_started_again_with_the_rung(preheat: Command)
     sets = [part for s in more for part in ("--set", s)]
     out, error = preheat("train", "wide.yaml", "--nproc", "2", "--out", "two", *sets)
     run = preheat.folder / "two"
-    rungs = Reader(run).events("fallback")
+    rungs = Reader(run).events(Fallback)
     assert rungs, out + error
     assert "rank 1: out of memory" in error
-    assert Reader(run).events("out_of_memory")[0]["rank"] == 1
+    assert Reader(run).events(OutOfMemory)[0].rank == 1
     assert not list(run.glob("out-of-memory-*"))
     taken = Reader(run).metrics()  # what was taken again stands as last taken
-    assert [line["step"] for line in taken] == list(range(1, 9))
+    assert [line.step for line in taken] == list(range(1, 9))
     # From the checkpoint that the last rung holds from, two processes with all the memory there is:
     (preheat.folder / "sitecustomize.py").unlink()
-    other, last = run.with_name("other"), rungs[-1]["step"]
+    other, last = run.with_name("other"), rungs[-1].step
     shutil.copytree(run, other)
     for saved in (other / "checkpoints").iterdir():
         if int(saved.name.removeprefix("step-")) > last:
             shutil.rmtree(saved)
     (other / "metrics.jsonl").unlink()
     preheat("train", "wide.yaml", "--nproc", "2", "--out", "other", "--resume", *sets)
-    assert steps(other) == {line["step"]: (line["loss"], line["tokens"]) for line in taken if line["step"] > last}, (
-        "bit for bit"
-    )
+    assert steps(other) == {line.step: (line.loss, line.tokens) for line in taken if line.step > last}, "bit for bit"

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from preheat.core.run_records import Failed, Resumed, Started
 from preheat.run.reader import Reader
 
 from ..fork_server import Fork, command
@@ -27,7 +28,7 @@ FSDP = "techniques.fsdp={reshard_after_forward: false, reduce: last}"
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in Reader(run).metrics()]
+    return [line.loss for line in Reader(run).metrics()]
 
 
 def cut(run: Path, to: Path) -> Path:
@@ -45,8 +46,8 @@ def test_two_processes_give_the_losses_of_one_and_any_layout_goes_on(preheat: Co
     preheat("train", "r.yaml", *settings, "--set", FSDP, "--nproc", "2", "--out", "two")
     one, two = (Reader(folder / name) for name in ("one", "two"))
     assert losses(two.path) == pytest.approx(losses(one.path), rel=1e-5)
-    assert [e["tokens"] for e in two.evaluations()] == [e["tokens"] for e in one.evaluations()]
-    measured = [[e["validation_loss"] for e in run.evaluations()] for run in (two, one)]
+    assert [e.tokens for e in two.evaluations()] == [e.tokens for e in one.evaluations()]
+    measured = [[e.validation_loss for e in run.evaluations()] for run in (two, one)]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
     assert two.samples() == one.samples()
     assert len(list((two.path / "checkpoints" / f"step-{STEPS}").glob("shard-*"))) == 2
@@ -66,9 +67,7 @@ def test_two_processes_skip_the_same_steps_in_fp16_as_one(preheat: Command) -> N
     preheat.here("train", "r.yaml", *settings, "--set", f"techniques={{{scaled}}}", "--out", "one")
     fsdp = ("--set", f"techniques={{{scaled}, fsdp: {{}}}}", "--nproc", "2")
     preheat("train", "r.yaml", *settings, *fsdp, "--out", "two")
-    one, two = (
-        [(m["lr"], m["skipped_steps"]) for m in Reader(preheat.folder / name).metrics()] for name in ("one", "two")
-    )
+    one, two = ([(m.lr, m.skipped_steps) for m in Reader(preheat.folder / name).metrics()] for name in ("one", "two"))
     assert one == two
     assert 3 < one[-1][1] < 20
     _, error = preheat("train", "r.yaml", *settings, *fsdp, "--set", "stop.max_steps=4", "--out", "none", code=1)
@@ -86,7 +85,7 @@ def test_what_dies_is_started_again(preheat: Command) -> None:
     os.kill(int(workers[-1]), signal.SIGKILL)
     _, error = agent.communicate(timeout=200)
     assert agent.returncode == 0, error
-    assert [e["kind"] for e in Reader(run).events() if e["kind"] in ("started", "resumed")] == ["started", "resumed"]
+    assert [e.kind for e in Reader(run).events() if isinstance(e, Started | Resumed)] == ["started", "resumed"]
     preheat.here("train", "r.yaml", "--set", "stop.max_steps=60", "--set", "techniques={}", "--out", "whole")
     assert losses(run) == pytest.approx(losses(preheat.folder / "whole"), rel=1e-4)
 
@@ -217,7 +216,7 @@ def test_a_process_that_stands_still_is_named_and_ends_the_run(preheat: Command)
     assert re.search(
         r"error: rank 0: lost the other processes in step \d+ \(.*[Tt]imed out.*\); start again with --resume", error
     )
-    assert Reader(log.parent).events("failed")[0]["reason"].startswith("rank 0: lost the other processes")
+    assert Reader(log.parent).events(Failed)[0].reason.startswith("rank 0: lost the other processes")
 
 
 @pytest.mark.parametrize(

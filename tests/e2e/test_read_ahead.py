@@ -39,7 +39,7 @@ def sets(tmp_path: Path) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in Reader(run).metrics()]
+    return [line.loss for line in Reader(run).metrics()]
 
 
 def test_the_rows_are_the_same_and_a_resumed_run_reads_on(

@@ -20,6 +20,7 @@ import pytest
 
 import preheat as package
 from preheat import recipe as recipes
+from preheat.core.run_records import Fallback, Finished, OtherEvent
 from preheat.engine import checkpoint
 from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.files import parse_json, to_json, write_generated
@@ -124,7 +125,7 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
     (half / "tokenizer.writing").mkdir()
     (half / "tokenizer.writing" / "cut").write_text("{")
     (half / "plan.json.0123abcd.writing").write_text("{")
-    writer.event("fallback", step=0)
+    writer.event(Fallback(step=0, changed=(), set=()))
     writer.close()
     (half / "tokenizer" / "notes.txt").write_text("mine")
     assert "(tokenizer)" in command.here("train", "r.yaml", "--out", "half", code=1)[1]
@@ -132,7 +133,7 @@ def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) 
     (half / "tokenizer" / "notes.txt").unlink()
     command.here("train", "r.yaml", "--out", "half")
     assert tree(half / "tokenizer") == tree(command.folder / "a" / "tokenizer")
-    assert next(e["kind"] for e in Reader(half).events()) == "started"
+    assert Reader(half).events()[0].kind == "started"
     assert not list(half.glob("*.writing"))
     bare = command.folder / "bare"
     bare.mkdir()
@@ -314,14 +315,15 @@ def test_a_finished_run_is_left_as_it_is(command: Command) -> None:
     (a / "events.jsonl").write_text("".join(line for line in events if '"finished"' not in line))
     measured = Reader(a).measured()
     command.here("train", "r.yaml", "--out", "a", "--resume")
-    (end,) = Reader(a).events("finished")
-    assert (end["steps"], end["loss"]) == (6, losses(a)[6])
+    (end,) = Reader(a).events(Finished)
+    assert (end.steps, end.loss) == (6, losses(a)[6])
     assert Reader(a).measured() == measured
 
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
-    writer.event("finished", loss=math.nan, parts=[math.inf, {"x": -math.inf}])
+    writer.event(Finished(loss=math.nan))
+    writer.event(OtherEvent(kind="odd", values={"parts": [math.inf, {"x": -math.inf}]}))
     writer.json("plan.json", {"peak_gib": math.nan, "name": "\ud800"})
     writer.close()
     for name in ("events.jsonl", "plan.json"):

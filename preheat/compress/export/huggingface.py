@@ -236,7 +236,7 @@ def _classifier(model: PreTrainedModel, pad: int, run: str | Path) -> PreTrained
         classifier = as_sequence_classifier(model, pad=pad)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
-    names = Reader(run).data.get("classes") if (Path(run) / "recipe.yaml").is_file() else None
+    names = Reader(run).data.classes if (Path(run) / "recipe.yaml").is_file() else None
     # The hub's widget and pipelines show these names.
     if names:
         classifier.config.id2label = dict(enumerate(map(str, names)))

@@ -8,60 +8,33 @@ its checkpoint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
-from preheat.core import Phase
+from preheat.core import Phase, run_records
+from preheat.core.run_records import Event, OutOfMemory
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.files import parse_json, to_json, write_atomic
+from preheat.files import parse_json, read_record, to_json, write_atomic
 from preheat.planning.fallback_ladder import Fallback, Ladder, PlannedFallback, find_fallbacks, halve_length, settings
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
-from preheat.run.reader import Reader, is_failure
+from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    pass
 
-__all__ = ["Failure", "choose_fallback", "effective", "write_oom_record", "oom_records", "recorded", "apply_fallbacks"]
+__all__ = ["choose_fallback", "effective", "write_oom_record", "oom_records", "recorded", "apply_fallbacks"]
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An out-of-memory error in numbers; it holds no tensors.
-
-    Attributes:
-        phase: phase of the step in which it happened.
-        step: optimizer steps committed by then.
-        rank: rank of the process.
-        message: message of the error.
-        requested: bytes of the allocation that failed; None: unknown.
-        room: bytes available to the run without the imports: those held plus those requested; None: unknown.
-        overhead: bytes that the plan counts apart from tensors; up to this many may not be in use yet and add to
-            `room`.
-        in_use: {parameters, gradients, optimizer, other: bytes} at that moment.
-        allocator: counters of torch's CUDA allocator, in bytes.
-    """
-
-    phase: Phase
-    step: int
-    rank: int
-    message: str
-    requested: int | None
-    room: int | None
-    overhead: int
-    in_use: dict[str, int]
-    allocator: dict[str, int]
-
-
-def write_oom_record(run: Path, failure: Failure) -> None:
+def write_oom_record(run: Path, failure: OutOfMemory) -> None:
     """Writes a failure to the run's folder, for the processes of the next start."""
     # Atomic, because this process is out of memory and may be killed while it writes.
-    write_atomic(_record_file(run, failure.rank), to_json(asdict(failure)))
+    write_atomic(_record_file(run, failure.rank), to_json(failure))
 
 
 def _record_file(run: Path, rank: int | str) -> Path:
@@ -73,19 +46,16 @@ def oom_records(run: Path) -> list[Path]:
     return sorted(run.glob(_record_file(run, "*").name))
 
 
-def _read(file: Path) -> Failure | None:
+def _read(file: Path) -> OutOfMemory | None:
     """Reads a failure record; None if the file is damaged: the run then resumes unchanged and may fail again."""
     try:
-        value = parse_json(file.read_bytes())
+        return read_record(OutOfMemory, parse_json(file.read_bytes()))
+    # A record of another version of preheat, with other keys or phases, counts as damaged.
     except (OSError, ValueError):
         return None
-    # A record of another version of preheat, with other keys or phases, counts as damaged.
-    if not is_failure(value) or (phase := Phase.of(value["phase"])) is None:
-        return None
-    return Failure(**{key: value[key] for key in Failure.__dataclass_fields__} | {"phase": phase})
 
 
-def effective(recipe: Recipe, events: Sequence[JsonObject], step: int) -> Recipe:
+def effective(recipe: Recipe, events: Sequence[Event], step: int) -> Recipe:
     """Returns the recipe with the fallbacks that are active at a step.
 
     Args:
@@ -93,20 +63,18 @@ def effective(recipe: Recipe, events: Sequence[JsonObject], step: int) -> Recipe
         events: events of the run, in order.
         step: step of the checkpoint that the run resumes from; 0: none.
     """
-    fallbacks: list[JsonObject] = []
+    fallbacks: list[run_records.Fallback] = []
     for event in events:
-        if event["kind"] == "resumed":  # drops the fallbacks of later steps, which were rolled back
-            fallbacks = [rung for rung in fallbacks if rung["step"] <= event["step"]]
-        elif event["kind"] == "fallback":
+        if isinstance(event, run_records.Resumed):  # drops the fallbacks of later steps, which were rolled back
+            fallbacks = [fallback for fallback in fallbacks if fallback.step <= event.step]
+        elif isinstance(event, run_records.Fallback):
             fallbacks.append(event)
     # Each event holds all settings that differ, so the last active one is enough.
-    active = [rung for rung in fallbacks if rung["step"] <= step]
-    return recipes.override(recipe, *active[-1]["set"]) if active else recipe
+    active = [fallback for fallback in fallbacks if fallback.step <= step]
+    return recipes.override(recipe, *active[-1].set) if active else recipe
 
 
-def apply_fallbacks(
-    request: Request, run: Path, newest: Path | None, *, afresh: bool
-) -> tuple[Recipe, list[JsonObject]]:
+def apply_fallbacks(request: Request, run: Path, newest: Path | None, *, afresh: bool) -> tuple[Recipe, list[Event]]:
     """Returns the recipe with which a resumed run is built, and the events to log.
 
     Args:
@@ -123,9 +91,7 @@ def apply_fallbacks(
         # The records are of the old settings; an empty `set` ends their fallbacks in the log.
         for file in oom_records(run):
             file.unlink()
-        return recipe, [
-            {"kind": "fallback", "step": step, "cause": "resumed with other settings", "changed": [], "set": []}
-        ]
+        return recipe, [run_records.Fallback(step=step, cause="resumed with other settings", changed=(), set=())]
     built = effective(recipe, Reader(run).events(), step)
     failures = [failure for file in oom_records(run) if (failure := _read(file)) is not None]
     # Read once: a record that stayed would make the next start choose a fallback again.
@@ -134,37 +100,41 @@ def apply_fallbacks(
     if not failures:
         return built, []
     # All ranks get the same recipe, so the fallback must fit the rank with the least room.
-    # Failures of unknown room sort last.
+    # OutOfMemorys of unknown room sort last.
     tightest = min(failures, key=lambda f: f.room if f.room is not None else 2**62)
     ladder, rung = choose_fallback(replace(request, recipe=built), tightest)
     # The failed processes wrote records instead of events, because only rank 0 writes the log.
-    events = [{"kind": "out_of_memory", **asdict(failure)} for failure in failures]
-    return rung.recipe, [*events, recorded(recipe, rung, ladder, tightest, step)]
+    return rung.recipe, [*failures, recorded(recipe, rung, ladder, tightest, step)]
 
 
-def recorded(recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure: Failure, step: int) -> JsonObject:
+def recorded(
+    recipe: Recipe, fallback: Fallback, ladder: Ladder | None, failure: OutOfMemory, step: int
+) -> run_records.Fallback:
     """Returns the event that logs a fallback.
 
     Args:
         recipe: the recipe without any fallback.
         step: the step from which the fallback applies.
     """
-    more: JsonObject = {}
-    if ladder is not None and isinstance(fallback, PlannedFallback):
-        more = {"peak_gib": fallback.peak_gib, "was_gib": ladder.present.peak_gib, "skipped": ladder.skipped}
-        more["seconds_per_step"] = [ladder.present.plan.seconds_per_step, fallback.plan.seconds_per_step]
-    return {
-        "kind": "fallback",
-        "step": step,
-        "cause": failure.phase,
-        "changed": list(fallback.set),
+    event = run_records.Fallback(
+        step=step,
+        cause=failure.phase,
+        changed=fallback.set,
         # All differences from the recipe as written, so that the last event alone restores the state.
-        "set": list(settings(recipe, fallback.recipe)),
-        **more,
-    }
+        set=settings(recipe, fallback.recipe),
+    )
+    if ladder is None or not isinstance(fallback, PlannedFallback):
+        return event
+    return replace(
+        event,
+        peak_gib=fallback.peak_gib,
+        was_gib=ladder.present.peak_gib,
+        skipped=tuple(ladder.skipped),
+        seconds_per_step=(ladder.present.plan.seconds_per_step, fallback.plan.seconds_per_step),
+    )
 
 
-def choose_fallback(request: Request, failure: Failure) -> tuple[Ladder | None, Fallback]:
+def choose_fallback(request: Request, failure: OutOfMemory) -> tuple[Ladder | None, Fallback]:
     """Returns the fastest fallback that fits according to a dry run.
 
     Raises:

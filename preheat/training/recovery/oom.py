@@ -13,7 +13,7 @@ import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy
@@ -21,6 +21,7 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.core import Build, Phase, Stage, Tag
+from preheat.core.run_records import OutOfMemory, Unsaved
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.checkpoint import is_async
@@ -33,7 +34,7 @@ from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.fallback_ladder import PlannedFallback
 from preheat.recipe import Recipe
 from preheat.training.hang_watchdog import HangWatchdog
-from preheat.training.recovery.fallback_log import Failure, choose_fallback, oom_records, recorded, write_oom_record
+from preheat.training.recovery.fallback_log import choose_fallback, oom_records, recorded, write_oom_record
 from preheat.training.session import Session
 
 __all__ = ["StepSnapshot", "Recovery"]
@@ -76,7 +77,7 @@ class Recovery:
     def __init__(self, session: Session, watchdog: HangWatchdog):
         self.session, self.watchdog = session, watchdog
         self.guard: StepSnapshot | None = None
-        self._failure: Failure | None = None  # set while a fallback is chosen for it
+        self._failure: OutOfMemory | None = None  # set while a fallback is chosen for it
         self.skipped_saves = -1
         """The step whose checkpoint was given up."""
         self._unsaved = -1  # the step whose checkpoint failed once
@@ -97,7 +98,7 @@ class Recovery:
             SystemExit: with several processes, some rank is out of memory; `fallback_log.oom_records` finds its record
                 after the restart.
         """
-        failure: Failure | None = None
+        failure: OutOfMemory | None = None
         on_cpu = self.session.device.kind == "cpu"
         while True:
             try:
@@ -117,7 +118,7 @@ class Recovery:
                     raise
             # Retry outside the handler: the exception's traceback would keep the failed attempt's tensors alive.
 
-    def _describe(self, error: BaseException) -> Failure | None:
+    def _describe(self, error: BaseException) -> OutOfMemory | None:
         if not is_oom(error):
             return None
         session, kind = self.session, self.session.device.kind
@@ -131,7 +132,7 @@ class Recovery:
         # A request may exceed the device: the room is at most the device without the imports.
         most = session.device.memory - session.imports
         room = None if requested is None else min(in_use + requested, most)
-        return Failure(
+        return OutOfMemory(
             phase=self.watchdog.phase,
             step=session.progress.step,
             rank=session.ranks.rank,
@@ -143,7 +144,7 @@ class Recovery:
             allocator=_allocator(session) if kind == "cuda" else {},
         )
 
-    def _restart_all_ranks(self, failure: Failure | None) -> None:
+    def _restart_all_ranks(self, failure: OutOfMemory | None) -> None:
         """Ends this process of several if any rank is out of memory: they must all restart together."""
         session = self.session
         if session.ranks.world == 1:
@@ -157,10 +158,10 @@ class Recovery:
         if oom_records(session.writer.path):
             raise SystemExit(1)
 
-    def _apply_fallback(self, failure: Failure) -> None:
+    def _apply_fallback(self, failure: OutOfMemory) -> None:
         session = self.session
         # Logged first, so that the report finds the failure even if choosing a fallback fails.
-        session.writer.event("out_of_memory", **asdict(failure))
+        session.writer.event(failure)
         if failure.phase is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
                 raise RunError(f"out of memory, and too little is left to choose a fallback ({failure.message})")
@@ -184,7 +185,7 @@ class Recovery:
         # From here on the fallback is the recipe of the run.
         session.request, self._failure = replace(session.request, recipe=rung.recipe), None
         # With `step`: a run resumed from an earlier checkpoint must not apply this fallback to its steps.
-        session.writer.event(**recorded(session.resolved, rung, ladder, failure, step))
+        session.writer.event(recorded(session.resolved, rung, ladder, failure, step))
         session.watch.notice(
             f"out of memory in step {failure.step + 1} ({failure.phase}): continuing with {rung.description}"
         )
@@ -206,18 +207,18 @@ class Recovery:
                 self.guard.restore()
             self.watchdog.set_phase(session.progress.step, Phase.SAVING)
             for saved in session.saving.wait():
-                session.writer.event("checkpoint", **saved.facts(session.writer.path))
+                session.writer.event(saved.event(session.writer.path))
         # Reference cycles still hold tensors of the failed attempt; cached memory returns only once they are gone.
         gc.collect()
         release_unused(session.device.kind)
 
-    def _weights_intact(self, failure: Failure) -> bool:
+    def _weights_intact(self, failure: OutOfMemory) -> bool:
         """Returns True if the weights are still those of the last committed step."""
         # Techniques that step in the backward pass change weights while gradients are computed.
         in_backward = failure.phase is Phase.GRADIENTS and Tag.STEP_IN_BACKWARD in self.session.build.tags
         return failure.phase not in _UPDATED and not in_backward
 
-    def _in_place(self, recipe: Recipe, failure: Failure) -> bool:
+    def _in_place(self, recipe: Recipe, failure: OutOfMemory) -> bool:
         """Applies the changed techniques to the existing build; returns False if they change the model."""
         session = self.session
         before = session.effective.techniques
@@ -233,7 +234,7 @@ class Recovery:
         session.read()
         return True
 
-    def _rebuild_from_checkpoint(self, failure: Failure) -> int:
+    def _rebuild_from_checkpoint(self, failure: OutOfMemory) -> int:
         """Frees the build, if any; returns the step of the checkpoint that the next build resumes from."""
         session = self.session
         if session.assembled:
@@ -243,7 +244,7 @@ class Recovery:
         newest = session.scan[0]
         return int(newest.name.removeprefix("step-")) if newest else 0
 
-    def _save_and_free_build(self, failure: Failure) -> None:
+    def _save_and_free_build(self, failure: OutOfMemory) -> None:
         """Saves a checkpoint of the current step, if its weights are intact, and frees the build."""
         session = self.session
         # Otherwise the steps since the last checkpoint are trained again.
@@ -258,13 +259,13 @@ class Recovery:
                     session.watch.notice(str(error))
                 else:
                     for save in saved:
-                        session.writer.event("checkpoint", **save.facts(session.writer.path))
+                        session.writer.event(save.event(session.writer.path))
                     break
         # The snapshot holds copies of the build's buffers, which would stay in memory with it.
         self.guard = None
         session.free_build()
 
-    def _retry_save(self, failure: Failure) -> bool:
+    def _retry_save(self, failure: OutOfMemory) -> bool:
         """Retries a failed checkpoint once, tensor by tensor, then skips it; returns False if a fallback may help."""
         session = self.session
         # Asynchronous saving copies the whole state: the fallback is to save synchronously.
@@ -285,7 +286,7 @@ class Recovery:
         if failure.phase is Phase.LAST_SAVING:
             raise RunError(message)
         session.watch.alarm(message)
-        session.writer.event("unsaved", step=failure.step, reason=failure.message)
+        session.writer.event(Unsaved(step=failure.step, reason=failure.message))
         self.skipped_saves = failure.step
         return True
 

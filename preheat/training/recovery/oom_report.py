@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Device, Phase
+from preheat.core.run_records import Environment, Fallback, OutOfMemory
 from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.cuda_driver import has_cuda
@@ -52,7 +53,7 @@ def diagnose(run: str | Path) -> JsonObject:
     reader = Reader(run)
     plan, events = reader.plan, reader.events()
     # Without an event the plan may explain the failure: a run that was forced although it does not fit.
-    failures = [event for event in events if event["kind"] == "out_of_memory"]
+    failures = [event for event in events if isinstance(event, OutOfMemory)]
     if not failures and "plan.json" in reader.damaged:
         raise RunError(
             f"{run}: no out-of-memory event recorded, and plan.json is damaged ({reader.damaged['plan.json']})"
@@ -65,18 +66,18 @@ def diagnose(run: str | Path) -> JsonObject:
     # Only the fallbacks that were active when it failed, not those that the failure led to.
     before = events[: events.index(failure)] if failure else events
     recipe = recipes.parse(reader.recipe_text, where=f"{run}/recipe.yaml")
-    recipe = effective(recipe, before, failure["step"] if failure else 0)
+    recipe = effective(recipe, before, failure.step if failure else 0)
     machine, measured = _machine(recipe, reader.environment)
     request = Request(
         recipe,
         device=machine,
         vocabulary=len(load_tokenizer(str(reader.path / "tokenizer"))),
         rates=measured,
-        world=reader.environment.get("processes"),
+        world=reader.environment.processes,
     )
-    phase = Phase.EVALUATION if failure and Phase.of(failure["phase"]) is Phase.EVALUATION else None
+    phase = Phase.EVALUATION if failure and failure.phase is Phase.EVALUATION else None
     # The room plus the overhead that the plan counts apart from tensors, which is what a plan's peak includes.
-    known = failure and failure["room"] and failure["room"] + failure["overhead"]
+    known = failure and failure.room and failure.room + failure.overhead
     room = known / GIB if known else plan.available_gib if plan else None
     if room is None:
         raise RunError(f"{run}: neither its events nor plan.json record how much memory there was; train it again")
@@ -96,12 +97,12 @@ def diagnose(run: str | Path) -> JsonObject:
     fits = None if ways else halve_length(ladder.lowest.recipe, request, room=room, phase=phase)
     return {
         "failure": failure,
-        "in_use": {name: size / GIB for name, size in (failure or {"in_use": {}})["in_use"].items()},
+        "in_use": {name: size / GIB for name, size in (failure.in_use if failure else {}).items()},
         "predicted": now.plan.memory,
         "peak_phase": now.plan.peak_phase,
         "peak_gib": now.peak_gib,
         "room_gib": room,
-        "fallbacks": [event for event in events if event["kind"] == "fallback"],
+        "fallbacks": [event for event in events if isinstance(event, Fallback)],
         "options": ways,
         "least": None if ways else {"set": list(ladder.lowest.set), "peak_gib": ladder.lowest.peak_gib},
         "shorter": list(fits.set) if fits else None,
@@ -109,19 +110,19 @@ def diagnose(run: str | Path) -> JsonObject:
     }
 
 
-def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | Roofline]:
+def _machine(recipe: Recipe, environment: Environment) -> tuple[Device, Rates | Roofline]:
     """Returns the device of a run and its rates: measured if this machine has one, else from the catalogue."""
     from preheat.hardware.benchmark_rates import rates
 
-    kind = environment.get("device")
+    kind = environment.device
     # A run folder copied from a GPU machine: plan for its GPU by the catalogue, with the memory that was recorded.
     if kind == "cuda" and not has_cuda():
-        machine = environment.get("machine") or {}
-        if not {"device", "memory_gib"} <= machine.keys():
+        machine = environment.machine
+        if machine is None or machine.device is None or machine.memory_gib is None:
             raise RunError("environment.json of the run does not name its GPU; run this on a machine with that GPU")
-        roofline = replace(Roofline.of(machine["device"]), alone=environment.get("processes", 1) == 1)
-        memory = round(machine["memory_gib"] * GIB)
-        segments = environment.get("segments") or recipe.hardware.segments
+        roofline = replace(Roofline.of(machine.device), alone=environment.processes in (None, 1))
+        memory = round(machine.memory_gib * GIB)
+        segments = environment.segments or recipe.hardware.segments
         expandable = grows(segments, amd=roofline.device.generation == "cdna")
         return replace(roofline.as_device, memory=memory, expandable=expandable), roofline
     device, threads = resolve_device(recipe)
@@ -134,18 +135,20 @@ def _machine(recipe: Recipe, environment: JsonObject) -> tuple[Device, Rates | R
     return device, rates(device, threads)
 
 
-def allocator_settings(failure: JsonObject) -> dict[str, str] | None:
+def allocator_settings(failure: OutOfMemory) -> dict[str, str] | None:
     """Returns allocator settings if fragmentation caused the error: enough memory was free, but not in one block.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf
 
     Example:
         >>> counters = {"allocated": 6 << 30, "reserved": 9 << 30, "largest_free": 1 << 28, "retries": 3}
-        >>> allocator_settings({"requested": 1 << 30, "allocator": counters})["set"]
+        >>> failure = OutOfMemory(phase=Phase.GRADIENTS, step=0, rank=0, message="", requested=1 << 30, room=None,
+        ...                       overhead=0, in_use={}, allocator=counters)
+        >>> allocator_settings(failure)["set"]
         'hardware.segments=expandable'
     """
     # Fragmentation: the allocator held at least as much free memory as was requested.
-    counters, requested = failure["allocator"], failure["requested"]
+    counters, requested = failure.allocator, failure.requested
     if not counters or requested is None or (idle := counters["reserved"] - counters["allocated"]) < requested:
         return None
     # Blocks larger than this (MiB) are not split and can be reused for large tensors. torch's minimum is 21.

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from preheat.core.run_records import Estimate, StoredResult
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.engine.builder import build
@@ -28,6 +29,7 @@ from preheat.evaluation.results import compared, described, deserialize, seriali
 from preheat.evaluation.run_task import measure_task
 from preheat.evaluation.scoring import CLASSES, Scorer
 from preheat.evaluation.tasks import Task, built_in, find_tasks, load_task
+from preheat.files import read_record, strict
 from preheat.models.hf import plain_logits
 from preheat.recipe import Data, parse
 
@@ -298,12 +300,12 @@ def test_a_text_is_measured_in_nats_and_in_bits_a_byte(tokenizer: Any, tmp_path:
     scored = sum(len(tokenizer.decode(row.labels[row.labels >= 0])) for row in map(rows.row, range(len(rows))))
     assert found.metrics["bits_per_byte"].value == pytest.approx(loss * tokens / math.log(2) / scored, rel=1e-6)
     found = replace(found, unread_rows=3)
-    assert described(deserialize(json.loads(json.dumps(serialize(found))))) == described(found)
+    assert described(deserialize(read_record(StoredResult, strict(serialize(found))))) == described(found)
     other = compared(replace(found, identity="other rows"), found)  # another tokenizer: only bits a byte compare
-    assert (other["paired"], set(other["metrics"])) == (False, {"bits_per_byte"})
+    assert (other.paired, set(other.metrics)) == (False, {"bits_per_byte"})
     same = compared(found, found)
-    assert same["paired"] is True
-    assert same["metrics"]["loss"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert same.paired is True
+    assert same.metrics["loss"] == Estimate(0.0, 0.0, 0.0)
 
 
 def test_tokens_stand_for_as_many_bytes_as_the_text_has(tokenizer: Any, data_folder: Path) -> None:
@@ -537,15 +539,15 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     scorer = Scorer(made.build, made.tokenizer, micro=8, length=512)
     (task,) = find_tasks([f"multiple_choice={file},limit=40"])
     assert isinstance(task, Task)
-    ours = described(measure_task(task, scorer))["metrics"]
+    ours = described(measure_task(task, scorer)).metrics
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = simple_evaluate(
         model=HFLM(pretrained=plain, tokenizer=made.tokenizer, batch_size=8, max_length=512), tasks=["local"],
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), limit=40, bootstrap_iters=0,
     )["results"]["local"]  # fmt: skip
-    assert ours["accuracy"]["value"] == pytest.approx(theirs["acc,none"])
-    assert ours["accuracy_norm"]["value"] == pytest.approx(theirs["acc_norm,none"])
-    wrapped = described(measure_by_harness(str(tmp_path / "local.yaml"), scorer, limit=40)["local"])["metrics"]
+    assert ours["accuracy"].value == pytest.approx(theirs["acc,none"])
+    assert ours["accuracy_norm"].value == pytest.approx(theirs["acc_norm,none"])
+    wrapped = described(measure_by_harness(str(tmp_path / "local.yaml"), scorer, limit=40)["local"]).metrics
     assert (wrapped["acc"], wrapped["acc_norm"]) == (ours["accuracy"], ours["accuracy_norm"])
 
 

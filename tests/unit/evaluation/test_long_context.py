@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from preheat.cli.views.long_context_table import grids
 from preheat.core import Phase, Slot
+from preheat.core.run_records import ResultFigures, Results, StoredResult
 from preheat.data.packing import Tokens
 from preheat.data.tokenizer import train_tokenizer
 from preheat.engine.builder import build
@@ -24,6 +24,7 @@ from preheat.evaluation.needle import CUE, HIDDEN, key_value_prompt, phrase_prom
 from preheat.evaluation.results import compared, described, deserialize, serialize
 from preheat.evaluation.scoring import Scorer
 from preheat.evaluation.tasks import LengthTask, find_tasks
+from preheat.files import read_record, strict
 from preheat.models.hf import plain_logits
 from preheat.recipe import parse
 from preheat.report.long_context_charts import lengths
@@ -248,43 +249,44 @@ def test_parts_travel_and_are_compared_row_by_row(tokenizer: Any, text: Tokens) 
     asked, scorer = questions("positions=x,lengths=[64],each=6", one, tokenizer, text)
     before = measure_length(asked, scorer)
     after = measure_length(asked, Scorer(other, tokenizer, micro=2, length=64))
-    back = deserialize(json.loads(json.dumps(serialize(before))))
+    back = deserialize(read_record(StoredResult, strict(serialize(before))))
     assert described(back) == described(before)
     off = compared(back, after)
-    assert off["paired"]
-    assert [p["value"] for p in off["parts"]] == pytest.approx(
+    assert off.paired
+    assert [part.value for part in off.parts or ()] == pytest.approx(
         [b.metric.value - a.metric.value for a, b in zip(before.parts, after.parts, strict=True)]
     )
-    assert "parts" not in compared(before, replace(after, identity="another"))
+    assert compared(before, replace(after, identity="another")).parts is None
 
 
 def test_a_report_draws_before_and_after_and_a_terminal_has_both_in_a_cell() -> None:
     def task(*values: float) -> dict[str, Any]:
         cells = [(n, d) for n in (64, 128) for d in (0.0, 1.0)]
         return {
+            "metrics": {},
             "parts": [
                 {"length": n, "depth": d, "value": v, "low": None, "high": None}
                 for (n, d), v in zip(cells, values, strict=True)
-            ]
+            ],
         }
 
     curve = {
+        "metrics": {},
         "parts": [
             {"start": a, "end": b, "value": v, "low": v - 1, "high": v + 1}
             for a, b, v in ((0, 16, 4.0), (16, 64, 3.0), (64, 128, 3.5))
-        ]
+        ],
     }
-    book = {
-        "parts": [{"length": 64, "share": s, "value": 3 - s, "low": None, "high": None} for s in (0.0, 0.25, 0.5, 1.0)]
-    }
+    shares = [{"length": 64, "share": s, "value": 3 - s, "low": None, "high": None} for s in (0.0, 0.25, 0.5, 1.0)]
+    book = {"metrics": {}, "parts": shares}
     after = {"tasks": {"recall": task(1, 0.5, 0.25, 0), "<b>pos": curve, "book": book, "cloze": {"metrics": {}}}}
-    page = lengths(after, {"tasks": {"recall": task(0, 0, 0, 0)}})
+    page = lengths(read_record(Results, after), read_record(Results, {"tasks": {"recall": task(0, 0, 0, 0)}}))
     assert page.count("<svg") == 4
     assert "44 % right, the least at 128 tokens and depth 100 %: 0 %." in page.replace("\u00a0", " ")
     assert "it falls up to position 64." in page
     assert "3.000 with nothing before them, 2.000 with all" in page
     assert "<b>pos" not in page
-    assert lengths({"tasks": {"cloze": {}}}, {}) == ""
+    assert lengths(Results(tasks={"cloze": ResultFigures(metrics={})}), Results()) == ""
     from rich.console import Console
 
     console = Console(width=120, record=True, file=io.StringIO())

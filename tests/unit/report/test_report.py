@@ -12,6 +12,21 @@ from xml.etree import ElementTree
 import pytest
 
 from preheat.core import MachineUse
+from preheat.core.run_records import (
+    Baseline,
+    Estimate,
+    EvaluationMetrics,
+    Failed,
+    Finished,
+    Measured,
+    OtherEvent,
+    Resumed,
+    SampleEvent,
+    SampleTexts,
+    Started,
+    StepMetrics,
+    Stopping,
+)
 from preheat.errors import RunError
 from preheat.files import strict
 from preheat.report import formatting, svg, write
@@ -64,13 +79,15 @@ def run_folder(
     if plan:
         writer.json("plan.json", PLAN)
         writer.json("changes.json", {"lora": [{"what": "adapters on 6 layers", "count": 24, "kernel": "peft"}]})
-        writer.json("environment.json", {"machine": {"cpu": "Some CPU"}, "versions": {"torch": "2.13.0"}, "threads": 2})
+        writer.json(
+            "environment.json", {"machine": {"device": "Some CPU"}, "versions": {"torch": "2.13.0"}, "threads": 2}
+        )
     if events:
-        writer.event("started", step=0)
-        writer.event("baseline", unigram=6.55, bigram=4.10, vocabulary=4096)
+        writer.event(Started(step=0))
+        writer.event(Baseline(unigram=6.55, bigram=4.10, vocabulary=4096))
     for step in range(1, steps + 1):
         loss = (losses or {}).get(step, 3 + 5 * math.exp(-step / 10))
-        writer.metric(
+        line = StepMetrics(
             step=step,
             tokens=step * 100,
             loss=loss,
@@ -81,12 +98,14 @@ def run_folder(
             memory=2**28,
             elapsed=step / 2,
         )
+        writer.metric(line)
         if step % 20 == 0:
-            writer.metric(step=step, validation_loss=loss + 0.1, tokens=step * 100)
+            writer.metric(EvaluationMetrics(step, validation_loss=loss + 0.1, tokens=step * 100))
     if events:
-        writer.event("measured", **MEASURED)
-        writer.event("sample", prompt="def f", text="(x):\n    return x")
-        writer.event("finished", steps=steps, loss=3.5, validation_loss=3.6, tokens=steps * 100, seconds=steps / 2)
+        writer.event(Measured(**MEASURED))
+        writer.event(SampleEvent(prompt="def f", text="(x):\n    return x"))
+        end = Finished(steps=steps, loss=3.5, validation_loss=3.6, tokens=steps * 100, seconds=steps / 2)
+        writer.event(end)
     writer.close()
     return path
 
@@ -279,7 +298,7 @@ def test_a_resumed_writer_ends_half_a_line_and_adds_folders(tmp_path, monkeypatc
     writer = Writer(path, resume=True)
     # A long run's file is not read to find out how it ends.
     monkeypatch.setattr(Path, "read_bytes", None)
-    writer.event("resumed", step=60)
+    writer.event(Resumed(step=60))
     monkeypatch.undo()
     for name in ("one", "two"):
         writer.folder(name, lambda folder: (folder / "a.txt").write_text("a"))
@@ -293,8 +312,9 @@ def test_a_resumed_writer_ends_half_a_line_and_adds_folders(tmp_path, monkeypatc
 def test_what_the_run_wrote_is_shown_not_obeyed(tmp_path):
     path = run_folder(tmp_path / "run", name='"</title><script>alert(1)</script>"')
     writer = Writer(path, resume=True)
-    writer.event("resumed", step=60, reason="</td><img src=x onerror=alert(1)>")
-    writer.event("sample", prompt="</pre><script>", text="\x1b[31m\x00\u202eevil \ud800 <b onclick=x>'\"&amp;")
+    writer.event(Resumed(step=60))
+    writer.event(OtherEvent(kind="<i>odd</i>", values={"reason": "</td><img src=x onerror=alert(1)>"}))
+    writer.event(SampleEvent(prompt="</pre><script>", text="\x1b[31m\x00\u202eevil \ud800 <b onclick=x>'\"&amp;"))
     writer.json("changes.json", {"<i>t</i>": [{"what": "<svg onload=x>", "count": 1, "kernel": "<u>"}]})
     writer.json("plan.json", PLAN | {"memory": {"<a>": 1.0, "$x_$": 0.02}, "phases": {"<a href=x>": 1.0}})
     writer.close()
@@ -310,17 +330,17 @@ def test_samples_of_a_pretrained_model_stand_before_and_after(tmp_path):
     path = run_folder(tmp_path / "run", events=False)
     chat = [{"role": "user", "content": "<Hi>"}]
     writer = Writer(path, resume=True)
-    writer.event("started")
+    writer.event(Started())
     for step, said in ((0, "base"), (60, "tuned")):
         for prompt in ("once", chat):
-            writer.event("sample", step=step, prompt=prompt, text=f"{said} {len(prompt)}")
-    writer.event("resumed", step=60)
-    writer.event("sample", step=90, prompt="once", text="tuned more")
-    writer.event("sample", step=90, prompt="another", text="new")
+            writer.event(SampleEvent(step=step, prompt=prompt, text=f"{said} {len(prompt)}"))
+    writer.event(Resumed(step=60))
+    writer.event(SampleEvent(step=90, prompt="once", text="tuned more"))
+    writer.event(SampleEvent(step=90, prompt="another", text="new"))
     writer.close()
     assert Reader(path).samples() == [
-        {"prompt": "once", "before": "base 4", "text": "tuned more"},
-        {"prompt": "another", "before": None, "text": "new"},
+        SampleTexts("once", before="base 4", text="tuned more"),
+        SampleTexts("another", before=None, text="new"),
     ]
     text = Page(write(path)).text
     assert (
@@ -330,7 +350,7 @@ def test_samples_of_a_pretrained_model_stand_before_and_after(tmp_path):
     (path / "events.jsonl").write_text(
         "\n".join(events[: next(n for n, e in enumerate(events) if '"step": 60' in e)]) + "\n"
     )
-    assert [s["text"] for s in Reader(path).samples()] == [None, None], "trained no further yet"
+    assert [sample.text for sample in Reader(path).samples()] == [None, None], "trained no further yet"
     assert "user: <Hi>" in Page(write(path)).text
 
 
@@ -344,15 +364,19 @@ def test_a_run_without_an_end_says_so_and_what_is_missing_is_left_out(tmp_path):
     page = Page(write(path))
     assert "still running, or it was killed" in page.text
     assert "from step 1." in page.text
-    for kind, event in (("failed", {"error": "out of memory"}), ("stopped", {"reason": "SIGTERM"}), ("open", None)):
+    for kind, event, said in (
+        ("failed", Failed(reason="out of memory"), "out of memory"),
+        ("stopped", Stopping(signal="SIGTERM"), "SIGTERM"),
+        ("open", None, "No end is recorded"),
+    ):
         writer = Writer(path, resume=True)
-        writer.event("resumed", step=1)
+        writer.event(Resumed(step=1))
         if event:
-            writer.event("failed" if kind == "failed" else "stopping", **event)
+            writer.event(event)
         writer.close()
         page = Page(write(path))
         assert json.loads((path / "report.json").read_text())["state"]["kind"] == kind
-        assert all(words in page.text for words in (event or {}).values())
+        assert said in page.text
 
 
 def test_losses_that_are_not_finite_are_named_and_the_data_stays_strict_json(tmp_path):
@@ -477,9 +501,7 @@ def test_numbers_in_words():
     assert formatting.sizes([0.3, 0.0005, -1.5e-07, None]) == ("MiB", ["307.2", "0.5", "0", "not recorded"])
     assert formatting.sizes([0.3, 12.0]) == ("GiB", ["0.30", "12.00"])
     assert [formatting.change(v, 0.055) for v in (-1.5e-05, 0.0, -0.02)] == ["0", "0", "\u22120.0200"]
-    assert (
-        formatting.between({"value": -0.0002, "low": -0.1, "high": 0.0004}, signed=True) == "0.000 [\u22120.100, 0.000]"
-    )
+    assert formatting.between(Estimate(-0.0002, -0.1, 0.0004), signed=True) == "0.000 [\u22120.100, 0.000]"
     assert [formatting.clock(s) for s in (0.4, 3725.4, 360000, -1, math.nan)] == [
         "0:00:00",
         "1:02:05",

@@ -393,10 +393,10 @@ def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monke
     assert parts["scores"] == whole["scores"]
     assert {"reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"} == whole["scores"].keys()
     run = Reader(tmp_path / "whole")
-    assert run.metrics()[-1]["loss"] == whole["loss"]
-    assert 0 <= run.metrics()[-1]["reward_accuracy"] <= 1
-    assert run.evaluations()[-1]["validation_reward_margin"] == whole["scores"]["reward_margin"]
-    assert run.evaluations()[-1]["tokens"] == 20
+    assert run.metrics()[-1].loss == whole["loss"]
+    assert 0 <= run.metrics()[-1].scores["reward_accuracy"] <= 1
+    assert run.evaluations()[-1].scores["validation_reward_margin"] == whole["scores"]["reward_margin"]
+    assert run.evaluations()[-1].tokens == 20
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
