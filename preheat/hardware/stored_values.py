@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import typing
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from preheat.files import BadJson, read_value
+from preheat.files import BadJson, read_record, read_value
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ def read_numbers(value: object, name: str) -> dict[str, float]:
     return {key: read_number(number, f"{name}.{key}") for key, number in value.items()}
 
 
-def read_row(cls: Callable[..., _Row], values: object, zero: Collection[str] = ()) -> _Row:
+def read_row(cls: type[_Row], values: object, zero: Collection[str] = ()) -> _Row:
     """Builds a flat dataclass of numbers and names from an object with exactly its fields.
 
     Args:
@@ -74,28 +72,15 @@ def read_row(cls: Callable[..., _Row], values: object, zero: Collection[str] = (
     Raises:
         Damaged: fields or values are invalid.
     """
-    hints = _hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     # Exactly the fields: an unknown one means that the file has another format.
-    if not isinstance(values, dict) or values.keys() != hints.keys():
+    if not isinstance(values, dict) or values.keys() != set(names):
         raise Damaged(f"a row is {quoted(values, 40)}")
-    for name, kind in hints.items():
-        value = values[name]
-        if typing.get_origin(kind) is typing.Literal:
-            if value not in typing.get_args(kind):
-                raise Damaged(f"{name} is {quoted(value, 40)}")
-        elif kind is str:
-            if not isinstance(value, str):
-                raise Damaged(f"{name} is {quoted(value, 40)}")
-        else:
+    try:
+        row = read_record(cls, values)
+    except BadJson as error:
+        raise Damaged(error.message) from None
+    for name in names:
+        if isinstance(value := getattr(row, name), int | float):
             read_number(value, name, zero=name in zero)
-            # JSON may have 4.0 for an int, which `read_number` accepts.
-            if kind is int and not isinstance(value, int):
-                raise Damaged(f"{name} is {quoted(value, 40)}")
-    return cls(**values)
-
-
-@functools.cache
-def _hints(cls: Callable[..., object]) -> dict[str, Any]:
-    # With postponed annotations, a field's type is a string.
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return row

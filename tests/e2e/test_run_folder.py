@@ -322,8 +322,7 @@ def test_a_finished_run_is_left_as_it_is(command: Command) -> None:
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
-    writer.event(Finished(loss=math.nan))
-    writer.event(OtherEvent(kind="odd", values={"parts": [math.inf, {"x": -math.inf}]}))
+    writer.event(OtherEvent(kind="odd", values={"loss": math.nan, "parts": [math.inf, {"x": -math.inf}]}))
     writer.json("plan.json", {"peak_gib": math.nan, "name": "\ud800"})
     writer.close()
     for name in ("events.jsonl", "plan.json"):
