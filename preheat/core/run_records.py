@@ -76,16 +76,23 @@ class _NullIsNaN(Record):
         )
 
 
-@dataclass(frozen=True)
-class _Below(Record):
-    """Requires a number from 0 to below a limit."""
-
-    limit: float
+class _Check:
+    """Metadata of a type: checks its values when they are read."""
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: Any) -> object:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Below(_Check):
+    """Requires a number from 0 to below a limit."""
+
+    limit: float
 
     def _checked(self, value: float) -> float:
         if not 0 <= value < self.limit:
@@ -105,6 +112,18 @@ class _PhaseName:
         if (phase := Phase.of(name)) is None:
             raise ValueError("no phase of a run")
         return phase
+
+
+class _SizesAreNumbers(_Check):
+    """Requires numbers for the sizes of the training data."""
+
+    def _checked(self, counts: JsonObject) -> JsonObject:
+        sizes = counts.get("train") or {}
+        if not isinstance(sizes, Mapping) or not all(
+            isinstance(sizes.get(key, 0), int | float) for key in ("documents", "tokens")
+        ):
+            raise ValueError("the sizes of the training data are no numbers")
+        return counts
 
 
 Real: TypeAlias = Annotated[float, _NullIsNaN()]
@@ -182,17 +201,10 @@ class DataRecord(Record):
     layout_reason: str = ""
     template: str | None = None
     classes: tuple[str, ...] | None = ()
-    counts: JsonObject | None = None
+    counts: Annotated[JsonObject, _SizesAreNumbers()] | None = None
     preflight: tuple[str, ...] = ()
     fingerprint: str = ""
     chat: Omitted[bool] = None
-
-    def __post_init__(self) -> None:
-        sizes = (self.counts or {}).get("train") or {}
-        if not isinstance(sizes, Mapping) or not all(
-            isinstance(sizes.get(key, 0), int | float) for key in ("documents", "tokens")
-        ):
-            raise ValueError("the counts of the training rows are invalid")
 
     @property
     def trained_on(self) -> DataSize | None:

@@ -392,7 +392,8 @@ class _Loop:
             scores=self.build.loss.scores(metrics, weight) | self._drain_events(),
         )
         self.writer.metric(line)
-        self.watch.step({**strict(line), "mfu": self.meter.mfu(tokens / seconds)}, self.session.total)
+        figures = {**strict(line), "gradient_norm": norm, "mfu": self.meter.mfu(tokens / seconds)}
+        self.watch.step(figures, self.session.total)
 
     def _count_skipped(self, skipped: bool, scale: float) -> None:
         """Counts the committed step if it was skipped, and reports it; `scale` is the loss scale after it."""

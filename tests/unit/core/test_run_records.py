@@ -23,6 +23,7 @@ from preheat.core.run_records import (
     StepMetrics,
     event_type,
 )
+from preheat.errors import RunError
 from preheat.files import strict, to_json
 from preheat.run.reader import Reader
 
@@ -185,6 +186,14 @@ def test_keys_that_are_damaged_are_left_out(tmp_path: Path) -> None:
         "environment.json": "left out threads, machine, whose values are invalid",
         "changes.json": "left out lora, whose values are invalid",
     }
+
+
+@pytest.mark.parametrize("counts", [3, {"train": 3}, {"train": {"documents": 1, "tokens": "x"}}])
+def test_damaged_data_is_an_error(counts: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [], [])
+    (run.path / "data.json").write_text(json.dumps({**FILES["data.json"], "counts": counts}))
+    with pytest.raises(RunError, match=r"data\.json: is damaged \(left out counts"):
+        _ = run.data
 
 
 def test_defaults_say_what_is_unknown() -> None:
