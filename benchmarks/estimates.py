@@ -14,14 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from preheat import recipe as recipes
+from preheat.cli.options.subject import subject_of
 from preheat.core import STEP, Technique
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
+from preheat.planning.plan_request import request_of
 from preheat.planning.search.candidates import Space, candidate_problems
 from preheat.planning.search.ranking import observe_layer
 from preheat.planning.search.search import _Search
 from preheat.planning.search.technique_combinations import Combination
-from preheat.training.plan_request import request_of, subject_of
 
 CHECKPOINTING = {
     "none": "",

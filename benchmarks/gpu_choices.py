@@ -23,14 +23,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from preheat.cli.options.subject import Subject, subject_of
 from preheat.core import Numerics, Technique, registry
 from preheat.core.plan import Plan
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
+from preheat.planning.plan_request import hardware, request_of
 from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
 from preheat.planning.search.search import passes_for, search
 from preheat.planning.worker_pool import worker_pool
-from preheat.training.plan_request import Subject, hardware, request_of, subject_of
 
 LEAST = 0.7
 """Share of the best that a search must reach."""

@@ -23,17 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from preheat.cli.options.subject import subject_of
 from preheat.core import Numerics, Technique
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
+from preheat.planning.plan_request import request_of
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
 from preheat.planning.search.result import EvaluatedPlan
 from preheat.planning.search.search import passes_for, search
 from preheat.planning.worker_pool import worker_pool
-from preheat.training.plan_request import request_of, subject_of
 
 MOST = 0.02
 """Largest improvement by a neighbour that passes."""

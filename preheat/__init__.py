@@ -17,18 +17,18 @@ __all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
 
 # For type checkers and editors, which do not follow `__getattr__`.
 if TYPE_CHECKING:
+    from preheat.planning.plan_request import plan_here as plan
     from preheat.recipe import load as load_recipe
     from preheat.techniques.activation_checkpointing import checkpoint_layers
     from preheat.techniques.lora import add_lora
     from preheat.training.loop import train
-    from preheat.training.plan_request import plan_here as plan
 
 # Public name -> (module, attribute).
 _HOME = {
     "add_lora": ("preheat.techniques.lora", "add_lora"),
     "checkpoint_layers": ("preheat.techniques.activation_checkpointing", "checkpoint_layers"),
     "load_recipe": ("preheat.recipe", "load"),
-    "plan": ("preheat.training.plan_request", "plan_here"),
+    "plan": ("preheat.planning.plan_request", "plan_here"),
     "train": ("preheat.training.loop", "train"),
 }
 

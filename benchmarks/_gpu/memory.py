@@ -138,7 +138,7 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
     from preheat import recipe as recipes
     from preheat.bench.worker import take_steps
     from preheat.errors import RecipeError
-    from preheat.training.plan_request import plan_here
+    from preheat.planning.plan_request import plan_here
 
     recipe = recipe_of(where, shape, rows, length, techniques, STEPS)
     try:

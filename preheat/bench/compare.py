@@ -166,7 +166,7 @@ def _machine(recipe: Recipe) -> JsonObject:
 
 def _plans(contenders: Sequence[Contender]) -> list[Plan | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
-    from preheat.training.plan_request import plan_here
+    from preheat.planning.plan_request import plan_here
 
     plans: list[Plan | None] = []
     for c in contenders:

@@ -233,7 +233,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
 
 
 def _plan(group: _Group) -> None:
-    from preheat.training.plan_request import plan_here
+    from preheat.planning.plan_request import plan_here
 
     for c in group.contenders:
         try:
@@ -379,8 +379,8 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
     No speed is predicted, and the context and workspaces of a GPU (about 0.5 GiB) are not included.
     """
     from preheat.planning.dry_run import observe
+    from preheat.planning.plan_request import vocabulary_of
     from preheat.planning.request import Request
-    from preheat.training.plan_request import vocabulary_of
 
     # The dry run traces operators, so the attention operator of a GPU has to be named on a CPU.
     flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
@@ -417,7 +417,7 @@ def _with_and_without_zero(
 ) -> tuple[list[JsonObject], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
-    from preheat.training.plan_request import plan_here
+    from preheat.planning.plan_request import plan_here
 
     rows = wish.rows * PROCESSES
     recipe = dataclasses.replace(plain, batch=Batch(size=rows, seq_len=wish.seq_len))

@@ -51,8 +51,8 @@ def take_steps(job: JsonObject) -> JsonObject:
     from preheat.model_folder import vocabulary_size
     from preheat.planning.dry_run import observe
     from preheat.planning.plan import resolve_auto
+    from preheat.planning.plan_request import data_of, in_use, rates_of_run, row_count
     from preheat.planning.request import Request
-    from preheat.training.plan_request import data_of, in_use, rates_of_run, row_count
     from preheat.training.session import reset_memory_baseline
 
     # As `preheat train` does up to the first step, so that a turn measures the same work.

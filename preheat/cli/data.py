@@ -33,7 +33,7 @@ def data(
     from preheat.data.preview import preview
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
-    from preheat.training.plan_request import data_of
+    from preheat.planning.plan_request import data_of
 
     # Data that training would refuse is shown all the same: this command is for finding out why.
     prepared = data_of(chosen, refuse=False)

@@ -124,8 +124,8 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
     from preheat.hardware.rate_probe import with_present_rate
     from preheat.models import configs
     from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.plan_request import in_use, rates_of_step, vocabulary_of
     from preheat.planning.request import Request
-    from preheat.training.plan_request import in_use, rates_of_step, vocabulary_of
 
     screen = console(quiet=quiet)
     device, threads = resolve_device(recipe)

@@ -17,11 +17,11 @@ from preheat.cli.views.console import Json, Set
 from preheat.cli.views.output import passing
 
 if TYPE_CHECKING:
+    from preheat.cli.options.subject import Subject
     from preheat.core.plan import Alternative, Plan, PlanFigures
     from preheat.planning.request import Request
     from preheat.planning.search.result import SearchResult
     from preheat.recipe import Recipe
-    from preheat.training.plan_request import Subject
 
 __all__ = ["finish", "parse_price", "plan", "plan_as_written", "recipe_text", "text_part_note"]
 
@@ -150,7 +150,8 @@ def plan(
 
     # Set before torch is imported, which the next import does.
     gc.set_threshold(50_000)  # garbage collection would take a tenth of torch's import time
-    from preheat.training.plan_request import request_of, subject_of
+    from preheat.cli.options.subject import subject_of
+    from preheat.planning.plan_request import request_of
 
     first = subject(method or "full")
     if first.from_user and method is not None:
@@ -284,7 +285,7 @@ def parse_price(text: str) -> tuple[float, str]:
 
 def _assumed(subject: Subject, result: Plan, again: Sequence[str], *, per_host: int) -> list[str]:
     """Returns the settings of a model's plan that the command does not state, with the options that do."""
-    from preheat.training.plan_request import lacks_tokenizer
+    from preheat.planning.plan_request import lacks_tokenizer
 
     batch, count = subject.recipe.batch, result.devices
     stated = {item.partition("=")[0].strip() for item in again}
@@ -679,7 +680,7 @@ def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
     from preheat.hardware.rates import Rates
     from preheat.planning.analytic import serving, size_of
     from preheat.planning.inference_cache import CACHES, cache_bytes
-    from preheat.training.plan_request import hardware
+    from preheat.planning.plan_request import hardware
 
     model = size_of(recipe)
     device, rates, _ = hardware(gpu, recipe, devices)

@@ -186,8 +186,9 @@ def _dry_run(
     recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
+    from preheat.cli.options.subject import subject_of
     from preheat.hardware.catalogue import named_or_described
-    from preheat.training.plan_request import hardware, request_of, subject_of
+    from preheat.planning.plan_request import hardware, request_of
 
     # Reports recipe errors and an unknown device before torch is imported, which takes seconds.
     if gpu is not None:

@@ -22,9 +22,9 @@ from preheat.engine.builder import alone, peak_learning_rate, techniques_of
 from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.models.hf import require_decoder_only
+from preheat.planning.plan_request import plan_here
 from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.recipe.validate import RecipeReader
-from preheat.training.plan_request import plan_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,16 +30,16 @@ from preheat.hardware.probe import reset_peak, resident_bytes
 from preheat.inference.text_generation import chat_template
 from preheat.model_folder import vocabulary_size
 from preheat.models import configs, hf, presets
+from preheat.planning.image_counts import with_images
 from preheat.planning.plan import plan, resolve_auto, steps_of
+from preheat.planning.plan_request import data_of, in_use, rates_of_run, row_count
 from preheat.planning.request import Request
 from preheat.planning.search.result import falls_short, fragmentation_hint
 from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored
 from preheat.run.reader import Reader
 from preheat.run.writer import Silent, Writer, check_folder
-from preheat.training.image_counts import with_images
 from preheat.training.observer import Watch
-from preheat.training.plan_request import data_of, in_use, rates_of_run, row_count
 from preheat.training.process_group import Ranks, rendezvous
 from preheat.training.provenance import digest, environment, versions
 from preheat.training.recovery.fallback_log import apply_fallbacks

@@ -22,10 +22,10 @@ from preheat.hardware.benchmark_rates import Grid, _Parts, calibrate, measure_si
 from preheat.hardware.probe import probe
 from preheat.hardware.rates import LAYOUTS, MOVERS, Present, Rates, load, parse
 from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.plan_request import rates_of_step
 from preheat.planning.request import Request
 from preheat.planning.speed import step_time
 from preheat.planning.speed.step_time import grids_of_step, step_seconds
-from preheat.training.plan_request import rates_of_step
 from tests.unit.plans import plan_of, values_of
 
 TINY = Grid(

@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 
 from preheat import recipe as recipes
+from preheat.cli.options.subject import Subject, subject_of
 from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
 from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, page_texts
 from preheat.cli.views.plan_view import plan_details, serving_picture
 from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
-from preheat.training.plan_request import Subject, subject_of
 from tests.unit.plans import CATEGORIES, plan_of, values_of
 
 

@@ -26,9 +26,9 @@ from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.models.hf import plain_logits
 from preheat.ops.quantization import nf4
+from preheat.planning.plan_request import vocabulary_of
 from preheat.run.writer import Writer
 from preheat.techniques.peft_adapter import METHODS
-from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import DEVICE, uneven
 

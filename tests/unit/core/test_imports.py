@@ -114,6 +114,7 @@ def test_imports_are_found(source: str, found: set[str]) -> None:
         ("preheat.ops.losses.cross_entropy", "preheat.techniques.lora", False),
         ("preheat.techniques.lora", "preheat.ops.losses.cross_entropy", True),
         ("preheat.techniques.lora", "preheat.techniques.chunked_loss", False),
+        ("preheat.planning.plan_request", "preheat.training.session.open_session", False),
         ("preheat.report.run_page", "preheat.run.reader.Reader", True),
         ("preheat.report.run_page", "preheat.recipe.load", False),
         ("preheat.data.loader", "preheat.models.hf", False),

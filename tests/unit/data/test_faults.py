@@ -43,8 +43,8 @@ from preheat.evaluation.prompts import read_rows
 from preheat.files import read_value
 from preheat.model_folder import beginning, vocabulary_size
 from preheat.models.configs import tokenizer_folder
+from preheat.planning.plan_request import vocabulary_of
 from preheat.recipe import Data, parse
-from preheat.training.plan_request import vocabulary_of
 
 from ...conftest import TooLong, within
 from ..chats import CHATML, SPECIAL

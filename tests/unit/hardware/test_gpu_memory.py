@@ -20,11 +20,11 @@ from preheat.hardware.benchmark_rates import with_room
 from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, other_processes_bytes
 from preheat.hardware.probe import begin_peak
 from preheat.planning.plan import plan
+from preheat.planning.plan_request import in_use
 from preheat.planning.request import Request
 from preheat.planning.search.result import falls_short, held_by_others
 from preheat.planning.speed.roofline import Roofline
 from preheat.report.run_page import _memory_of_gpu
-from preheat.training.plan_request import in_use
 from preheat.training.session import reset_memory_baseline
 from tests.unit.plans import plan_of, values_of
 

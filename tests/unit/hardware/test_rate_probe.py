@@ -15,8 +15,8 @@ from preheat.hardware import rate_probe
 from preheat.hardware.rate_probe import checked_rates, probe_rates
 from preheat.hardware.rates import LAYOUTS, MatrixRate, Present, Rates
 from preheat.planning.plan import plan
+from preheat.planning.plan_request import hardware
 from preheat.planning.request import Request
-from preheat.training.plan_request import hardware
 
 from ...conftest import tiny
 from .test_hardware import made_up

@@ -9,9 +9,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from preheat.cli.options.subject import subject_of
 from preheat.errors import RecipeError
 from preheat.models.hub_config import folder_on_hub
-from preheat.training.plan_request import subject_of
 from tests.unit.plans import plan_of, values_of
 
 from ...architectures.tiny import create_model, tiny_config
@@ -90,8 +90,8 @@ def test_a_model_that_is_cached_trains_without_a_network(
     from preheat.data.tokenizer import save_tokenizer
     from preheat.engine.builder import require_model
     from preheat.models import configs
+    from preheat.planning.plan_request import vocabulary_of
     from preheat.recipe import Data
-    from preheat.training.plan_request import vocabulary_of
 
     config = tiny_config("llama", vocab_size=300)
     create_model(config).save_pretrained(hub)
@@ -113,7 +113,7 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, 
     from preheat import recipe as recipes
     from preheat.cli.plan import _assumed
     from preheat.planning.plan import plan
-    from preheat.training.plan_request import request_of
+    from preheat.planning.plan_request import request_of
 
     config = tiny_config("llama")
     (create_model(config) if weights else config).save_pretrained(tmp_path / "model")

@@ -16,6 +16,7 @@ import yaml
 
 from preheat import recipe as recipes
 from preheat.cli.models import next_commands
+from preheat.cli.options.subject import subject_of
 from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
@@ -28,7 +29,6 @@ from preheat.planning.dry_run import observe
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
-from preheat.training.plan_request import subject_of
 
 from ...conftest import DEVICE
 

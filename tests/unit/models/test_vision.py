@@ -28,11 +28,11 @@ from preheat.models.image_blocks import with_blocks
 from preheat.models.vision import processor_of, vision_of
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.planning.dry_run import observe
+from preheat.planning.image_counts import with_images
 from preheat.planning.layer_extrapolation import observe_few_layers
+from preheat.planning.plan_request import request_of
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
-from preheat.training.image_counts import with_images
-from preheat.training.plan_request import request_of
 from preheat.training.session import data_of
 
 from ...conftest import DEVICE, difference

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from preheat.core import Phase
 from preheat.planning.dry_run import observe
+from preheat.planning.plan_request import hardware
 from preheat.planning.recurrent_kernels import fused_recurrent_kernels, packages_of
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
-from preheat.training.plan_request import hardware
 
 from ...architectures.tiny import tiny_config
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from preheat.cli.options.subject import subject_of
 from preheat.core import Axis, Problem, ProblemCode, Tag, registry
 from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
@@ -36,7 +37,6 @@ from preheat.planning.search.search import Candidate, _Correction, _Search, sear
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
 from preheat.recipe import Recipe, override, parse
-from preheat.training.plan_request import subject_of
 from tests.unit.plans import plan_of, values_of
 
 from ...conftest import DEVICE

@@ -1,15 +1,8 @@
-"""Decides what is planned, once: from the user's arguments to a recipe, and from a recipe to the planner's `Request`.
-
-`subject_of` finds the recipe (a recipe, model name, folder or size), without importing torch; `request_of` adds the
-device with its rates, the vocabulary, the number of rows and the model's configuration.
-"""
+"""Makes the `Request` of a recipe, once: the device with its rates, the vocabulary, the rows, the configuration."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,26 +15,20 @@ from preheat.hardware.catalogue import named_or_described
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
-from preheat.model_folder import read_object, vocabulary_size
+from preheat.model_folder import vocabulary_size
 from preheat.models import configs, presets
-from preheat.models.hub_config import folder_on_hub
+from preheat.planning.image_counts import assumed_pixels
 from preheat.recipe import Recipe
-from preheat.recipe.yaml_io import write
-from preheat.sanitize import shorten
-from preheat.training.image_counts import assumed_pixels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from preheat.core.json_types import JsonObject
     from preheat.data import PreparedData
     from preheat.hardware.benchmark_rates import Grid, Progress
     from preheat.planning.request import Request
     from preheat.planning.speed.roofline import Roofline
 
 __all__ = [
-    "METHODS",
-    "Subject",
     "data_of",
     "hardware",
     "in_use",
@@ -52,163 +39,8 @@ __all__ = [
     "request_of",
     "row_count",
     "rows_of",
-    "subject_of",
     "vocabulary_of",
 ]
-
-METHODS: Mapping[str, JsonObject] = {
-    "full": {},
-    "lora": {"techniques": {"lora": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
-    "qlora": {"techniques": {"lora": {}, "nf4": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
-}
-"""Ways to train a named model: full fine-tuning, LoRA, or LoRA on a 4-bit base. LoRA needs about ten times the learning
-rate of full fine-tuning."""
-_ROWS, _LENGTH = 16, 2048  # default rows and tokens per row of a global batch
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The recipe that a command plans.
-
-    Attributes:
-        from_user: True for a recipe of the user, which is planned as it is.
-        checkpoint: hub checkpoint with the weights of a model given by name.
-        absent: `model.path` of a given recipe, if it is the preset's checkpoint and cannot be read here: the preset is
-            planned, and the recipe lacks the path.
-    """
-
-    recipe: Recipe
-    from_user: bool
-    checkpoint: str | None = None
-    absent: str | None = None
-
-
-def subject_of(
-    what: str | None,
-    overrides: Sequence[str] = (),
-    *,
-    method: str = "full",
-    length: int | None = None,
-    batch_tokens: int | None = None,
-    devices: int = 1,
-) -> Subject:
-    """Returns the recipe that the arguments name.
-
-    Args:
-        what: a recipe (a file, or the name of a built-in one), a model's name, a folder or its config.json, or a size
-            such as 15M; None if `overrides` name the model.
-        overrides: `key=value` each.
-        method: key of `METHODS`, for a model.
-        length: tokens per row.
-        batch_tokens: tokens per global batch.
-
-    Raises:
-        RecipeError: `what` is unknown, or the numbers contradict each other.
-    """
-    batch = _batch(length, batch_tokens)
-    more = [*(f"batch.{key}={value}" for key, value in batch.items()), f"parallel.devices={devices}"]
-    if what is not None and _is_recipe(what):
-        # The last override is `parallel.devices`, which a recipe keeps unless the user asks for more than one device.
-        values_set = [*overrides, *more] if devices > 1 else [*overrides, *more[:-1]]
-        return _user_recipe(_check_batch_tokens(recipes.load(what, values_set), batch_tokens))
-    # A model instead of a recipe: invent the rest of a recipe around it.
-    model, positions, checkpoint = _model(what)
-    # Rows are no longer than the model's context: the explicit keys of `batch` override that.
-    batch = {"seq_len": min(length or _LENGTH, positions or _LENGTH), **batch}
-    # Rounded up to a multiple of the devices, because each data-parallel rank takes equally many rows.
-    batch.setdefault("size", math.ceil(_ROWS / devices) * devices)
-    values = {
-        "name": _name(what or "model"),
-        "model": model,
-        "batch": batch,
-        "stop": {"epochs": 1},
-        "parallel": {"devices": devices},
-        **METHODS[method],
-    }
-    named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
-    return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
-
-
-def _user_recipe(recipe: Recipe) -> Subject:
-    model = recipe.model
-    known = presets.find(model.preset) if model.preset else None
-    # Only the preset's own checkpoint may be missing: the preset describes the same architecture.
-    if known is None or model.path not in (known.hub, known.chat) or Path(model.path).is_dir():
-        return Subject(recipe, True)
-    try:
-        configs.read(model.path, model.trust_remote_code)
-    except RecipeError:
-        return Subject(replace(recipe, model=replace(model, path=None)), True, absent=model.path)
-    return Subject(recipe, True)
-
-
-def _is_recipe(what: str) -> bool:
-    file = Path(what)
-    try:
-        if file.exists() and not file.is_dir():
-            # A config.json is a model's, every other file a recipe's, even if it is no valid one: its errors are then
-            # shown.
-            return file.name != "config.json"
-    except (OSError, ValueError):
-        raise RecipeError(f"{shorten(what)}: is not a file name (it is too long, or holds a NUL character)") from None
-    return what in recipes.built_in() or file.suffix in (".yaml", ".yml")
-
-
-def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
-    """Returns the keys of `model`, the model's context length if known, and its checkpoint on the hub."""
-    if what is None:
-        return {}, None, None
-    file = Path(what)
-    if file.name == "config.json" and file.is_file():
-        file = file.parent
-    # Folders come before sizes and presets, so that a folder called 15M is still found.
-    if file.is_dir():
-        if not (file / "config.json").is_file():
-            raise RecipeError(
-                f"{what}: is a folder without a config.json; name a Hugging Face model's folder, or a recipe file"
-            )
-        return {"path": str(file)}, _positions(file / "config.json"), None
-    if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
-        return {"size": what}, None, None
-    try:
-        name, checkpoint = presets.on_hub(what)
-    except RecipeError:
-        # The configuration alone: a plan downloads no weights.
-        if (folder := folder_on_hub(what)) is None:
-            raise
-        return {"path": str(folder)}, _positions(folder / "config.json"), what
-    return {"preset": name}, presets.find(name).text.get("max_position_embeddings"), checkpoint
-
-
-def _positions(config: Path) -> int | None:
-    values = read_object(config, "model.path")
-    # Models that read images keep the context length of their language model one level down.
-    text = values.get("text_config")
-    positions = (text if isinstance(text, dict) else values).get("max_position_embeddings")
-    return positions if isinstance(positions, int) else None
-
-
-def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
-    batch = {} if length is None else {"seq_len": length}
-    if tokens is None:
-        return batch
-    row = length or _LENGTH
-    if tokens < 1 or tokens % row:
-        near = max(1, round(tokens / row)) * row
-        raise RecipeError(
-            f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
-        )
-    return {**batch, "seq_len": row, "size": tokens // row}
-
-
-def _check_batch_tokens(recipe: Recipe, tokens: int | None) -> Recipe:
-    if tokens is not None and recipe.batch.size * recipe.batch.seq_len != tokens:
-        raise RecipeError(f"--batch-tokens: {tokens:,} and --set batch contradict each other; leave one out")
-    return recipe
-
-
-def _name(what: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", Path(what).name) or "model"
 
 
 def request_of(
