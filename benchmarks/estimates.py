@@ -16,6 +16,7 @@ from pathlib import Path
 from preheat import recipe as recipes
 from preheat.cli.options.subject import subject_of
 from preheat.core import STEP, Technique
+from preheat.hardware.catalogue import named_or_described
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.plan_request import request_of
@@ -96,7 +97,9 @@ def main() -> None:
     options = parser.parse_args()
     batch = [f"batch.size={options.rows * options.devices}"]
     subject = subject_of(options.model, batch, method="full", length=None, batch_tokens=None, devices=options.devices)
-    request = request_of(subject.recipe, options.gpu, world=options.devices, per_host=8, count_rows=False)
+    request = request_of(
+        subject.recipe, named_or_described(options.gpu), world=options.devices, per_host=8, count_rows=False
+    )
     space = Space(replace(request, recipe=replace(request.recipe, techniques={})), "rounding")
     table = "\n".join(rows(space))
     title = f"## {options.model} on {options.devices} {options.gpu}, {options.rows} rows a step and device"

@@ -26,6 +26,7 @@ from typing import Any
 from preheat.cli.options.subject import Subject, subject_of
 from preheat.core import Numerics, Technique, registry
 from preheat.core.plan import Plan
+from preheat.hardware.catalogue import accelerator
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
 from preheat.planning.plan_request import hardware, request_of
@@ -98,7 +99,13 @@ class Choice:
 
 def searched(case: Case, gpu: str, passes: int | None = None, allow: Numerics = "rounding") -> tuple[Choice, float]:
     """What `preheat plan` chooses, and the seconds that it took."""
-    request = request_of(case.subject().recipe, gpu, world=case.devices, per_host=case.devices, count_rows=False)
+    request = request_of(
+        case.subject().recipe,
+        accelerator(gpu),
+        world=case.devices,
+        per_host=case.devices,
+        count_rows=False,
+    )
     space = Space(request, allow)
     begun = time.perf_counter()
     limit = passes or 2 * passes_for(case.devices)
@@ -132,7 +139,7 @@ def brute_force(
 ) -> dict[str, Choice]:
     """The best of all that is tried on each GPU. Each is observed once, and what was observed serves all GPUs."""
     recipe, kinds = case.subject().recipe, registry()
-    request = request_of(recipe, "H100", world=case.devices, per_host=case.devices, count_rows=False)
+    request = request_of(recipe, accelerator("H100"), world=case.devices, per_host=case.devices, count_rows=False)
     space = Space(request, "rounding")
     best: dict[str, tuple[Choice, tuple[Technique, ...]]] = {}
 
@@ -145,7 +152,7 @@ def brute_force(
         cut = math.prod(t.micro_batch_count() for t in settings)
         what = describe_techniques((*more, *settings), recipe.batch.size // case.devices // cut)
         for gpu in names:
-            device, rates, in_use = hardware(gpu, candidate.recipe, case.devices)
+            device, rates, in_use = hardware(accelerator(gpu), candidate.recipe, case.devices)
             plan = describe(replace(candidate, device=device, rates=rates, in_use=in_use), seen)
             if plan.fits and (gpu not in best or plan.tokens_per_second > best[gpu][0].speed):
                 best[gpu] = Choice(what, plan, frozenset(candidate.recipe.techniques)), settings

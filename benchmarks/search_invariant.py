@@ -27,6 +27,7 @@ from preheat.cli.options.subject import subject_of
 from preheat.core import Numerics, Technique
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError
+from preheat.hardware.catalogue import named_or_described
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
 from preheat.planning.plan_request import request_of
@@ -74,7 +75,8 @@ class Task:
             devices=self.devices,
         )
         per_host = self.count if self.nodes > 1 else min(self.devices, 8)
-        return request_of(subject.recipe, self.gpu, world=self.devices, per_host=per_host, count_rows=False)
+        gpu = None if self.gpu is None else named_or_described(self.gpu)
+        return request_of(subject.recipe, gpu, world=self.devices, per_host=per_host, count_rows=False)
 
 
 TASKS = (

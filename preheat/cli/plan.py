@@ -6,7 +6,7 @@ import gc
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,6 +19,7 @@ from preheat.cli.views.output import passing
 if TYPE_CHECKING:
     from preheat.cli.options.subject import Subject
     from preheat.core.plan import Alternative, Plan, PlanFigures
+    from preheat.hardware.catalogue import Accelerator
     from preheat.planning.request import Request
     from preheat.planning.search.result import SearchResult
     from preheat.recipe import Recipe
@@ -132,8 +133,8 @@ def plan(
     if gpu == "list":
         _list_devices(json)
         return
-    if gpu is not None:
-        named_or_described(gpu)  # reports an unknown device before torch is imported, which takes seconds
+    # Reports an unknown device before torch is imported, which takes seconds.
+    accelerator = None if gpu is None else named_or_described(gpu)
     if compute_budget is not None:
         _budget(compute_budget, json)
         return
@@ -170,7 +171,7 @@ def plan(
         options = {"compute_budget": None, "inference": inference, "gpu": gpu}
         name_unread("plan", options, first.recipe, besides=("parallel.devices",) if devices > 1 else ())
     if inference:
-        _served(first.recipe, gpu, devices, json)
+        _served(first.recipe, accelerator, devices, json)
         return
     asked = {
         "--gpu": gpu,
@@ -195,10 +196,23 @@ def plan(
 
     # A plan of this machine is always made anew: its memory and its speed change with what else runs.
     key = None
-    if gpu is not None:
+    if accelerator is not None:
         import preheat.planning.answer_cache as answers
 
-        question = [what, set, gpu, devices, per_host, length, batch_tokens, method, aim, allow, price, first.from_user]
+        question = [
+            what,
+            set,
+            asdict(accelerator),
+            devices,
+            per_host,
+            length,
+            batch_tokens,
+            method,
+            aim,
+            allow,
+            price,
+            first.from_user,
+        ]
         key = answers.key_of(first.recipe, {"plan": question, "absent": first.absent})
     stored = answers.load(key) if key is not None else None
     if stored is not None and (html is None or stored.figures is not None):
@@ -214,10 +228,10 @@ def plan(
         passing("dry run: starting")  # the imports take seconds
     # A recipe is planned as it is unless a search is asked for.
     if first.from_user and aim is None and allow is None:
-        request = request_of(first.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
+        request = request_of(first.recipe, accelerator, world=None if gpu is None else devices, per_host=per_host)
         result, page = plan_as_written(request, devices, per_hour)
     else:
-        request = request_of(first.recipe, gpu, world=devices, per_host=per_host, count_rows=first.from_user)
+        request = request_of(first.recipe, accelerator, world=devices, per_host=per_host, count_rows=first.from_user)
         others: dict[str, Recipe] = {}
         if not first.from_user:  # methods that need less memory
             others = {name: subject(name).recipe for name in _METHODS[_METHODS.index(method or "full") + 1 :]}
@@ -230,7 +244,7 @@ def plan(
                     what, set or [], method=method or "full", length=length, batch_tokens=batch_tokens, devices=devices
                 )
                 hosted = per_host if nodes > 1 else min(devices, 8)
-                return request_of(many.recipe, gpu, world=devices, per_host=hosted, count_rows=False)
+                return request_of(many.recipe, accelerator, world=devices, per_host=hosted, count_rows=False)
             except RecipeError:  # the recipe is for a stated number of devices
                 return None
 
@@ -673,7 +687,7 @@ def _list_devices(json: bool) -> None:
     )
 
 
-def _served(recipe: Recipe, gpu: str | None, devices: int, json: bool) -> None:
+def _served(recipe: Recipe, gpu: Accelerator | None, devices: int, json: bool) -> None:
     """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
     from preheat.cli.views.console import console, emit
     from preheat.cli.views.plan_view import serving_picture

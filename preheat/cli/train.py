@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+    from preheat.hardware.catalogue import Accelerator
     from preheat.hardware.rates import Rates
     from preheat.recipe import Recipe
 
@@ -183,16 +184,20 @@ def _summary(result: JsonObject) -> Group:
 
 
 def _dry_run(
-    recipe: str, overrides: list[str], *, gpu: str | None, out: Path | None, resume: bool, nproc: int, json: bool
+    recipe: str,
+    overrides: list[str],
+    *,
+    gpu: Accelerator | None,
+    out: Path | None,
+    resume: bool,
+    nproc: int,
+    json: bool,
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
     from preheat.cli.options.subject import subject_of
-    from preheat.hardware.catalogue import named_or_described
     from preheat.planning.plan_request import hardware, request_of
 
-    # Reports recipe errors and an unknown device before torch is imported, which takes seconds.
-    if gpu is not None:
-        named_or_described(gpu)
+    # Reports recipe errors before torch is imported, which takes seconds.
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     # These import torch.
     from preheat.cli.plan import finish, plan_as_written, text_part_note
@@ -309,10 +314,12 @@ def train(
     """
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
+    from preheat.hardware.catalogue import named_or_described
 
     refuse_model(recipe, "train")
     if dry_run:
-        _dry_run(recipe, set or [], gpu=gpu, out=out, resume=resume, nproc=nproc, json=json)
+        device = None if gpu is None else named_or_described(gpu)
+        _dry_run(recipe, set or [], gpu=device, out=out, resume=resume, nproc=nproc, json=json)
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")

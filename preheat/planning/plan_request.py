@@ -11,7 +11,6 @@ from preheat import remote_code
 from preheat.core import Device
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import named_or_described
 from preheat.hardware.probe import parse_memory
 from preheat.hardware.rates import Rates
 from preheat.hardware.segments import grows
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from preheat.data import PreparedData
     from preheat.hardware.benchmark_rates import Grid, Progress
+    from preheat.hardware.catalogue import Accelerator
     from preheat.planning.request import Request
     from preheat.planning.speed.roofline import Roofline
 
@@ -44,19 +44,24 @@ __all__ = [
 
 
 def request_of(
-    recipe: Recipe, gpu: str | None = None, *, world: int | None = None, per_host: int = 1, count_rows: bool = True
+    recipe: Recipe,
+    gpu: Accelerator | None = None,
+    *,
+    world: int | None = None,
+    per_host: int = 1,
+    count_rows: bool = True,
 ) -> Request:
-    """Returns the request for a recipe on this machine, or on `gpu`.
+    """Returns the request for a recipe on a GPU.
 
     Args:
-        gpu: a device of the catalogue, or one that the user describes.
+        gpu: None: the device of this machine.
         world: number of devices; the recipe's own number by default.
         per_host: devices per host; on CPUs they share this machine's cores and memory.
         count_rows: read the data if the length of the run depends on it. False: the model alone is planned, which
             needs no tokenizer.
 
     Raises:
-        RecipeError: there is no such device or model, or the two do not match the recipe.
+        RecipeError: there is no such model, or the device does not match the recipe.
     """
     import preheat.planning.plan  # noqa: F401  # count its memory as in use, as a run does
     from preheat.planning.request import Request
@@ -247,17 +252,12 @@ def rates_of_run(request: Request, threads: int, progress: Progress | None = Non
     return rates_of_step(request, threads, progress)[0]
 
 
-def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:
+def hardware(gpu: Accelerator | None, recipe: Recipe, per_host: int) -> tuple[Device, Rates | Roofline, int]:
     """Returns the device to plan for, its rates, and the bytes of its memory in use.
 
-    Without `gpu` this is the current machine, measured; otherwise a device of the catalogue or one that the user
-    describes.
-
     Args:
+        gpu: None: the device of this machine, which is measured.
         per_host: devices per host; on CPUs they share this machine's cores and memory.
-
-    Raises:
-        RecipeError: there is no such device.
     """
     if gpu is None:
         from preheat.engine.device import resolve_device
@@ -270,9 +270,8 @@ def hardware(gpu: str | None, recipe: Recipe, per_host: int) -> tuple[Device, Ra
     from preheat.planning.speed.roofline import Roofline  # imports torch; recipe errors should appear before that
 
     # A described device has no generation, so the rates of unknown generations apply to it.
-    entry = named_or_described(gpu)
-    roofline = Roofline(entry, per_host)
-    device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=entry.generation == "cdna"))
+    roofline = Roofline(gpu, per_host)
+    device = replace(roofline.as_device, expandable=grows(recipe.hardware.segments, amd=gpu.generation == "cdna"))
     limit = recipe.hardware.memory
     # Nothing is in use on a device that is not here.
     return replace(device, memory=parse_memory(limit)) if limit else device, roofline, 0

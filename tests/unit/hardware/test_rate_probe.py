@@ -12,6 +12,7 @@ import torch
 
 from preheat.core import Device, MachineUse
 from preheat.hardware import rate_probe
+from preheat.hardware.catalogue import accelerator
 from preheat.hardware.rate_probe import checked_rates, probe_rates
 from preheat.hardware.rates import LAYOUTS, MatrixRate, Present, Rates
 from preheat.planning.plan import plan
@@ -119,7 +120,7 @@ def rate_probe_movers() -> list[str]:
 def test_plans_of_this_machine_are_probed_and_of_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Device] = []
     monkeypatch.setattr(rate_probe, "checked_rates", lambda device, threads: probed.append(device) or made_up())
-    hardware("H100", tiny(), 1)
+    hardware(accelerator("H100"), tiny(), 1)
     assert probed == []
     hardware(None, tiny(), 1)
     assert len(probed) == 1

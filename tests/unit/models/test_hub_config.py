@@ -11,6 +11,7 @@ import pytest
 
 from preheat.cli.options.subject import subject_of
 from preheat.errors import RecipeError
+from preheat.hardware.catalogue import accelerator
 from preheat.models.hub_config import folder_on_hub
 from tests.unit.plans import plan_of, values_of
 
@@ -118,10 +119,10 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, 
     config = tiny_config("llama")
     (create_model(config) if weights else config).save_pretrained(tmp_path / "model")
     subject = subject_of(str(tmp_path / "model"))
-    prediction = plan(request_of(subject.recipe, "H100", count_rows=False))
+    prediction = plan(request_of(subject.recipe, accelerator("H100"), count_rows=False))
     assert prediction.peak_gib > 0
     lines = _assumed(subject, prediction, [], per_host=8)
     assert "a tokenizer for the model's embedding (--set data.tokenizer)" in lines
     # A run would train a tokenizer of 4,096 tokens, for 96 rows, or read the weights' tokens wrongly.
     with pytest.raises(RecipeError, match="has weights and no tokenizer" if weights else "data.vocab_size: 4096: the"):
-        request_of(recipes.parse(f"model: {{path: {tmp_path / 'model'}}}\nstop: {{max_steps: 1}}"), "H100")
+        request_of(recipes.parse(f"model: {{path: {tmp_path / 'model'}}}\nstop: {{max_steps: 1}}"), accelerator("H100"))

@@ -24,6 +24,7 @@ from preheat.data.vision_inputs import ImageProcessor, mrope_positions
 from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
+from preheat.hardware.catalogue import accelerator
 from preheat.models.image_blocks import with_blocks
 from preheat.models.vision import processor_of, vision_of
 from preheat.ops.attention.sdpa import reference_attention
@@ -644,7 +645,7 @@ def test_a_plan_without_data_assumes_what_the_processor_makes_of_an_image(
         assert planned == seen.patches * vision.patch**2
         assert math.prod(vision.grid(planned)) == seen.patches
     recipe = recipe_of(folders[family], tmp_path, more="image_pixels: 10201")
-    request = request_of(recipe, "RTX-4090")
+    request = request_of(recipe, accelerator("RTX-4090"))
     assert request.observed.data.image_pixels == planned
     assert request.recipe == recipe
 
