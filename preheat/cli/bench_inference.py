@@ -15,44 +15,33 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from preheat.bench.inference import InferenceContender
+    from preheat.cli.options.bench_options import InferenceBenchOptions
 
-__all__ = ["inference"]
+__all__ = ["measure_inference"]
 
 
-def inference(
-    models: Sequence[str],
-    variants: Sequence[str],
-    set: Sequence[str],
-    *,
-    batches: str,
-    lengths: str,
-    tokens: int,
-    repeats: int,
-    text: str | None,
-    out: Path | None,
-    json: bool,
-) -> None:
+def measure_inference(options: InferenceBenchOptions) -> None:
     """Measures text generation of several models side by side."""
     from preheat.bench.inference import bench_inference
     from preheat.cli.views.console import console, emit
     from preheat.inference.load import require_model
     from preheat.report import write_inference
 
-    for model in models:
+    for model in options.what:
         require_model(model)
-    contenders = _contenders(models, variants, set)
-    folder = out or Path("bench") / (Path(models[0]).resolve().name + "-inference")
-    options: JsonObject = {
-        "batches": _numbers("--batches", batches, 1),
-        "lengths": _numbers("--lengths", lengths, 2),
-        "tokens": tokens,
-        "repeats": repeats,
-        "text": text,
+    contenders = _contenders(options.what, options.variant, options.set)
+    folder = options.out or Path("bench") / (Path(options.what[0]).resolve().name + "-inference")
+    settings: JsonObject = {
+        "batches": _numbers("--batches", options.batches, 1),
+        "lengths": _numbers("--lengths", options.lengths, 2),
+        "tokens": options.tokens,
+        "repeats": options.repeats,
+        "text": options.text,
         "out": folder,
     }
     screen = console()
-    if json:
-        results = bench_inference(contenders, **options)
+    if options.json:
+        results = bench_inference(contenders, **settings)
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -63,11 +52,11 @@ def inference(
             task = progress.add_task("starting", total=None)
             results = bench_inference(
                 contenders,
-                **options,
+                **settings,
                 say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )
     results["report"] = str(write_inference(folder))
-    if json:
+    if options.json:
         emit(results)
         return
     screen.print(_table(results, wide=screen.width >= 160))

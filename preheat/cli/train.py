@@ -200,7 +200,8 @@ def _dry_run(
     # Reports recipe errors before torch is imported, which takes seconds.
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
     # These import torch.
-    from preheat.cli.plan import finish, plan_as_written, text_part_note
+    from preheat.cli.plan_output import finish, text_part_note
+    from preheat.cli.plan_training import plan_as_written
     from preheat.cli.views.console import Alarms, console
     from preheat.engine.device import resolve_device
     from preheat.errors import RecipeError
@@ -224,12 +225,12 @@ def _dry_run(
         if not json:
             console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
-    result, page = plan_as_written(request, devices, None)
+    result, _ = plan_as_written(request, devices, None)
     result = replace(result, text_part=text_part_note(subject.recipe), absent=subject.absent)
     again = [part for item in overrides for part in ("--set", item)]
     # For another device, the run starts elsewhere.
     command = ["preheat", "train", recipe, *again] if gpu is None and nproc < 2 and result.fits else []
-    finish(result, page, subject, out=None, html=None, json=json, command=command)
+    finish(result, subject, json=json, command=command)
 
 
 def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json: bool, typed: Sequence[str]) -> None:

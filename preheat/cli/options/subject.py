@@ -19,17 +19,18 @@ from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
+    from preheat.cli.options.plan_options import PlanOptions
     from preheat.core.json_types import JsonObject
 
-__all__ = ["METHODS", "Subject", "subject_of"]
+__all__ = ["METHODS", "Subject", "devices_of", "subject_of"]
 
 METHODS: Mapping[str, JsonObject] = {
     "full": {},
     "lora": {"techniques": {"lora": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
     "qlora": {"techniques": {"lora": {}, "nf4": {}}, "optimizer": {"lr": 2e-4, "weight_decay": 0.0}},
 }
-"""Ways to train a named model: full fine-tuning, LoRA, or LoRA on a 4-bit base. LoRA needs about ten times the learning
-rate of full fine-tuning."""
+"""Ways to train a named model: full fine-tuning, LoRA, or LoRA on a 4-bit base; each needs less memory than the one
+before. LoRA needs about ten times the learning rate of full fine-tuning."""
 _ROWS, _LENGTH = 16, 2048  # default rows and tokens per row of a global batch
 
 
@@ -94,6 +95,27 @@ def subject_of(
     }
     named = recipes.parse(write(values), where=what or "the model", overrides=overrides, warn=True)
     return Subject(_check_batch_tokens(named, batch_tokens), False, checkpoint)
+
+
+def devices_of(options: PlanOptions, subject: Subject) -> tuple[int, int]:
+    """Returns the number of devices of a plan, and of one host.
+
+    Raises:
+        RecipeError: the recipe is for another number of devices.
+    """
+    count, nodes, devices = options.count, options.nodes, options.devices
+    # --count is per host if --nodes is given.
+    per_host = count if nodes > 1 and count else min(devices, 8)
+    stated = subject.recipe.parallel.devices or 1
+    # A recipe may state its devices itself: the options must not contradict it.
+    if subject.from_user and nodes == 1 and stated > 1:
+        if count == 1:
+            raise RecipeError(
+                f"--count: 1: the recipe is for parallel.devices: {stated}; leave --count out, or set both alike"
+            )
+        if count is None and options.gpu is not None:  # the recipe says how many
+            return stated, min(stated, 8)
+    return devices, per_host
 
 
 def _user_recipe(recipe: Recipe) -> Subject:

@@ -1,7 +1,8 @@
 """Rejects or reports options and recipe keys that a command ignores in its current mode.
 
-`MODES` lists for each command its modes: the condition, and the options and keys that are then unread. `Command` checks
-the command line before the command runs; `name_unread` checks a loaded recipe. Keys that are unread because of other
+`MODES` lists for each command its modes: the condition, and the options and keys that are then unread. A command with
+several jobs has a class of options per job: a job reads the fields of its class, and no other options. `Command` checks
+the command line before the command runs; `note_unread` checks a loaded recipe. Keys that are unread because of other
 keys of the recipe, whatever the command, are in `preheat.recipe.unused_keys`.
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import typer
 import typer.core
 
+from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
+from preheat.cli.options.plan_options import PlanOptions
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError
@@ -23,7 +26,10 @@ from preheat.recipe import Recipe
 from preheat.recipe.unused_keys import non_default_keys
 from preheat.sanitize import quoted
 
-__all__ = ["MODES", "Command", "Mode", "name_unread"]
+__all__ = ["FOR_ANOTHER_DEVICE", "MODES", "SERVING", "Command", "Mode", "note_unread"]
+
+# Options that no job of a command refuses, so that a script may pass them always.
+_OF_ALL_JOBS = ("json", "verbose", "schema", "trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Mode:
         when: predicate on the command's parameters: true in this mode.
         unread: names of the parameters that the mode ignores.
         why: reason, appended to the message.
+        read: names of the parameters that the mode reads: it ignores all others. None: those in `unread`.
         keys: recipe keys that the mode reads; a trailing dot includes all keys below; None: all but `unread_keys`.
         unread_keys: recipe keys that the mode ignores.
         named: warn about an ignored `--set` instead of raising, since users often pass one `--set` to several commands.
@@ -42,9 +49,16 @@ class Mode:
     when: Callable[[JsonObject], object]
     unread: Collection[str]
     why: str
+    read: Collection[str] | None = None
     keys: Sequence[str] | None = None
     unread_keys: Collection[str] = ()
     named: bool = False
+
+    def ignores(self, parameter: str) -> bool:
+        """Returns True if this mode ignores the parameter of the command."""
+        if self.read is None:
+            return parameter in self.unread
+        return parameter not in self.read and parameter not in _OF_ALL_JOBS
 
     def reads(self, key: str) -> bool:
         """Returns True if this mode reads the recipe key."""
@@ -69,48 +83,38 @@ _OF_THIS_MACHINE = ("hardware.device", "hardware.threads")
 _SIZE = ("name", "model.", "model", "batch.seq_len", "data.vocab_size")
 _OF_DATA = ("name", "seed", "model.", "data.", "batch.seq_len", "techniques.")
 
+
+def _names(options: type) -> set[str]:
+    return {field.name for field in fields(options)}
+
+
+SERVING = Mode(
+    lambda p: p["inference"],
+    (),
+    "--inference plans serving, not training",
+    read={"inference", *_names(PlanOptions)},
+    keys=(*_SIZE, *_OF_THIS_MACHINE, "hardware.memory"),
+)
+FOR_ANOTHER_DEVICE = Mode(
+    lambda p: p["gpu"] is not None,
+    (),
+    "--gpu plans for another device",
+    unread_keys=_OF_THIS_MACHINE,
+)
+
 MODES: Mapping[str, Sequence[Mode]] = {
     "plan": (
         Mode(
             lambda p: p["compute_budget"] is not None,
-            (
-                "what",
-                "set",
-                "gpu",
-                "count",
-                "nodes",
-                "length",
-                "batch_tokens",
-                "method",
-                "aim",
-                "allow",
-                "price",
-                "inference",
-                "out",
-                "html",
-            ),
-            "--compute-budget computes the best size of a model, whatever the model and the devices",
-        ),
-        Mode(
-            lambda p: p["inference"],
-            ("batch_tokens", "method", "aim", "allow", "price", "out", "html"),
-            "--inference plans serving, not training",
-            (*_SIZE, *_OF_THIS_MACHINE, "hardware.memory"),
-        ),
-        Mode(
-            lambda p: p["gpu"] is not None,
             (),
-            "--gpu plans for another device",
-            unread_keys=_OF_THIS_MACHINE,
+            "--compute-budget computes the best size of a model, whatever the model and the devices",
+            read={"compute_budget"},
         ),
+        SERVING,
+        FOR_ANOTHER_DEVICE,
     ),
     "train": (
-        Mode(
-            lambda p: p["gpu"] is not None,
-            (),
-            "--gpu plans for another device",
-            unread_keys=_OF_THIS_MACHINE,
-        ),
+        FOR_ANOTHER_DEVICE,
         Mode(lambda p: p["dry_run"], ("force", "auto_resume", "restarts"), "--dry-run trains nothing"),
         Mode(
             lambda p: p["nproc"] < 2,
@@ -127,13 +131,15 @@ MODES: Mapping[str, Sequence[Mode]] = {
     "bench": (
         Mode(
             lambda p: p["inference"],
-            ("ablate", "techniques", "steps", "device"),
+            (),
             "--inference measures generation, and this is for recipes",
+            read={"inference", *_names(InferenceBenchOptions)},
         ),
         Mode(
             lambda p: not p["inference"],
-            ("batches", "lengths", "tokens", "variant", "text"),
+            (),
             "techniques are compared in training; add --inference to measure generation",
+            read=_names(TechniqueBenchOptions),
         ),
         Mode(
             lambda p: not p["inference"],
@@ -143,7 +149,7 @@ MODES: Mapping[str, Sequence[Mode]] = {
             named=True,
         ),
     ),
-    "data": (Mode(lambda p: True, (), "this shows data, and trains nothing", _OF_DATA, named=True),),
+    "data": (Mode(lambda p: True, (), "this shows data, and trains nothing", keys=_OF_DATA, named=True),),
     "eval": (
         Mode(
             lambda p: p["tasks"] and not _has_text(p),
@@ -237,7 +243,7 @@ class Command(typer.core.TyperCommand):
             for parameter in self.params:
                 source = context.get_parameter_source(parameter.name)
                 # Only what the user typed: a default that nothing reads is no mistake.
-                if parameter.name in mode.unread and source is not None and source.name == "COMMANDLINE":
+                if mode.ignores(parameter.name) and source is not None and source.name == "COMMANDLINE":
                     value = context.params[parameter.name]
                     shown = (
                         parameter.metavar or parameter.name
@@ -262,17 +268,15 @@ def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
             say(f"warning: {message}", error=True)
 
 
-def name_unread(command: str, parameters: JsonObject, recipe: Recipe, *, besides: Collection[str] = ()) -> None:
-    """Prints one note per mode with the recipe keys that the command ignores.
+def note_unread(modes: Sequence[Mode], recipe: Recipe, *, besides: Collection[str] = ()) -> None:
+    """Prints one note per mode with the recipe keys that it ignores.
 
     It does not raise: the recipe was written for training and may set more than this command reads.
 
     Args:
         besides: keys to skip, since they do not come from the recipe.
     """
-    for mode in MODES[command]:
-        if mode.named or not mode.when(parameters):
-            continue
+    for mode in modes:
         unread = [key for key in non_default_keys(recipe) if not mode.reads(key) and key not in besides]
         parts = [key.partition(".")[0] for key in unread]
         # Several keys of one section are listed as `section.*`.

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -19,8 +19,10 @@ import typer
 from rich.console import Console
 
 from preheat import recipe as recipes
+from preheat.cli.options.plan_options import TrainingPlanOptions, parse_price
 from preheat.cli.options.subject import Subject, subject_of
-from preheat.cli.plan import _assumed, _next_command, _what_would_fit, finish, parse_price
+from preheat.cli.plan_output import finish
+from preheat.cli.views.next_command import assumed_settings, next_command, what_would_fit
 from preheat.cli.views.plan_answer import LINES, WIDTH, Answer, command_lines, page_texts
 from preheat.cli.views.plan_view import plan_details, serving_picture
 from preheat.core.plan import Verdict
@@ -133,18 +135,20 @@ ASKED = {
 }
 
 
+def options_of(what: str | None, **more: Any) -> TrainingPlanOptions:
+    names = [field.name for field in fields(TrainingPlanOptions)]
+    return TrainingPlanOptions(**{**dict.fromkeys(names), "what": what, "set": (), "nodes": 1, **more})
+
+
 def screen(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[str]:
     """The lines that the command prints on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     subject, plan = PLANS[name]()
-    asked, gpu = ASKED[name], None if name in ("cpu", "shared") else "G"
-    assumed = [] if name in ("cpu", "shared") else _assumed(subject, plan_of(plan), asked, per_host=8)
-    places: dict[str, Any] = {"out": None, "gpu": gpu, "nodes": 1, "per_host": 8}
-    command = _next_command(plan_of(plan), subject, asked[2], [], asked, **places)
+    asked = ASKED[name]
+    assumed = [] if name in ("cpu", "shared") else assumed_settings(subject, plan_of(plan), asked, per_host=8)
+    command = next_command(plan_of(plan), subject, options_of(asked[2]), asked, per_host=8)
     with nullcontext() if plan_of(plan).fits else pytest.raises(typer.Exit):
-        finish(
-            plan_of({**plan, **more}), dict, subject, out=None, html=None, json=False, assumed=assumed, command=command
-        )
+        finish(plan_of({**plan, **more}), subject, json=False, assumed=assumed, command=command)
     return capsys.readouterr().out.splitlines()
 
 
@@ -331,7 +335,7 @@ def test_an_interrupted_search_does_not_say_that_nothing_fits() -> None:
     text = " ".join(" ".join(lines).split())
     assert "9.90 GiB too much; a candidate that was not tried yet may fit" in text
     assert "the least of" not in text
-    assert _what_would_fit(plan_of(plan), ASKED["too large"], searched=True, gpu="G") == ASKED["too large"]
+    assert what_would_fit(plan_of(plan), ASKED["too large"], searched=True) == ASKED["too large"]
 
 
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
@@ -341,55 +345,49 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
     assert "9.90 GiB too much, the least of 143 candidates; would fit in 33.90 GiB, or split over at least 2" in text
     assert "--method lora: fits in 17.40 GiB, 2,307 tokens/s; trains an adapter" in text
     assert "tokens/s (" not in text, "no speed of what cannot run"
-    assert _what_would_fit(plan_of(plan), asked, searched=True, gpu="G") == [*asked, "--method", "lora"]
+    assert what_would_fit(plan_of(plan), asked, searched=True) == [*asked, "--method", "lora"]
     # A number of devices that was planned replaces the least that memory alone allows.
     known = {**plan, "alternatives": [*plan["alternatives"], {**plan["alternatives"][0], "options": ["--count", "4"]}]}
     assert "split over" not in " ".join(line for line, _ in Answer(plan_of(known), "m").lines())
     plan["alternatives"] = []
-    assert _what_would_fit(plan_of(plan), asked, searched=True, gpu="G")[-2:] == ["--allow", "different"]
+    assert what_would_fit(plan_of(plan), asked, searched=True)[-2:] == ["--allow", "different"]
     beyond = [*asked, "--allow", "different", "--count", "2"]
     plan["devices"] = 2
-    assert _what_would_fit(plan_of(plan), beyond, searched=True, gpu="G") == [
+    assert what_would_fit(plan_of(plan), beyond, searched=True) == [
         *asked,
         "--allow",
         "different",
         "--count",
         "4",
     ]
-    assert _what_would_fit(plan_of(plan), ["preheat", "plan", "r.yaml"], searched=False, gpu=None)[-2:] == [
+    assert what_would_fit(plan_of(plan), ["preheat", "plan", "r.yaml"], searched=False)[-2:] == [
         "--aim",
         "fastest",
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "out", "gpu", "wanted"),
+    ("name", "out", "more", "wanted"),
     [
-        ("qlora", None, "G", "preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method qlora --out recipe.yaml"),
-        ("qlora", "r.yaml", "G", "preheat train r.yaml --set data.source=DATA.jsonl --dry-run --gpu G"),
-        ("cluster", "r.yaml", "G", "preheat launch r.yaml --set data.source=DATA.jsonl --scheduler slurm --nodes 8 --gpus-per-node 8 -o job.sbatch"),
-        ("cpu", None, None, "preheat train demo --set a.b=1"),
-        ("cpu", None, "G", "preheat train demo --set a.b=1 --dry-run --gpu G"),
+        ("qlora", None, [], "preheat plan Qwen/Qwen3-8B --gpu RTX-4090 --method qlora --out recipe.yaml"),
+        ("qlora", "r.yaml", [], "preheat train r.yaml --set data.source=DATA.jsonl --dry-run --gpu RTX-4090"),
+        ("cluster", "r.yaml", [], "preheat launch r.yaml --set data.source=DATA.jsonl --scheduler slurm --nodes 8 --gpus-per-node 8 -o job.sbatch"),
+        ("cpu", None, [], "preheat train demo --set a.b=1"),
+        ("cpu", None, ["--gpu", "G"], "preheat train demo --set a.b=1 --dry-run --gpu G"),
     ],
 )  # fmt: skip
-def test_the_next_command(name: str, out: str | None, gpu: str | None, wanted: str) -> None:
+def test_the_next_command(name: str, out: str | None, more: list[str], wanted: str) -> None:
     subject, plan = PLANS[name]()
     plan["peak_gib"] = min(plan["peak_gib"], 0.9 * plan["available_gib"])
-    asked = ASKED[name]
-    sets = ["--set", "a.b=1"] if name == "cpu" else []
-    file = Path(out) if out else None
-    assert (
-        _next_command(plan_of(plan), subject, asked[2], sets, asked, out=file, gpu=gpu, nodes=1, per_host=8)
-        == wanted.split()
-    )
+    asked = [*ASKED[name], *more]
+    options = options_of(asked[2], set=("a.b=1",) if name == "cpu" else (), out=Path(out) if out else None)
+    assert next_command(plan_of(plan), subject, options, asked, per_host=8) == wanted.split()
 
 
-def test_after_a_search_without_a_safe_fit_the_next_command_plans_what_would_fit() -> None:
+def test_after_a_search_without_a_safe_fit_the_next_command_planswhat_would_fit() -> None:
     subject, plan = cluster()
     unsafe = plan | {"peak_gib": 79.5}
-    command = _next_command(
-        plan_of(unsafe), subject, None, [], ASKED["cluster"], out=None, gpu="G", nodes=8, per_host=8
-    )
+    command = next_command(plan_of(unsafe), subject, options_of(None, nodes=8), ASKED["cluster"], per_host=8)
     assert "--out" not in command
 
 

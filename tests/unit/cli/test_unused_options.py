@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from preheat.cli import app, main
+from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
+from preheat.cli.options.plan_options import TrainingPlanOptions
 from preheat.cli.options.unused import MODES
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "RTX-4090"]
@@ -93,7 +96,22 @@ def test_every_mode_names_parameters_of_its_command():
         parameters = {parameter.name for parameter in commands[name].params}
         assert type(commands[name]).__name__ == "Command"
         for mode in modes:
-            assert set(mode.unread) <= parameters
+            assert {*mode.unread, *(mode.read or ())} <= parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs", "choose"),
+    [
+        ("plan", (TrainingPlanOptions,), {"inference", "compute_budget", "schema"}),
+        ("bench", (TechniqueBenchOptions, InferenceBenchOptions), {"inference"}),
+    ],
+)
+def test_every_option_is_read_by_a_job_or_chooses_one(name: str, jobs: tuple[type, ...], choose: set[str]):
+    import typer
+
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    read = {field.name for job in jobs for field in fields(job)}
+    assert read | choose | {"trust_remote_code"} == {parameter.name for parameter in command.params}
 
 
 def test_keys_of_a_recipe_that_is_planned_for_inference_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -32,7 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_name_on_the_hub_is_planned_by_its_configuration(hub: Path) -> None:
-    from preheat.cli.plan import recipe_text
+    from preheat.cli.plan_output import recipe_text
     from preheat.recipe import as_values
 
     assert folder_on_hub("owner/new-model") == hub
@@ -112,7 +112,7 @@ def test_a_model_that_is_cached_trains_without_a_network(
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, tmp_path: Path) -> None:
     from preheat import recipe as recipes
-    from preheat.cli.plan import _assumed
+    from preheat.cli.views.next_command import assumed_settings
     from preheat.planning.plan import plan
     from preheat.planning.plan_request import request_of
 
@@ -121,7 +121,7 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, 
     subject = subject_of(str(tmp_path / "model"))
     prediction = plan(request_of(subject.recipe, accelerator("H100"), count_rows=False))
     assert prediction.peak_gib > 0
-    lines = _assumed(subject, prediction, [], per_host=8)
+    lines = assumed_settings(subject, prediction, [], per_host=8)
     assert "a tokenizer for the model's embedding (--set data.tokenizer)" in lines
     # A run would train a tokenizer of 4,096 tokens, for 96 rows, or read the weights' tokens wrongly.
     with pytest.raises(RecipeError, match="has weights and no tokenizer" if weights else "data.vocab_size: 4096: the"):

@@ -373,7 +373,7 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     from types import SimpleNamespace
 
     from preheat import recipe as recipes
-    from preheat.cli.plan import recipe_text
+    from preheat.cli.plan_output import recipe_text
 
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)

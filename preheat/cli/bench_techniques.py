@@ -1,0 +1,110 @@
+"""`preheat bench RECIPE`: compares techniques in training, and prints the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preheat.cli.options.recipe_argument import load_recipe
+from preheat.core.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from preheat.cli.options.bench_options import TechniqueBenchOptions
+
+__all__ = ["compare_techniques"]
+
+
+def compare_techniques(options: TechniqueBenchOptions) -> None:
+    """Compares speed, memory, start-up time, loss and gradients of a recipe with and without techniques."""
+    from preheat.cli.views.console import console, emit
+    from preheat.errors import RecipeError
+
+    if len(options.what) > 1:
+        raise RecipeError(
+            f"bench: {options.what[1]}: techniques are compared in one recipe; for models side by side add --inference"
+        )
+    (recipe,) = options.what
+    # Exactly one of the two.
+    if options.ablate == bool(options.techniques):
+        raise RecipeError("bench: name what to compare: --ablate, or --techniques A,B,C")
+    overrides = [*options.set, *([f"hardware.device={options.device}"] if options.device else [])]
+    loaded = load_recipe(recipe, "bench", overrides)
+    # Imported after the recipe is checked, since these import torch.
+    from preheat.bench.compare import ablation, chosen
+    from preheat.bench.compare import bench as run
+    from preheat.report import write_bench
+
+    names = [name.strip() for name in (options.techniques or "").split(",") if name.strip()]
+    contenders = ablation(loaded) if options.ablate else chosen(loaded, names)
+    folder = options.out or Path("bench") / loaded.name
+    screen = console()
+    if options.json:
+        result = run(loaded, contenders, steps=options.steps, repeats=options.repeats, out=folder)
+    else:
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+
+        from preheat.cli.views.output import bar
+
+        columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        with bar(screen, *columns) as progress:
+            task = progress.add_task("planning", total=None)
+            result = run(
+                loaded,
+                contenders,
+                steps=options.steps,
+                repeats=options.repeats,
+                out=folder,
+                say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            )
+    page = write_bench(folder)
+    result["report"] = str(page)
+    if options.json:
+        emit(result)
+        return
+    screen.print(_table(result["rows"], wide=screen.width >= 110))
+    for verdict in result["verdicts"]:
+        screen.print(f"- {verdict['message']}", soft_wrap=True)
+    for row in result["rows"]:
+        if row["failed"]:
+            screen.print(f"{row['name']} was not run: {row['failed']}", soft_wrap=True)
+        for notice in row.get("notices", ()):
+            screen.note(f"{row['name']}: {notice}")
+    screen.print(f"report: {page}", soft_wrap=True)
+
+
+def _table(rows: list[JsonObject], wide: bool) -> Table:
+    """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
+    from rich.table import Table
+
+    from preheat.cli.views.console import rate
+    from preheat.report.bench_page import ratio_range
+    from preheat.sanitize import memory
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("contender", no_wrap=True)
+    more = ("low to high", "start-up", "cosine") if wide else ()
+    for title in ("tokens/s", "times plain", "peak", "loss", *more):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        if row["failed"]:
+            continue  # printed below the table as a full sentence
+        cosine = row["gradient_cosine"]
+        table.add_row(
+            row["name"],
+            rate(row["tokens_per_second"]),
+            f"{row['ratio']:.2f} ({ratio_range(row)})",
+            memory(row["peak_gib"]),
+            f"{row['loss']:.3f}",
+            *(
+                (
+                    f"{rate(row['spread'][0])} to {rate(row['spread'][1])}",
+                    f"{row['startup_seconds']:.1f} s",
+                    "-" if cosine is None else f"{cosine:.6f}",
+                )
+                if wide
+                else ()
+            ),
+        )
+    return table

@@ -1,0 +1,94 @@
+"""The options of `preheat plan`, by what it plans. The fields are all options that the job reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from preheat.core import Numerics
+    from preheat.hardware.catalogue import Accelerator
+
+__all__ = ["Aim", "Method", "PlanOptions", "Price", "TrainingPlanOptions", "parse_price"]
+
+Method = Literal["full", "lora", "qlora"]
+Aim = Literal["fastest", "cheapest", "largest-batch", "longest-context", "closest"]
+
+
+class Price(NamedTuple):
+    """The price of a device-hour, in a currency."""
+
+    per_hour: float
+    currency: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of every plan; a plan for serving reads no others.
+
+    Attributes:
+        what: a recipe or a model; None if `set` names the model.
+        gpu: None: the device of this machine.
+        count: devices per host; without `nodes`, of the whole run.
+    """
+
+    what: str | None
+    set: tuple[str, ...]
+    gpu: Accelerator | None
+    count: int | None
+    nodes: int
+    length: int | None
+    json: bool
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, if the recipe does not state it."""
+        return (self.count or 1) * self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlanOptions(PlanOptions):
+    """The options of a plan for training: of a recipe as it is, or of a search around it."""
+
+    batch_tokens: int | None
+    method: Method | None
+    aim: Aim | None
+    allow: Numerics | None
+    price: Price | None
+    out: Path | None
+    html: Path | None
+    verbose: bool
+
+
+def parse_price(text: str) -> Price:
+    """Returns a price per device-hour and its currency.
+
+    Raises:
+        RecipeError: no amount, or an amount without a unit: a bare number may be per hour, per month or per million.
+
+    Example:
+        >>> parse_price("2.5USD/h"), parse_price("730 eur/month")
+        (Price(per_hour=2.5, currency='USD'), Price(per_hour=1.0, currency='EUR'))
+    """
+    from preheat.errors import RecipeError
+    from preheat.sanitize import quoted
+
+    match = re.fullmatch(
+        # Commas between thousands only: 1,5 may be a decimal comma.
+        r"([$€£¥]?)\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)\s*([$€£¥]|[a-zA-Z]{3})?"
+        r"\s*/\s*(?:(?:gpu|device)-?)?(h|hr|hour|d|day|mo|month)",
+        text.strip()[:60],
+        re.IGNORECASE,
+    )
+    signs = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
+    # One currency, before or after the amount.
+    if match is None or bool(match[1]) == bool(match[3]):
+        raise RecipeError(
+            f"--price: {quoted(text)}: must be an amount with its currency and time, such as --price 2.5USD/h (of one "
+            "device)"
+        )
+    currency = match[1] or match[3]
+    per = {"h": 1, "d": 24, "m": 730}[match[4][0].lower()]  # a month of a cloud has 730 hours
+    return Price(float(match[2].replace(",", "").replace("_", "")) / per, signs.get(currency, currency.upper()))

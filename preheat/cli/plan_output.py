@@ -1,0 +1,124 @@
+"""Prints a plan, and its recipe as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGINT
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from preheat.cli.options.subject import Subject
+    from preheat.core.plan import Plan
+    from preheat.recipe import Recipe
+
+__all__ = ["finish", "recipe_text", "text_part_note"]
+
+
+def finish(
+    result: Plan,
+    subject: Subject,
+    *,
+    json: bool,
+    verbose: bool = False,
+    out: Path | None = None,
+    html: Path | None = None,
+    assumed: Sequence[str] = (),
+    command: Sequence[str] = (),
+) -> None:
+    """Prints a plan, and exits with code 3 if it does not fit.
+
+    After an interrupted search the exit code is 130, as of any command that Ctrl-C ends.
+
+    Args:
+        verbose: also print what the answer leaves out.
+        out, html: the files of the recipe and the page, written already; after an interrupted search there is no page.
+        assumed: settings that the command does not state.
+        command: what to type next.
+    """
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_answer import WIDTH, Answer, command_lines
+    from preheat.cli.views.plan_view import plan_details
+
+    interrupted = result.searched.interrupted
+    if json:
+        emit(result)
+    else:
+        screen = console()
+        page = None if interrupted else html
+        written = [(path, label) for path, label in ((out, "recipe"), (page, "page")) if path is not None]
+        last = command_lines(command, min(screen.width, WIDTH)) if command else []
+        below = len(last) + len(written)
+        notes = _notes(result, html)
+        screen.print(Answer(result, subject.recipe.name, assumed=assumed, notes=notes, below=below))
+        if verbose:
+            screen.print(plan_details(result))
+        for path, label in written:
+            screen.print(f"{label:<10}{path}", soft_wrap=True)
+        for line in last:
+            screen.print(line, style="bold", soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(128 + SIGINT)
+    # Last, after all output: a script reads the plan and the code.
+    if not result.fits:
+        raise typer.Exit(3)
+
+
+def _notes(result: Plan, html: Path | None) -> list[str]:
+    """Returns the notes below an answer.
+
+    Args:
+        html: the file of the page, which an interrupted search does not write.
+    """
+    from preheat.planning.search.result import held_by_others
+
+    notes = []
+    if (searched := result.searched).interrupted:
+        notes.append(
+            f"the search was interrupted: {searched.candidates:,} candidates, {searched.dry_runs} dry-run; "
+            "this is the best so far" + ("" if html is None else f"; the page {html} was not written")
+        )
+    if result.text_part:
+        notes.append(result.text_part)
+    if result.packages:
+        notes.append(
+            f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(result.packages)}"
+        )
+    notes += filter(None, (held_by_others(result), result.device.notice))
+    if result.absent:
+        notes.append(
+            f"{result.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
+            "weights and data were not checked"
+        )
+    return notes
+
+
+def text_part_note(recipe: Recipe) -> str | None:
+    """Returns the sentence to print if only the text part of a checkpoint is planned; else None."""
+    from preheat.models import configs, text_part
+
+    wrapper = configs.wrapper(recipe)
+    return text_part.describe(wrapper.model_type) if wrapper is not None else None
+
+
+def recipe_text(result: Plan, subject: Subject) -> str:
+    """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
+    from preheat.recipe import Data
+    from preheat.recipe.commented_yaml import brief
+
+    assert result.recipe is not None
+    values = dict(result.recipe)
+    # A model that was given by name trains from its published weights.
+    model = values["model"]
+    # A model of the hub that is no preset was planned from the folder of its config.json in the hub's cache.
+    planned = model["path"] is None or model["preset"] is None
+    if subject.checkpoint and planned and model["weights"] != "random":
+        values["model"] = {**model, "path": subject.checkpoint}
+    text = brief(values)
+    if not subject.from_user and values["data"]["source"] == Data().source:
+        # As comments: the recipe is valid without them, but trains on the built-in text.
+        text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"
+        text += "# data: {source: DATA.jsonl}\n"
+    return text

@@ -1,0 +1,98 @@
+"""`preheat plan --inference`: plans serving."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from preheat.cli.options.plan_options import PlanOptions
+    from preheat.core.json_types import JsonObject
+    from preheat.hardware.catalogue import Accelerator
+    from preheat.recipe import Recipe
+
+__all__ = ["plan_serving"]
+
+
+def plan_serving(options: PlanOptions) -> None:
+    """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
+    from preheat.cli.options.subject import devices_of, subject_of
+    from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, SERVING, note_unread
+    from preheat.cli.plan_output import text_part_note
+    from preheat.cli.views.console import console, emit
+    from preheat.cli.views.plan_view import serving_picture
+
+    subject = subject_of(options.what, options.set, length=options.length, devices=options.devices)
+    recipe = subject.recipe
+    devices, _ = devices_of(options, subject)
+    if subject.from_user:
+        modes = [SERVING] if options.gpu is None else [SERVING, FOR_ANOTHER_DEVICE]
+        note_unread(modes, recipe, besides=("parallel.devices",) if devices > 1 else ())
+    result = _figures(recipe, options.gpu, devices)
+    if note := text_part_note(recipe):
+        result["text_part"] = note
+    if options.json:
+        emit(result)
+    else:
+        console().print(serving_picture(result))
+        if note:
+            console().print(note, style="dim", soft_wrap=True)
+    if not result["fits"]:
+        raise typer.Exit(3)
+
+
+def _figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObject:
+    """Returns what `--json` prints, without the note on a model's text part."""
+    from preheat.hardware.rates import Rates
+    from preheat.planning.analytic import serving, size_of
+    from preheat.planning.inference_cache import CACHES, cache_bytes
+    from preheat.planning.plan_request import hardware
+
+    model = size_of(recipe)
+    device, rates, _ = hardware(gpu, recipe, devices)
+    # Measured rates of this machine, or the sustained ones of a device in the catalogue.
+    if isinstance(rates, Rates):
+        bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured on this machine
+    else:
+        assert rates.device.bandwidth is not None
+        bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
+    length, state = recipe.batch.seq_len, cache_bytes(model.config, 0)
+    rows = [
+        estimate
+        for cache_format in CACHES
+        for estimate in serving(
+            model,
+            memory=device.memory,
+            length=length,
+            devices=devices,
+            bandwidth=bandwidth,
+            # The format of serving is half precision, if the device's rate for it is known.
+            matrix_rate=peaks.get("bf16") or max(peaks.values()),
+            kept=cache_format,
+        )
+    ]
+    return {
+        "model": recipe.name,
+        "device": {"kind": device.kind, "name": device.name, "memory_gib": device.memory / 2**30, "count": devices},
+        "parameters": model.parameters,
+        "active_parameters": model.active,
+        "length": length,
+        "cache_bytes_per_token": (cache_bytes(model.config, length) - state) / length,
+        "state_bytes_per_row": state,
+        "fits": any(s.rows for s in rows),
+        "formats": [
+            {
+                "weights": s.format,
+                "cache": s.cache_dtype,
+                "weights_gib": s.weights / 2**30,
+                "cache_gib_per_row": s.cache / 2**30,
+                "rows": s.rows,
+                "longest_context": s.longest,
+                "tokens_per_second_at_most": s.tokens_per_second,
+                "tokens_per_second_alone": s.alone,
+                "seconds_to_first_token": s.first_token,
+            }
+            for s in rows
+        ],
+    }

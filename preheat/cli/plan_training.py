@@ -1,0 +1,339 @@
+"""Plans training: a recipe as it is, or by a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from signal import SIGINT
+from typing import TYPE_CHECKING
+
+from preheat.cli.options.subject import METHODS, devices_of, subject_of
+from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, note_unread
+from preheat.cli.plan_output import finish, recipe_text, text_part_note
+from preheat.cli.views.next_command import assumed_settings, next_command
+from preheat.cli.views.output import passing
+from preheat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from preheat.cli.options.plan_options import TrainingPlanOptions
+    from preheat.cli.options.subject import Subject
+    from preheat.core.plan import Alternative, Plan, PlanFigures
+    from preheat.planning.request import Request
+    from preheat.planning.search.result import SearchResult
+    from preheat.recipe import Recipe
+
+__all__ = ["plan_as_written", "plan_training"]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is planned: the options, with the recipe and the devices that follow from them."""
+
+    options: TrainingPlanOptions
+    subject: Subject
+    devices: int
+    per_host: int
+
+    @property
+    def is_search(self) -> bool:
+        """A recipe is planned as it is unless a search is asked for."""
+        return not self.subject.from_user or self.options.aim is not None or self.options.allow is not None
+
+    @property
+    def key(self) -> str | None:
+        """Key of the stored answer; None if it is not stored."""
+        # A plan of this machine is always made anew: its memory and its speed change with what else runs.
+        if self.options.gpu is None:
+            return None
+        from preheat.planning.answer_cache import key_of
+
+        # The options of the output change no answer.
+        asked = asdict(replace(self.options, out=None, html=None, verbose=False, json=False))
+        hosts = [self.devices, self.per_host]
+        return key_of(
+            self.subject.recipe,
+            {"plan": asked, "hosts": hosts, "from_user": self.subject.from_user, "absent": self.subject.absent},
+        )
+
+
+def plan_training(options: TrainingPlanOptions, again: Sequence[str]) -> None:
+    """Plans a recipe, or searches for one; prints the answer, with exit code 3 if it does not fit.
+
+    Args:
+        again: the command that was typed, without its output options.
+    """
+    from preheat.planning import answer_cache
+
+    question = _question(options)
+    subject, key = question.subject, question.key
+    stored = answer_cache.load(key) if key is not None else None
+    if stored is not None and (options.html is None or stored.figures is not None):
+        _print(question, again, stored.plan, stored.recipe, stored.figures)
+        return
+    if not options.json:
+        passing("dry run: starting")  # the imports take seconds
+    result, page = _planned(question)
+    currency = options.price.currency if options.price is not None else result.currency
+    result = replace(result, text_part=text_part_note(subject.recipe), currency=currency, absent=subject.absent)
+    text = recipe_text(result, subject)
+    if result.searched.interrupted:
+        # The best so far is no answer to store, and the page takes another dry run.
+        _print(question, again, result, text, None)
+        return
+    figures = None if options.html is None else page()
+    if key is not None:
+        answer_cache.store(key, answer_cache.Answer(result, text, figures))
+    _print(question, again, result, text, figures)
+
+
+def _question(options: TrainingPlanOptions) -> _Question:
+    """Finds the recipe and the devices.
+
+    Raises:
+        RecipeError: there is no such recipe or model, or the options contradict the recipe.
+    """
+    subject = _subject(options)
+    if subject.from_user and options.method is not None:
+        raise RecipeError(
+            f"--method: {options.method}: a recipe's techniques define how it trains; leave --method out, or name a "
+            "model"
+        )
+    devices, per_host = devices_of(options, subject)
+    if subject.from_user and options.gpu is not None:
+        besides = ("parallel.devices",) if devices > 1 else ()
+        note_unread([FOR_ANOTHER_DEVICE], subject.recipe, besides=besides)
+    return _Question(options, subject, devices, per_host)
+
+
+def _subject(options: TrainingPlanOptions, *, method: str | None = None, devices: int | None = None) -> Subject:
+    """Returns the recipe that is asked for, or that of another method or number of devices."""
+    return subject_of(
+        options.what,
+        options.set,
+        method=method or options.method or "full",
+        length=options.length,
+        batch_tokens=options.batch_tokens,
+        devices=devices or options.devices,
+    )
+
+
+def _print(question: _Question, again: Sequence[str], result: Plan, text: str, figures: PlanFigures | None) -> None:
+    """Writes the files that are asked for, and prints the answer.
+
+    Args:
+        text: its recipe as YAML.
+        figures: of its page; None if no page is asked for, or the search was interrupted.
+    """
+    options, subject, per_host = question.options, question.subject, question.per_host
+    assumed = [] if subject.from_user else assumed_settings(subject, result, again, per_host=per_host)
+    command = next_command(result, subject, options, again, per_host=per_host)
+    if options.out is not None:
+        from preheat.files import write_generated
+
+        so_far = "; the search was interrupted, this is the best so far" if result.searched.interrupted else ""
+        write_generated(options.out, text, f"# written by preheat plan{so_far}")
+    if options.html is not None and figures is not None:
+        from preheat.cli.views.plan_answer import page_texts
+        from preheat.report.plan_page import write_plan
+
+        write_plan(result, figures, page_texts(result, assumed=assumed, command=command), text, options.html)
+    finish(
+        result,
+        subject,
+        json=options.json,
+        verbose=options.verbose,
+        out=options.out,
+        html=options.html,
+        assumed=assumed,
+        command=command,
+    )
+
+
+def _planned(question: _Question) -> tuple[Plan, Callable[[], PlanFigures]]:
+    """Returns the plan, and a function that computes the figures of its page."""
+    from preheat.planning.plan_request import request_of
+
+    options, subject, devices, per_host = question.options, question.subject, question.devices, question.per_host
+    gpu, price = options.gpu, None if options.price is None else options.price.per_hour
+    if not question.is_search:
+        request = request_of(subject.recipe, gpu, world=None if gpu is None else devices, per_host=per_host)
+        return plan_as_written(request, devices, price)
+    request = request_of(subject.recipe, gpu, world=devices, per_host=per_host, count_rows=subject.from_user)
+    return _searched(
+        request,
+        _fixes(question),
+        aim=options.aim or "fastest",
+        allow=options.allow or ("exact" if subject.from_user else "rounding"),
+        price=price,
+        quiet=options.json,
+    )
+
+
+def plan_as_written(request: Request, devices: int, price: float | None) -> tuple[Plan, Callable[[], PlanFigures]]:
+    """Plans a recipe without a search, after resolving the settings that it leaves `auto`.
+
+    Args:
+        devices: number of devices, for cost, energy and figures.
+        price: of a device-hour; None: unknown.
+
+    Returns:
+        The plan (`settled` has the resolved settings), and a function that computes the figures of its page.
+    """
+    from preheat.core import Tag
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.plan import plan, resolve_auto
+    from preheat.planning.search.candidates import worst
+    from preheat.planning.search.max_context import longest_as_stated
+    from preheat.planning.search.result import EvaluatedPlan, SearchResult
+
+    as_written = request.recipe
+    request = resolve_auto(request)
+    recipe, prediction = request.recipe, plan(request)
+    added = tuple(recipe.techniques.values())
+    extended = any(Tag.EXTENDED_CONTEXT in t.provided() for t in added)  # also report the longest context that fits
+    result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
+
+    def page() -> PlanFigures:
+        return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
+
+    # Settings that were `auto` in the recipe, with the values that the dry run chose.
+    settled = {
+        f"{name}.{key}": value
+        for name, t in recipe.techniques.items()
+        for key, value in vars(t).items()
+        if key != "on_gpu" and value != getattr(as_written.techniques[name], key)
+    }
+    return replace(
+        explain(result, devices=devices, price=price),
+        chosen=prediction.chosen,
+        longest_context=longest_as_stated(request) if extended else None,
+        settled=settled,
+    ), page
+
+
+@dataclass(frozen=True)
+class _Fixes:
+    """Alternatives to try if nothing fits.
+
+    Attributes:
+        methods: recipes of the same model by method.
+        request_on: returns the request for another number of devices; None if the recipe does not go with it.
+        length: arguments that set the length of rows, up to the number.
+    """
+
+    methods: Mapping[str, Recipe]
+    request_on: Callable[[int], Request | None]
+    length: Sequence[str]
+
+
+def _fixes(question: _Question) -> _Fixes:
+    """Returns what to try if nothing fits."""
+    from preheat.planning.plan_request import request_of
+
+    options, subject = question.options, question.subject
+    methods: dict[str, Recipe] = {}
+    if not subject.from_user:
+        names = list(METHODS)
+        fewer = names[names.index(options.method or "full") + 1 :]
+        methods = {name: _subject(options, method=name).recipe for name in fewer}
+
+    def request_on(devices: int) -> Request | None:
+        if options.gpu is None:  # more processes share this machine's memory
+            return None
+        try:
+            recipe = _subject(options, devices=devices).recipe
+            per_host = question.per_host if options.nodes > 1 else min(devices, 8)
+            return request_of(recipe, options.gpu, world=devices, per_host=per_host, count_rows=False)
+        except RecipeError:  # the recipe is for a stated number of devices
+            return None
+
+    return _Fixes(methods, request_on, ("--set", "batch.seq_len=") if subject.from_user else ("--length", ""))
+
+
+def _searched(
+    request: Request, fixes: _Fixes, *, aim: str, allow: str, price: float | None, quiet: bool
+) -> tuple[Plan, Callable[[], PlanFigures]]:
+    """Searches for the best recipe; if nothing fits, the alternatives are what does.
+
+    Args:
+        quiet: do not print progress.
+    """
+    from preheat.core.plan import Alternative
+    from preheat.hardware.interrupts import Interrupted
+    from preheat.planning.explain import explain, figures
+    from preheat.planning.observation_cache import observe_for_others
+    from preheat.planning.search.candidates import Space
+    from preheat.planning.search.max_context import longest
+    from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
+    from preheat.planning.search.result import SearchResult
+    from preheat.planning.search.search import passes_for, search
+    from preheat.planning.worker_pool import worker_pool
+
+    devices, passes = request.devices, passes_for(request.devices)
+
+    def tell(message: str) -> None:
+        if not quiet:
+            passing(f"dry run: {message}")
+
+    def search_for(request: Request, *, passes: int = passes, confirm: bool = True) -> SearchResult:
+        space = Space(request, allow)  # type: ignore[arg-type]
+        if aim == "longest-context":
+            return longest(space, passes=passes, tell=tell)
+        return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
+
+    def fitting(result: SearchResult) -> Iterator[Alternative]:
+        """Yields what fits instead, as alternatives."""
+
+        def alternative(
+            options: Sequence[str], instead: SearchResult, tradeoff: str, devices: int = devices
+        ) -> Alternative:
+            would = explain(instead, devices=devices, price=price)
+            assert would.recipe is not None
+            return Alternative(
+                what=f"{' '.join(options)}: {would.chosen}",
+                recipe=would.recipe["techniques"],
+                peak_gib=would.peak_gib,
+                tokens_per_second=would.tokens_per_second,
+                seconds_per_step=would.seconds_per_step,
+                mfu=would.mfu,
+                tradeoff=tradeoff,
+                cost=would.cost,
+                energy=would.energy,
+                options=tuple(options),
+            )
+
+        for name, other in fixes.methods.items():
+            instead = search_for(replace(request, recipe=other), passes=passes // 2, confirm=False)
+            if instead.best.plan.fits_safely:
+                base = " on a base in 4 bits" if name == "qlora" else ""
+                yield alternative(["--method", name], instead, f"trains an adapter{base}")
+        space = Space(request, allow)  # type: ignore[arg-type]
+        if shorter := with_shorter_rows(result.best, space):
+            length = shorter.recipe.batch.seq_len
+            yield alternative(
+                [*fixes.length[:-1], f"{fixes.length[-1]}{length}"], SearchResult(shorter), f"rows of {length:,} tokens"
+            )
+        if more := on_more_devices(result.best, space, fixes.request_on, passes=passes // 2, tell=tell):
+            count, instead = more
+            hosts = [] if count <= 8 else ["--nodes", str(count // 8)]
+            yield alternative(["--count", str(min(count, 8)), *hosts], instead, f"{count} devices", count)
+
+    with worker_pool(observe_for_others):
+        result = search_for(request)
+        explained = explain(result, devices=devices, price=price)
+        if not explained.fits_safely and not result.interrupted:
+            instead: list[Alternative] = []
+            try:
+                instead.extend(fitting(result))
+            except Interrupted as signal:
+                if signal.number != SIGINT:
+                    raise
+                explained = replace(explained, searched=replace(explained.searched, interrupted=True))
+            explained = replace(explained, alternatives=(*explained.alternatives, *instead))
+        if not quiet:
+            passing()
+
+    def page() -> PlanFigures:
+        return figures(result, request)
+
+    return explained, page
