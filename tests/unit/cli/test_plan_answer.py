@@ -338,6 +338,18 @@ def test_an_interrupted_search_does_not_say_that_nothing_fits() -> None:
     assert what_would_fit(plan_of(plan), ASKED["too large"], searched=True) == ASKED["too large"]
 
 
+def test_an_interrupted_search_prints_the_best_so_far_and_writes_no_page(capsys: pytest.CaptureFixture[str]) -> None:
+    subject, plan = cluster()
+    plan["searched"] = plan["searched"] | {"interrupted": True}
+    with pytest.raises(typer.Exit) as ended:
+        finish(plan_of(plan), subject, json=False, out=Path("r.yaml"), html=Path("p.html"))
+    assert ended.value.exit_code == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "recipe    r.yaml"
+    text = " ".join(" ".join(lines).split())
+    assert "interrupted: 143 candidates, 9 dry-run; this is the best so far; the page p.html was not written" in text
+
+
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
     _, plan = too_large()
     asked = ASKED["too large"]
