@@ -39,6 +39,8 @@ class Accelerator:
         watts: maximum board power by the data sheet; None for Grace Hopper, which shares it with CPU and memory.
         host: bandwidth to host memory, one direction, bytes/s.
         units: number of SMs or CUs.
+        cache: bytes of the L2 cache that all SMs share.
+        cache_rate: bytes/s, read and written, of kernels whose operands and results stay in it.
         generation: architecture; measurements of one device roughly apply to others of its generation.
     """
 
@@ -57,6 +59,8 @@ class Accelerator:
     host: float | None = None
     units: int | None = None
     generation: str = "other"
+    cache: int | None = None
+    cache_rate: float | None = None
 
     @property
     def link_each(self) -> bool:
@@ -189,6 +193,29 @@ TPU-v6e           -    -     918   -     -      918   -       -       -     -   
 Trainium2         96    2900  667   667   181    1299  -       -       640   -        -      -      -      other
 """
 
+# L2 caches: MiB, and GB/s read and written by a kernel that is repeated on a working set in the cache, without its
+# launch. Only measured ones: without a rate, plans count memory bandwidth.
+# - Sizes: NVIDIA's architecture papers (A100 40, H100 and H200 50, AD102 96, of which an RTX 4090 has 72, GA102 6).
+# - Rates: te42kyfo/gpu-benches, gpu-small-kernels/*_graph.txt (A100 80 GB, H200, L40, A40), the slope of time over
+#   bytes from 2 MB to 0.75 of the cache, best block size. Cards with the same chip and clock share its rate.
+# - RTX-4090: smallscientist1/cuda_microbenchmark, analysis_RTX4090.md, a copy of 16 MB.
+_CACHES = """
+A100-80GB       40  3790
+A100-40GB       40  3790
+A100-PCIe-80GB  40  3790
+A800-80GB       40  3790
+H100            50  5790
+H100-SXM-96GB   50  5790
+H800            50  5790
+H200            50  5790
+L40S            96  4590
+L40             96  4590
+A6000-Ada-48GB  96  4590
+A40             6   2430
+A6000-48GB      6   2430
+RTX-4090        72  3645
+"""
+
 # Other names of the rows above, as drivers and users write them, normalized by `_key`.
 _ALIASES = {
     "a100": "A100-80GB",
@@ -236,11 +263,13 @@ def _number(cell: str, unit: float) -> float | None:
 
 def _rows() -> dict[str, Accelerator]:
     rows = {}
+    caches = {name: (int(size), float(rate)) for name, size, rate in map(str.split, _CACHES.strip().splitlines())}
     # Without the header; `#` begins a comment in the table.
     for line in _TABLE.strip().splitlines()[1:]:
         name, memory, bandwidth, bf16, fp16, fp32, fp8, achieved_bf16, achieved_fp8, link, network, *more = (
             line.partition("#")[0].split()
         )
+        cache, cache_rate = caches.get(name, (None, None))
         rows[name] = Accelerator(
             name=name,
             memory=None if memory == "-" else int(float(memory) * 2**30),
@@ -257,6 +286,8 @@ def _rows() -> dict[str, Accelerator]:
             watts=_number(more[1], 1),
             host=_number(more[2], 1e9),
             generation=more[3],
+            cache=cache and cache * 2**20,
+            cache_rate=cache_rate and cache_rate * 1e9,
         )
     return rows
 
