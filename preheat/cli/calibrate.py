@@ -38,6 +38,7 @@ def calibrate(
     from preheat.hardware.benchmark_rates import calibrate as measure
     from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.link_rates import load_links
+    from preheat.hardware.plausibility import doubt_of
     from preheat.hardware.probe import probe
 
     here = probe(device)
@@ -55,6 +56,8 @@ def calibrate(
     screen = console()
     screen.print(_table(rates))
     screen.print(f"stored in {stored}", soft_wrap=True)
+    if doubt := doubt_of(rates):
+        screen.print(doubt, style="yellow", soft_wrap=True)
     if rates.contended:
         screen.print(
             "Other processes kept the cores busy, so these rates may be too low by a third; the next plan on a quiet "
@@ -90,6 +93,9 @@ def _table(rates: Rates) -> Table:
     for dtype, seconds in rates.adamw.items():
         table.add_row(f"AdamW, {dtype} parameters", f"{1 / seconds / 1e6:,.0f} M parameters/s")
     table.add_row("launch of an operator", f"{rates.launch * 1e6:,.1f} µs")
+    for what, each in (("an operator", rates.host_operator), ("a custom operator", rates.host_custom)):
+        if each is not None:
+            table.add_row(f"host, {what} of a training step", f"{each * 1e6:,.1f} µs")
     # Of each collective the fastest size: small messages measure latency.
     best: dict[str, LinkRate] = {}
     for link in rates.links:

@@ -20,6 +20,7 @@ __all__ = [
     "Candidate",
     "Cost",
     "Energy",
+    "HostLaunches",
     "Interval",
     "LongestContext",
     "Parameters",
@@ -89,6 +90,18 @@ class SpeedNow:
     tokens_per_second: float
     seconds_per_step: float
     machine: MachineUse
+
+
+@dataclass(frozen=True)
+class HostLaunches:
+    """The operators that a host launches in a step.
+
+    Attributes:
+        seconds_each: of Python, autograd and launch.
+    """
+
+    operators: int
+    seconds_each: float
 
 
 @dataclass(frozen=True)
@@ -267,6 +280,9 @@ class Plan:
         heap: why preheat's heap, whose memory is predicted, does not work on this machine; None if it does.
         recipe: the planned recipe with every default.
         devices: number of devices.
+        host: what the host launches, if it launches a GPU's operators more slowly than they run.
+        doubt: how a GPU's calibration contradicts its data sheet, whose rates are then used, or, without a data sheet,
+            itself.
         chosen: readable description of the techniques.
         numerics: largest change of numerics compared with the given recipe.
         cost, energy: of the run, if a price or the device's power is known.
@@ -322,6 +338,8 @@ class Plan:
     now: SpeedNow | None
     heap: str | None
     devices: int = 1
+    host: HostLaunches | None = None
+    doubt: str | None = None
     recipe: Mapping[str, Any] | None = None
     chosen: str = "the recipe as it is"
     numerics: Numerics = "exact"

@@ -29,7 +29,9 @@ from preheat.errors import DoesNotFit, RunError
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.gpu_memory import OTHERS, other_processes_bytes
+from preheat.hardware.host_time import HostTime, host_time
 from preheat.hardware.machine_use import UseMeter, joined
+from preheat.hardware.plausibility import doubt_of
 from preheat.hardware.rates import MOVERS, AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.hardware.timing import Random, Stopwatch, threads_of
@@ -90,6 +92,8 @@ class Grid:
     """(rows, heads, length, head_dim)."""
     parameters: int = 2**23
     """Parameters of the AdamW step."""
+    host: bool = True
+    """Measure the host's time per operator (`host_time`)."""
     large: int = 2**27
     """Bytes of the copy for the bandwidth."""
     most: int = 5 * 2**29
@@ -134,8 +138,10 @@ class Grid:
             elements=self.elements if lacking else (),
             products=() if all(dtype in known.peak_matrix_rate for dtype in dtypes) else self.products,
             parameters=0 if all(dtype in known.adamw for dtype in plain) else self.parameters,
+            host=self.host and known.host_operator is None,
         )
-        return rest if shapes or attention or rest.elements or rest.products or rest.parameters else None
+        lacks = shapes or attention or rest.elements or rest.products or rest.parameters or rest.host
+        return rest if lacks else None
 
     def rows_by_layer(self) -> dict[tuple[int, int], list[int]]:
         """Returns the rows to measure for each (inputs, outputs)."""
@@ -284,6 +290,11 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
             attention += parts.measure(partial(_attention, seconds, random, name, dtype, grid))
             if grid.parameters:
                 adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
+        host: HostTime | None = None
+        if grid.host:
+            # After AdamW, whose first step makes torch import a part of itself for seconds.
+            tell("the host", 0.97)
+            host = parts.measure(lambda: host_time(device.kind))
         # TF32 is a mode of fp32 matmuls, so it needs no rates of other operators, attention or AdamW.
         if "tf32" in grid.dtypes and has_tf32(device):
             tell("matmuls in tf32", 0.98)
@@ -305,6 +316,8 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         near=near,
         to_host=to_host,
         to_device=to_device,
+        host_operator=host and host.operator,
+        host_custom=host and host.custom,
         adamw=adamw,
         matrix=tuple(matrix),
         moved=tuple(moved),
@@ -623,9 +636,19 @@ def rates(
 def rates_again(device: Device, threads: int, progress: Progress | None = None, grid: Grid | None = None) -> Rates:
     """Measures and stores the rates of this machine, whether there are some or not.
 
+    A GPU's rates that contradict its data sheet or themselves are measured once more.
+
     Raises:
         RunError: measuring failed, or the rates cannot be stored.
     """
+    stored = _measured_and_stored(device, threads, progress, grid)
+    if doubt := doubt_of(stored):
+        _log.warning("measuring once more: %s", doubt)
+        stored = _measured_and_stored(device, threads, progress, grid)
+    return stored
+
+
+def _measured_and_stored(device: Device, threads: int, progress: Progress | None, grid: Grid | None) -> Rates:
     import torch
 
     _measure_in_process(device, threads, progress, lambda: [grid or grid_of(with_room(device))])

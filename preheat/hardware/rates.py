@@ -201,6 +201,10 @@ class Rates:
     """Bytes/s from GPU memory to pinned host memory; None on a CPU."""
     to_device: float | None = None
     """Bytes/s from pinned host memory to GPU memory; None on a CPU."""
+    host_operator: float | None = None
+    """Seconds of the host per operator of a training step (`host_time`); None: calibrated before it was measured."""
+    host_custom: float | None = None
+    """The same of a custom operator written in Python."""
     links: tuple[LinkRate, ...] = ()
     """Times of collectives between devices of this kind, measured by `nettest`; stored in a separate file."""
     driver: str = ""
@@ -306,6 +310,8 @@ class Rates:
             attention=rows("attention"),
             contended=self.contended or other.contended,
             seconds=self.seconds + other.seconds,
+            host_operator=other.host_operator or self.host_operator,
+            host_custom=other.host_custom or self.host_custom,
             pace=self.pace,
             links=self.links,
         )
@@ -330,7 +336,9 @@ _FORMAT, _FORMAT_GPU = 9, 10
 """File format versions of CPU and GPU measurements; increase them when the measurements change."""
 _OF_GPU = ("to_host", "to_device")
 """Fields measured on GPUs only."""
-_OPTIONAL = (*_OF_GPU, "machine", "driver", "partial")
+_OF_HOST = ("host_operator", "host_custom")
+"""Fields that files written before they were measured do not have."""
+_OPTIONAL = (*_OF_GPU, *_OF_HOST, "machine", "driver", "partial")
 _APART = ("links", "pace", "now")
 """Fields that are not in the file: `nettest` and finished runs update files of their own, and a probe is not stored."""
 
@@ -422,7 +430,7 @@ def parse(values: JsonObject) -> Rates:
     near = None if values["near"] is None else read_number(values["near"], "near")
     names = {key: values[key] for key in ("hardware", "torch", "threads", "contended")}
     names |= {key: values[key] for key in ("driver", "partial") if key in values}
-    numbers |= {key: read_number(values[key], key) for key in _OF_GPU if key in values}
+    numbers |= {key: read_number(values[key], key) for key in (*_OF_GPU, *_OF_HOST) if key in values}
     return Rates(
         **names,
         **numbers,

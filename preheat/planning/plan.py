@@ -10,6 +10,7 @@ from preheat.core import Searchable, Stage, Tag, Technique
 from preheat.core.plan import Interval, Parameters, Plan, SpeedNow
 from preheat.errors import RecipeError
 from preheat.hardware.cpu_allocator import unavailable_reason
+from preheat.hardware.plausibility import doubt_without_data_sheet
 from preheat.hardware.rates import Present
 from preheat.models import moe
 from preheat.planning.dry_run import observe
@@ -19,7 +20,7 @@ from preheat.planning.observation import CATEGORIES, FROM_OTHERS, Observation
 from preheat.planning.recurrent_kernels import packages_of
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
-from preheat.planning.speed.step_time import step_seconds
+from preheat.planning.speed.step_time import limiting_host, step_seconds
 from preheat.recipe import Recipe
 
 __all__ = ["describe", "plan", "resolve_auto", "steps_of"]
@@ -29,10 +30,18 @@ GIB = 2**30
 # Measured over predicted, of nine in ten. On a CPU of the recipes of benchmarks/results/plan_vs_measured.json and
 # plan_vs_measured-drawn.md, on accelerators of the catalogue of published runs (benchmarks/results/published.md).
 _MEMORY = {"measured": (0.9, 1.1), "catalogue": (0.88, 1.12), "catalogue, little known": (0.8, 1.4)}
-_SPEED = {"measured": (0.65, 1.2), "catalogue": (0.67, 1.17), "catalogue, little known": (0.53, 1.6)}
+# The host of a device of the catalogue is not known: one took 4.7 times as long for an operator as another.
+_SPEED = {
+    "measured": (0.65, 1.2),
+    "catalogue": (0.67, 1.17),
+    "catalogue, little known": (0.53, 1.6),
+    "catalogue, unknown host": (0.2, 1.6),
+}
 _WELL_MEASURED = ("ampere", "hopper", "ada")  # generations with many published measurements
 # Parameters below which launch overhead may dominate a step, and fixed costs of a framework may dominate memory.
 _SMALL = 10**9
+# Of a step's time that the device waits for the host, above which the host decides the speed.
+_BY_HOST = 0.3
 
 
 # Of the device's memory: closer to it, few layers do not decide whether a plan fits, and all are observed.
@@ -43,10 +52,12 @@ def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[s
     """Returns the keys of the intervals of memory and speed.
 
     Less is known of small models and of accelerators with few measurements; of speed also if a pipeline has a bubble or
-    the host link is used.
+    the host link is used, and least if the host decides.
     """
     little = observation.parameters < _SMALL or rates.device.generation not in _WELL_MEASURED
     names = ("catalogue", "catalogue, little known")
+    if spent.host > _BY_HOST * spent.total:
+        return names[little], "catalogue, unknown host"
     return names[little], names[bool(little or spent.idle or spent.link)]
 
 
@@ -136,8 +147,10 @@ def describe(request: Request, observation: Observation) -> Plan:
     if isinstance(rates, Roofline):
         spent = rates.seconds(observation)
         seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
+        host, doubt = rates.limiting_host(observation), rates.doubt
     else:
         seconds, of_memory, of_speed = step_seconds(observation, rates), "measured", "measured"
+        host, doubt = limiting_host(observation, rates), doubt_without_data_sheet(rates)
     # MFU is relative to the rate of the dtype that the recipe's matmuls compute in.
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
     by_tag = {Tag.BF16_COMPUTE: "bf16", Tag.FP16_COMPUTE: "fp16", Tag.TF32_PRODUCTS: "tf32"}
@@ -195,4 +208,6 @@ def describe(request: Request, observation: Observation) -> Plan:
         now=None if rates.now is None else _speed_now(rates.now, observation.tokens, seconds),
         devices=request.devices,
         heap=unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
+        host=host,
+        doubt=doubt,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from preheat.core import Context, Device
 from preheat.engine.builder import context_of, world_of
+from preheat.hardware.plausibility import contradicted_data_sheet
 from preheat.hardware.rates import Rates
 from preheat.models import configs, hf
 from preheat.planning.speed.roofline import Roofline
@@ -31,7 +32,7 @@ class Request:
         world: number of devices; None takes the recipe's own number.
         per_host: devices of a host.
         rates: rates of the device: measured (`hardware.benchmark_rates.rates`), or from the catalogue; None is enough
-            for a dry run.
+            for a dry run. A GPU's measured rates that contradict its data sheet are replaced by the data sheet's.
         rows: number of training rows if known; `stop.epochs` needs it.
         in_use: bytes of the device in use before the run (on a CPU by the imports).
         image_pixels: pixels per image as the model's processor hands them over, for a plan without data; None: those
@@ -54,6 +55,11 @@ class Request:
         # Read here once, because a search replaces the recipe hundreds of times.
         if self.source_config is None:
             object.__setattr__(self, "source_config", configs.source(self.recipe))
+        # Here, because every plan of this machine passes: commands, runs, searches and fallbacks.
+        if isinstance(self.rates, Rates) and (contradicted := contradicted_data_sheet(self.rates)):
+            sheet, why = contradicted
+            roofline = Roofline(sheet, self.per_host, alone=self.devices == 1, doubt=why)
+            object.__setattr__(self, "rates", roofline)
 
     @property
     def devices(self) -> int:

@@ -2,9 +2,10 @@
 
 A matmul takes the longer of FLOPs over the sustained rate (with wave quantization) and bytes over memory bandwidth.
 Attention reaches a fraction of the matmul rate that depends on the generation. Everything else takes its bytes over
-bandwidth. Collectives take a latency plus bytes over the link or network. Those of data parallelism (weight
-all-gathers, gradient reductions) overlap with compute; those within a layer (tensor, context, expert parallelism) and
-in the update are exposed. If the host launches kernels more slowly than the device runs them, the host decides.
+bandwidth: the cache's for what was just written. Collectives take a latency plus bytes over the link or network. Those
+of data parallelism (weight all-gathers, gradient reductions) overlap with compute; those within a layer (tensor,
+context, expert parallelism) and in the update are exposed. If the host launches kernels more slowly than the device
+runs them, the host decides.
 
     Roofline.of("H100").seconds(observation).total
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from preheat.core import DATA, Axis, Device
+from preheat.core.plan import HostLaunches
 from preheat.hardware.catalogue import Accelerator, accelerator
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
@@ -40,7 +42,8 @@ _LATENCY = 20e-6  # seconds of a collective within a host
 # a tree; gathers and reduce-scatters pass every device of the ring in turn: 35 ms for 16,384.
 _START, _RING, _TREE = 14e-6, (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)
 _LAUNCH = 3e-6  # seconds between two kernels on the device
-# Seconds per kernel of Python, autograd and launch, views included; in compiled layers.
+# Seconds per kernel of Python, autograd and launch, views included; in compiled layers. Of an H200's host: hosts differ
+# more than devices do, and one with an H100 took 42e-6 (benchmarks/results/host_time.md).
 _HOST, _HOST_COMPILED = (
     9e-6,
     3e-6,
@@ -88,6 +91,12 @@ _POINTWISE = frozenset(
     ]
 )
 _TILE = 128  # rows and columns of the output tile of one SM
+# The least side of a tile, and the least part of the inner dimension for one SM. With tiles of 128 and whole inner
+# dimensions the adapters' fp32 matmuls on an H100 were planned 3.7 times too slow (benchmarks/results/published.md).
+_NARROW, _SPLIT = 32, 256
+# Of the L2 cache, filled by what a kernel reads and writes: repeated kernels keep the cache's rate up to 0.77 (A40),
+# 0.78 (A100), 0.84 (H200) and 0.88 (L40) of its size, by the source of the rates (hardware/catalogue.py).
+_CACHED = 0.75
 # Fraction of the peak matmul rate, forward and backward, counting causal work only.
 _ATTENTION: dict[str, tuple[float, float]] = {
     # FlashAttention-2 (arXiv:2307.08691, figures 4 and 6: head dim 128, 2k to 8k tokens, A100 and H100);
@@ -166,6 +175,7 @@ class Roofline:
 
     Attributes:
         alone: the run has one device: no collective slows its matmuls down.
+        doubt: why the data sheet counts, though this device was calibrated.
 
     Example:
         >>> Roofline.of("H100").peak_matrix_rate["bf16"] / 1e12
@@ -175,6 +185,7 @@ class Roofline:
     device: Accelerator
     per_host: int = 8
     alone: bool = False
+    doubt: str | None = None
     contended = False
     pace = 1.0
     now = None
@@ -213,13 +224,27 @@ class Roofline:
         assert self.device.bandwidth is not None
         return bytes / (self.device.bandwidth * _BANDWIDTH)
 
+    def _moving(self, kernel: Kernel) -> float:
+        """Returns the seconds of a kernel's bytes, of which the largest operand was just written and is in the cache.
+
+        Other operands, such as saved activations and the residual stream, come from memory, and what a kernel writes
+        reaches it all the same. Weights and moments were last used a step ago.
+        """
+        size, cache, rate = kernel.bytes_read + kernel.bytes_written, self.device.cache, self.device.cache_rate
+        if cache is None or rate is None or kernel.alone or size > _CACHED * cache:
+            return self.moving(size)
+        operands = [math.prod(shape) for shape in kernel.shapes] or [1]
+        fresh = kernel.bytes_read * max(operands) // max(sum(operands), 1)
+        return min(self.moving(size), max(size / rate, self.moving(size - fresh)))
+
     def _product(self, kernel: Kernel) -> float:
         # max(FLOPs / rate, bytes / bandwidth): the two overlap within a kernel.
         full = _last_wave(kernel, self.device.units)
-        return max(
-            kernel.flops / (self._rate(kernel.dtype) * full),
-            self.moving(kernel.bytes_read + kernel.bytes_written),
-        )
+        computing = kernel.flops / (self._rate(kernel.dtype) * full)
+        # The weights of an adapter are small beside its activations; others come from memory.
+        if _is_narrow(kernel):
+            return computing + self._moving(kernel)  # too short an inner loop, or too few columns, to overlap
+        return max(computing, self.moving(kernel.bytes_read + kernel.bytes_written))
 
     def _attention(self, kernel: Kernel, cudnn: bool = False) -> float:
         shares = _ATTENTION | _CUDNN if cudnn else _ATTENTION
@@ -292,10 +317,10 @@ class Roofline:
                 products += (self._product(kernel) + _LAUNCH) * count
             else:
                 fused = fused_share(kernel, observation)
-                moved += (self.moving(kernel.bytes_read + kernel.bytes_written) + _LAUNCH) * fused * count
+                moved += (self._moving(kernel) + _LAUNCH) * fused * count
         computing = products + attention + moved
         # The device waits only for the part by which the host is slower: launches are queued.
-        host = max(launches * (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed - computing, 0.0)
+        host = max(launches * _launch_seconds(observation) - computing, 0.0)
         # Overlapped communication is hidden up to the time of the computation.
         waiting += max(overlapped - computing, 0.0)
         working = computing + host + waiting
@@ -303,9 +328,19 @@ class Roofline:
         idle, link = working * observation.idle, self._link(observation, computing)
         return Seconds(products, attention, moved, waiting, min(overlapped, computing), host, idle, link)
 
+    def limiting_host(self, observation: Observation) -> HostLaunches | None:
+        """Returns what the host launches if it launches kernels more slowly than they run, else None."""
+        operators = sum(n for kernel, n in observation.kernels.items() if kernel.where == "device" and not kernel.group)
+        return HostLaunches(operators, _launch_seconds(observation)) if self.seconds(observation).host else None
+
     def _link(self, observation: Observation, computing: float) -> float:
         link = (self.device.host or _HOST_LINK) * _LINK
         return link_seconds(observation, computing, to_host=link, to_device=link)
+
+
+def _launch_seconds(observation: Observation) -> float:
+    """Returns the seconds per kernel of a host that is not known."""
+    return (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed
 
 
 def _latency(name: str, devices: int, within: int) -> float:
@@ -357,11 +392,35 @@ def _last_wave(kernel: Kernel, units: int | None) -> float:
     """Returns the SM utilization of a matmul under wave and tile quantization."""
     if units is None:
         return 1.0
+    (rows, columns), inner, batch = _output(kernel)
+    if _is_narrow(kernel):
+        # Kernels for narrow results have narrow tiles, and split the inner dimension until all SMs have work.
+        tile = _edge(rows) * _edge(columns)
+        tiles = -(-rows // _edge(rows)) * -(-columns // _edge(columns)) * batch
+        splits = max(1, min(units // tiles, inner // _SPLIT))
+    else:
+        tile, splits = _TILE**2, 1
+        tiles = -(-rows // _TILE) * -(-columns // _TILE) * batch
+    # Utilization = useful tiles / (waves * SMs). The last wave and the tiles at the edges are filled only in part.
+    work = rows * columns * batch / tile * splits
+    waves = -(-tiles * splits // units)
+    return max(work / (waves * units), 1e-3)
+
+
+def _output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
+    """Returns the (rows, columns) of a matmul's result, its inner dimension and its batch."""
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     # a: (..., rows, inner), b: (..., inner, columns).
     a, b = kernel.shapes[at : at + 2]
-    rows, columns, batch = a[-2] if len(a) > 1 else 1, b[-1], math.prod(a[:-2])
-    tiles = -(-rows // _TILE) * -(-columns // _TILE) * batch
-    # Utilization = useful tiles / (waves * SMs). The last wave and the tiles at the edges are filled only in part.
-    work = rows * columns * batch / _TILE**2
-    return max(work / (-(-tiles // units) * units), 1e-3) if tiles > units else max(work / units, 1e-3)
+    return (a[-2] if len(a) > 1 else 1, b[-1]), a[-1], math.prod(a[:-2])
+
+
+def _is_narrow(kernel: Kernel) -> bool:
+    """True for the matmuls of an adapter, of which one side is narrower than a tile of the result."""
+    (rows, columns), inner, _ = _output(kernel)
+    return min(rows, columns, inner) < _TILE
+
+
+def _edge(size: int) -> int:
+    """Returns the side of a tile: powers of two from 32 to 128."""
+    return min(_TILE, max(_NARROW, 1 << (size - 1).bit_length()))

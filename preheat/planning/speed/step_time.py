@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from preheat.core import Device
+from preheat.core.plan import HostLaunches
 from preheat.hardware.benchmark_rates import FULL, Grid, grid_of
 from preheat.hardware.cpp_build import compiler
 from preheat.hardware.rates import Layout, Rates
@@ -23,7 +24,7 @@ from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.roofline import fused_share, link_seconds
 
-__all__ = ["grids_of_step", "kernel_seconds", "step_seconds"]
+__all__ = ["grids_of_step", "host_seconds", "kernel_seconds", "limiting_host", "step_seconds"]
 
 # aten operator -> the operator of `hardware.rates.MOVERS` with a similar cost
 _MOVERS = {
@@ -143,6 +144,8 @@ def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
     name, moves = kernel.operator, kernel.bytes_read + kernel.bytes_written > 0
     if kernel.flops or name == "_fused_adamw_":
         return 0.0
+    if rates.host_custom is not None:  # `_host_seconds` has what custom operators take
+        return rates.launch
     return rates.launch * (_CUSTOM if moves and (name in BY_PIECES or name in IN_CACHE) else 1)
 
 
@@ -304,6 +307,7 @@ def _grids_on_gpu(observation: Observation, device: Device, *, width: int, vocab
         parameters=2**22,
         limit=_GPU_STEP_LIMIT,
         strict=True,
+        host=False,
     )
     grids = [
         replace(
@@ -319,36 +323,61 @@ def _grids_on_gpu(observation: Observation, device: Device, *, width: int, vocab
     if shapes["tf32"]:
         tf32 = tuple(sorted(shapes["tf32"]))
         grids.append(replace(common, dtypes=("tf32",), shapes=tf32, attention=(), elements=(), parameters=0))
-    return grids
+    return [replace(grids[0], host=True), *grids[1:]]
 
 
-# In a training step each kernel also costs Python, dispatcher, autograd and views: 11 microseconds in a profile of the
-# demo, where a bare call takes 1.2.
-_HOST_SHARE = 8
-# With a GPU a bare call including its launch takes 4 to 5 microseconds; in a step it takes 9, in a compiled layer 3
-# (see `_HOST` in planning/speed/roofline.py).
-_GPU_SHARE, _GPU_SHARE_COMPILED = 2.0, 0.7
+# Host time per operator of a step here over that of the tiny step that a calibration measures: 1.1 to 1.6 on a CPU, the
+# most for Muon, LoRA and autocast (benchmarks/results/host_time.md).
+_OF_STEP = 1.4
+# The same over a bare call, for calibrations without that measurement. On a CPU, where a bare call takes 0.7 to 1.2
+# microseconds, 11 to 16; with a GPU, where it takes 4.5 and 13.6 with its launch on two hosts, 2.0 and 3.1.
+_HOST_SHARE, _GPU_SHARE = 8.0, 2.5
+_COMPILED = 0.35  # of the host time that remains in compiled layers: 3 of 9 microseconds
+
+
+def host_seconds(observation: Observation, rates: Rates) -> tuple[int, float]:
+    """Returns the operators that the host launches in a step, and the seconds that it takes for them."""
+    # Copies over the link are launched beside the computation.
+    kernels = [(k, count) for k, count in observation.kernels.items() if k.where == "device" or not rates.of_gpu]
+    operators = sum(count for _, count in kernels)
+    slower = observation.slowed * (_COMPILED if rates.of_gpu and observation.compiled else 1.0)
+    if rates.host_operator is None or rates.host_custom is None:
+        return operators, operators * rates.launch * (_GPU_SHARE if rates.of_gpu else _HOST_SHARE) * slower
+    # The dispatcher calls Python for our operators, which are custom ones of torch.
+    custom = sum(count for kernel, count in kernels if kernel.operator.startswith("preheat::"))
+    seconds = (operators - custom) * rates.host_operator * _OF_STEP * slower + custom * rates.host_custom
+    return operators, seconds
 
 
 def step_seconds(observation: Observation, rates: Rates) -> float:
     """Returns the seconds of one optimizer step."""
     if rates.of_gpu:
         return rates.pace * _gpu_seconds(observation, rates)
-    # Minus one, because `kernel_seconds` includes a launch already.
-    host = rates.launch * (_HOST_SHARE * observation.slowed - 1)
-    return rates.pace * sum(
-        (kernel_seconds(kernel, rates) + host) * count for kernel, count in observation.kernels.items()
-    )
+    # Less a launch each, because `kernel_seconds` includes it already.
+    operators, host = host_seconds(observation, rates)
+    kernels = sum(kernel_seconds(kernel, rates) * count for kernel, count in observation.kernels.items())
+    return rates.pace * (kernels + host - operators * rates.launch)
 
 
 def _gpu_seconds(observation: Observation, rates: Rates) -> float:
     """Returns the seconds of a step on a GPU: the slower of host and device, plus exposed copies over the link."""
-    kernels = [(kernel, count) for kernel, count in observation.kernels.items() if kernel.where == "device"]
-    device = sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
-    share = _GPU_SHARE_COMPILED if observation.compiled else _GPU_SHARE
-    host = sum(count for _, count in kernels) * rates.launch * share * observation.slowed
+    device = _computing_seconds(observation, rates)
     # Launches are queued ahead of the device, so the slower of the two sets the pace.
-    working = max(device, host) * (1 + observation.idle)
+    working = max(device, host_seconds(observation, rates)[1]) * (1 + observation.idle)
     if rates.to_host is None or rates.to_device is None:
         return working
     return working + link_seconds(observation, device, to_host=rates.to_host, to_device=rates.to_device)
+
+
+def _computing_seconds(observation: Observation, rates: Rates) -> float:
+    """Returns the seconds of a GPU's kernels."""
+    kernels = [(kernel, count) for kernel, count in observation.kernels.items() if kernel.where == "device"]
+    return sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
+
+
+def limiting_host(observation: Observation, rates: Rates) -> HostLaunches | None:
+    """Returns what the host launches if it launches a GPU's kernels more slowly than they run, else None."""
+    operators, seconds = host_seconds(observation, rates)
+    if not rates.of_gpu or not operators or seconds <= _computing_seconds(observation, rates):
+        return None
+    return HostLaunches(operators, seconds / operators)

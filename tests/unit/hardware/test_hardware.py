@@ -28,6 +28,7 @@ from preheat.hardware import cuda_driver, openmp, segments
 from preheat.hardware import probe as probing
 from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
 from preheat.hardware.catalogue import accelerator, accelerators, named_or_described
+from preheat.hardware.host_time import HostTime
 from preheat.hardware.link_rates import links_at, load_links
 from preheat.hardware.oom import is_oom, requested_bytes
 from preheat.hardware.rates import (
@@ -729,6 +730,28 @@ def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was(mo
     assert stored_at("here", found.torch, 1) != unlimited
 
 
+def test_the_host_s_time_counts_operators_as_a_dry_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from preheat.hardware import host_time
+    from preheat.planning.dispatch_recorder import Recorder
+
+    operators = []
+    for custom in (False, True):
+        step = host_time._training_step("cpu", custom=custom)
+        with Recorder(64) as recorder:
+            step()
+        counts = host_time._counted(step)
+        operators.append(sum(counts.values()))
+        assert operators[-1] == sum(recorder.kernels.values())
+    ours = counts[host_time._NAME] + counts[f"{host_time._NAME}_back"]
+    assert ours == 2 * 9  # two norms of each of four layers, and the last one
+    # A step of 10 us an operator, and one of 10 and 90.
+    seconds = iter([operators[0] * 1e-5, (operators[1] - ours) * 1e-5 + ours * 9e-5])
+    monkeypatch.setattr(host_time, "_lower_quartile", lambda step, device: next(seconds))
+    draws = torch.random.get_rng_state()
+    assert host_time.host_time("cpu") == pytest.approx((1e-5, 9e-5))
+    assert torch.equal(draws, torch.random.get_rng_state())
+
+
 def test_matrix_rate_is_that_of_a_direct_timing() -> None:
     found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
     x, w = torch.randn(256, 256), torch.randn(256, 256)
@@ -1126,7 +1149,11 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     gpu = made_up(near=None, to_host=2e10, to_device=3e10)
     path = gpu.store()
+    assert "host_operator" not in path.read_text()  # as files were before it was measured
     assert load("made up", "2.13.0", 2) == gpu
+    dataclasses.replace(gpu, host_operator=1e-5, host_custom=1e-4).store()
+    assert load("made up", "2.13.0", 2) == dataclasses.replace(gpu, host_operator=1e-5, host_custom=1e-4)
+    gpu.store()
     stored = json.loads(path.read_text())
     assert stored["format"] == 10
     path.write_text(json.dumps(stored | {"to_host": -1}))
@@ -1169,6 +1196,7 @@ def test_a_gpu_s_grid_is_measured_wholly(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(calibrating, "other_processes_bytes", lambda device: 0)
     monkeypatch.setattr(calibrating, "_adamw", lambda *args: 1e-9)
     monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
+    monkeypatch.setattr(calibrating, "host_time", lambda kind: HostTime(1e-5, 1e-4))
     monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size, device="meta"))
     found = calibrate(device, 1)
     assert set(moved) == {GPU.large}  # more than once on a busy machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from preheat import recipe as recipes
+from preheat.cli.views.plan_answer import warnings_of
 from preheat.core import Axis
+from preheat.core.plan import HostLaunches
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.ops.dry_run_loops import counting, fold_identical
@@ -23,10 +26,10 @@ from preheat.planning.memory.cuda_caching_allocator import Caching, replay_cachi
 from preheat.planning.memory.free_list import Holes
 from preheat.planning.memory.overhead import needs_allocator_retries, process_overhead
 from preheat.planning.observation import Observation
-from preheat.planning.plan import plan
+from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
-from preheat.planning.speed.step_time import step_seconds
+from preheat.planning.speed.step_time import kernel_seconds, limiting_host, step_seconds
 
 from ...conftest import tiny
 
@@ -152,7 +155,8 @@ def test_a_product_is_limited_by_flops_or_by_bytes() -> None:
     assert 2 * 8192 * 8192 * 8448 / large == pytest.approx(
         h100.device.sustained()["bf16"], rel=0.02
     )  # whole waves of 132 units
-    assert narrow == pytest.approx((2 * (8192 * 16 + 16 * 8448) + 2 * 8192 * 8448) / (3.35e12 * 0.85), rel=1e-3)
+    moving = (2 * (8192 * 16 + 16 * 8448) + 2 * 8192 * 8448) / (3.35e12 * 0.85)
+    assert narrow == pytest.approx(moving + 2 * 8192 * 16 * 8448 / h100.device.sustained()["bf16"], rel=0.01)
     assert seconds(128, 8192, 128) > large / 64 / 66 * 50  # one tile leaves 131 of 132 units idle
 
 
@@ -252,10 +256,74 @@ def test_a_gpu_s_step_takes_the_longer_of_device_and_host() -> None:
         )
 
     assert step(big=1000) == pytest.approx(1000 * seconds)  # the host's 9 ms run beside
-    assert step(small=1000) == pytest.approx(1000 * 2 * 4.5e-6)  # the host decides
+    assert step(small=1000) == pytest.approx(1000 * 2.5 * 4.5e-6)  # the host decides
     assert step(big=100, small=10) == pytest.approx(100 * seconds, rel=1e-3)
     assert step(big=1000, out=1) == pytest.approx(1000 * seconds)  # a copy that the forward pass hides
     assert step(big=1, out=1) == pytest.approx(seconds * 2 / 3 + 1e9 / 50e9)
+
+
+def test_the_host_s_measured_time_per_operator_decides_a_step_of_small_kernels() -> None:
+    rates = replace(measured(Roofline.of("H100"), launch=13.6e-6), host_operator=28e-6, host_custom=90e-6)
+    small, ours = (kernel(name, bytes_read=64, bytes_written=32, shapes=((8,),)) for name in ("add", "preheat::norm"))
+    seen = Observation({}, {}, Counter({small: 900, ours: 100}), {}, 0, 0, 0, 0)
+    host = 900 * 28e-6 * 1.4 + 100 * 90e-6
+    assert step_seconds(seen, rates) == pytest.approx(host)
+    assert limiting_host(seen, rates) == HostLaunches(1000, pytest.approx(host / 1000))
+    assert step_seconds(replace(seen, slowed=1.8), rates) == pytest.approx(900 * 28e-6 * 1.4 * 1.8 + 100 * 90e-6)
+    # On a CPU the kernels' own time is added, and a bare launch is part of both.
+    cpu = replace(rates, near=1e11, launch=1e-6)
+    own = kernel_seconds(small, cpu) - 1e-6, kernel_seconds(ours, cpu) - 1e-6
+    assert step_seconds(seen, cpu) == pytest.approx(host + 900 * own[0] + 100 * own[1])
+    large = kernel("mm", flops=2 * 8192**3, shapes=((8192, 8192), (8192, 8192)), transposed=(False, True))
+    assert limiting_host(replace(seen, kernels=Counter({large: 10})), rates) is None
+
+
+def test_a_plan_says_when_an_unknown_host_decides_and_how_little_it_knows() -> None:
+    h100 = Roofline.of("H100")
+    small = plan(Request(tiny(), h100.as_device, vocabulary=96, rates=h100))
+    assert small.host is not None
+    assert small.host.seconds_each == 9e-6
+    assert small.tokens_per_second_interval.low == pytest.approx(0.2 * small.tokens_per_second)
+    assert any(f"{small.host.operators:,} operators at 9 µs" in line for line in warnings_of(small))
+
+
+def test_kernels_read_what_was_just_written_from_the_cache() -> None:
+    l40s = Roofline.of("L40S")
+    memory, cache = 0.85 * 864e9, 4590e9
+
+    def seconds(read: int, written: int, rates: Roofline = l40s, **more: Any) -> float:
+        only = Counter({kernel("silu", bytes_read=read, bytes_written=written, **more): 1})
+        return rates.seconds(Observation({}, {}, only, {}, 0, 0, 0, 0)).moved - 3e-6
+
+    assert seconds(10**7, 10**7) == pytest.approx(10**7 / memory)  # what is written leaves the cache
+    assert seconds(4 * 10**7, 10**6) == pytest.approx(4.1e7 / cache)
+    both = ((5, 10**6), (5, 10**6))
+    assert seconds(2 * 10**7, 10**7, shapes=both) == pytest.approx(2e7 / memory)  # one of two operands is older
+    assert seconds(4 * 10**7, 4 * 10**7) == pytest.approx(8e7 / memory)  # more than three quarters of it
+    assert seconds(10**7, 10**7, alone=True) == pytest.approx(2e7 / memory)  # weights of the last step
+    l4 = Roofline.of("L4")  # no rate of its cache is known
+    assert seconds(10**7, 10**7, l4) == pytest.approx(2e7 / (0.85 * 300e9))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shapes", "microseconds"),
+    [
+        ("fp32", ((16384, 4096), (4096, 16)), 152),
+        ("fp32", ((16, 16384), (16384, 4096)), 146),
+        ("fp32", ((8192, 16), (16, 4096)), 67),
+        ("bf16", ((16384, 4096), (4096, 16)), 50),
+        ("bf16", ((16, 16384), (16384, 4096)), 52),
+    ],
+)
+def test_an_adapter_s_matmuls_take_what_an_h100_was_calibrated_to(
+    dtype: str, shapes: tuple[tuple[int, int], ...], microseconds: float
+) -> None:
+    (n, k), (_, m) = shapes
+    size = 2 if dtype == "bf16" else 4
+    moved = {"bytes_read": size * (n * k + k * m), "bytes_written": size * n * m}
+    product = kernel("mm", dtype=dtype, flops=2 * n * k * m, shapes=shapes, **moved)
+    seconds = replace(Roofline.of("H100"), alone=True)._product(product)
+    assert seconds * 1e6 == pytest.approx(microseconds, rel=0.25)
 
 
 def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
@@ -267,6 +335,71 @@ def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
     seen = observe_few_layers(Request(recipe, h100.as_device), quick=True)
     roofline, by_rates = h100.seconds(seen).total, step_seconds(seen, measured(h100))
     assert by_rates == pytest.approx(roofline, rel=0.15)
+
+
+def calibrated(gpu: Roofline, seconds: Callable[[float, float], float]) -> Rates:
+    """A calibration in which a kernel that takes t by the roofline took `seconds(t, part)`; part: 0 to 1 of the order."""
+    rates = measured(gpu)
+    shapes = [(n, k, m) for k, m in ((4096, 4096), (4096, 14336), (16, 4096)) for n in (64, 1024, 4096, 16384)]
+    order = [(dtype, layout, *shape) for dtype in rates.adamw for shape in shapes for layout in LAYOUTS]
+
+    def matmul(dtype: str, layout: Any, n: int, k: int, m: int) -> MatrixRate:
+        flops, size = 2 * n * k * m, 2 if dtype == "bf16" else 4
+        moved = {"bytes_read": size * (n * k + k * m), "bytes_written": size * n * m}
+        true = gpu._product(kernel("mm", dtype=dtype, flops=flops, shapes=((n, k), (k, m)), **moved))
+        part = order.index((dtype, layout, n, k, m)) / len(order)
+        return MatrixRate(dtype, layout, n, k, m, flops / seconds(true, part))
+
+    size = 2**30
+    copies = [
+        MovedRate(name, d, size, size / seconds(size / rates.bandwidth, 1)) for name in MOVERS for d in rates.adamw
+    ]
+    attention = [replace(r, flops=1e12 / seconds(1e12 / r.flops, 1)) for r in rates.attention]
+    return replace(
+        rates,
+        bandwidth=size / seconds(size / rates.bandwidth, 0),
+        matrix=tuple(matmul(*each) for each in order),
+        moved=tuple(copies),
+        attention=tuple(attention),
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "why", "alone"),
+    [
+        (lambda true, part: 5e-6, "faster than the data sheet", "do not grow with their work"),
+        (lambda true, part: true * (1 if part < 0.3 else 2.5), "slower than", "slower than others"),
+        (lambda true, part: 11 * true, "11 times slower than the data sheet of H100", None),
+        (lambda true, part: true, None, None),
+    ],
+    ids=["launches", "throttled", "busy", "right"],
+)
+def test_a_calibration_that_cannot_be_true_gives_way_to_the_data_sheet(
+    seconds: Callable[[float, float], float], why: str | None, alone: str | None
+) -> None:
+    """`alone`: what can be told of a card without a data sheet."""
+    h100 = replace(Roofline.of("H100"), alone=True)
+    recipe = recipes.parse(
+        "name: x\nmodel: {preset: llama-3.1-8b}\nbatch: {size: 2, seq_len: 4096}\nstop: {max_steps: 1}\n"
+        "techniques: {lora: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
+    )
+    request = Request(recipe, h100.as_device, rates=h100)
+    seen = observe_few_layers(request, quick=True)
+    true, rates = describe(request, seen), calibrated(h100, seconds)
+    planned = describe(replace(request, rates=rates), seen)
+    assert planned.seconds_per_step == pytest.approx(true.seconds_per_step, rel=0.25)
+    if why is None:
+        assert planned.doubt is None
+    else:
+        assert planned.doubt is not None
+        assert why in planned.doubt
+        assert planned.doubt in warnings_of(planned)
+    unknown = describe(replace(request, rates=replace(rates, hardware="a new card")), seen)
+    if alone is None:
+        assert unknown.doubt is None
+    else:
+        assert unknown.doubt is not None
+        assert alone in unknown.doubt
 
 
 def test_collectives_take_their_bytes_over_the_link_or_the_network() -> None:

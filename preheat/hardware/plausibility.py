@@ -1,0 +1,135 @@
+"""Plausibility of a GPU's calibration: against its data sheet, and against itself. Does not import torch.
+
+Events that time launches only give rates that no device has; another process or throttling gives a fraction of them. A
+plan by such rates would be off by as much, so it takes the rates of the data sheet and says why. Without a data sheet,
+only values that contradict each other can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median, quantiles
+
+from preheat.errors import RecipeError
+from preheat.hardware.catalogue import Accelerator, accelerator
+from preheat.hardware.rates import MatrixRate, Rates
+
+__all__ = ["contradicted_data_sheet", "doubt_of", "doubt_without_data_sheet"]
+
+_LARGE = 1024
+"""Least size of each dimension of a matmul whose rate is near the best one; on an H100 9 in 10 reach 0.78 of it."""
+_FASTEST = 1.25
+"""Of the data sheet's peak: boosted clocks of GeForce reach 1.15."""
+_SLOWEST = 0.6
+"""Of what the data sheet's device sustains; large matmuls of an H100 reached 0.84 (tf32) to 0.96 (bf16), its copies
+1.05. A lower power limit costs a third."""
+_STEADY = 0.6
+"""Of the fast tenth of large matmuls, reached by the slow tenth: 0.84 on an H100. Half the clock gives 0.5."""
+_GROWS = 3.0
+"""Least ratio of the longest time of a matmul to the shortest: at 100 times the FLOPs, 30 and more."""
+_UNSTEADY = ("bf16", "fp16", "fp32")
+"""Dtypes whose large matmuls run at about one rate; those in TF32 depend on the layout."""
+
+
+def contradicted_data_sheet(rates: Rates) -> tuple[Accelerator, str] | None:
+    """Returns the data sheet of a GPU and how its calibration contradicts it; None if it does not, or there is none.
+
+    Example:
+        contradicted_data_sheet(rates) -> (accelerator("H100"), "calibrated matmuls in bf16 are 11 times ...")
+    """
+    if not rates.of_gpu:
+        return None
+    try:
+        sheet = accelerator(rates.hardware)
+    except RecipeError:
+        return None
+    if sheet.memory is None or sheet.bandwidth is None or not sheet.peaks():
+        return None
+    why = _against(rates, sheet) or _against_itself(rates)
+    return (sheet, f"{why}; the data sheet's rates are used ({_AGAIN})") if why else None
+
+
+def doubt_without_data_sheet(rates: Rates) -> str | None:
+    """Returns how a GPU's calibration contradicts itself; None if it does not."""
+    why = _against_itself(rates) if rates.of_gpu else None
+    return why and f"{why}; speeds are not reliable ({_AGAIN})"
+
+
+def doubt_of(rates: Rates) -> str | None:
+    """Returns how a calibration contradicts its data sheet or itself; None if it does not."""
+    contradicted = contradicted_data_sheet(rates)
+    return contradicted[1] if contradicted else doubt_without_data_sheet(rates)
+
+
+_AGAIN = "measure again on an idle device: preheat calibrate --device cuda"
+_BUSY = "another process or throttling"
+
+
+def _against(rates: Rates, sheet: Accelerator) -> str | None:
+    peaks, sustained = sheet.peaks(), sheet.sustained(alone=True)
+    what = f"the data sheet of {sheet.name}"
+    for dtype, peak in peaks.items():
+        large = _large(rates, dtype)
+        if not large:
+            continue
+        best, usual = max(row.flops for row in large), median(row.flops for row in large)
+        if best > _FASTEST * peak:
+            return f"calibrated matmuls in {dtype} are {_times(best / peak)} faster than {what} allows"
+        if usual < _SLOWEST * sustained[dtype]:
+            return f"calibrated matmuls in {dtype} are {_times(sustained[dtype] / usual)} slower than {what}: {_BUSY}"
+    assert sheet.bandwidth is not None
+    for name, bandwidth in (("copy", rates.bandwidth), *_moved(rates)):
+        if bandwidth > _FASTEST * sheet.bandwidth:
+            return f"calibrated memory bandwidth ({name}) is {_times(bandwidth / sheet.bandwidth)} that of {what}"
+        if bandwidth < _SLOWEST * _COPY * sheet.bandwidth:
+            slower = _times(_COPY * sheet.bandwidth / bandwidth)
+            return f"calibrated memory bandwidth ({name}) is {slower} lower than {what}: {_BUSY}"
+    return None
+
+
+_COPY = 0.85
+"""Of the data sheet's bandwidth, reached by large copies."""
+
+
+def _against_itself(rates: Rates) -> str | None:
+    for dtype in rates.peak_matrix_rate:
+        rows = [row for row in rates.matrix if row.dtype == dtype]
+        times = [_flops(row) / row.flops for row in rows]
+        work = [_flops(row) for row in rows]
+        if rows and max(work) > 100 * min(work) and max(times) < _GROWS * min(times):
+            return f"calibrated times of matmuls in {dtype} do not grow with their work, as if only launches were timed"
+        large = [row.flops for row in _large(rates, dtype)]
+        if dtype in _UNSTEADY and len(large) > 9:
+            tenths = quantiles(large, n=10)
+            if tenths[0] < _STEADY * tenths[-1]:
+                slower = _times(tenths[-1] / tenths[0])
+                return f"some calibrated matmuls in {dtype} are {slower} slower than others: {_BUSY}"
+    for name, bandwidth in _moved(rates):
+        if not _STEADY < bandwidth / rates.bandwidth < 1 / _STEADY:
+            ratio = max(bandwidth / rates.bandwidth, rates.bandwidth / bandwidth)
+            return f"two calibrated rates of large copies ({name}) differ by {_times(ratio)}: {_BUSY}"
+    return None
+
+
+def _large(rates: Rates, dtype: str) -> Sequence[MatrixRate]:
+    return [row for row in rates.matrix if row.dtype == dtype and min(row.n, row.k, row.m) >= _LARGE]
+
+
+def _flops(row: MatrixRate) -> int:
+    return 2 * row.n * row.k * row.m
+
+
+def _moved(rates: Rates) -> list[tuple[str, float]]:
+    """Returns (name, bytes/s) of the largest copies in each dtype."""
+    copies = [row for row in rates.moved if row.operator == "copy" and row.bytes >= _FAR]
+    dtypes = dict.fromkeys(row.dtype for row in copies)
+    largest = [max((row for row in copies if row.dtype == dtype), key=lambda row: row.bytes) for dtype in dtypes]
+    return [(f"in {row.dtype}", row.rate) for row in largest]
+
+
+_FAR = 1 << 28
+"""Bytes of a copy that no cache holds."""
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} times" if ratio < 9.5 else f"{ratio:.0f} times"
