@@ -115,6 +115,8 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[Plan, Any]:
             if seen.idle:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
+            if trainer_of(row).foreach_update:
+                seen = replace(seen, kernels=Counter({_by_foreach(k): n for k, n in seen.kernels.items()}))
             if trainer_of(row).overlaps_update:
                 seen = replace(seen, kernels=Counter({_overlapped(k): n for k, n in seen.kernels.items()}))
             seen = replace(seen, compiled=compiled(row))
@@ -155,6 +157,15 @@ def _overlapped(kernel: Any) -> Any:
     from dataclasses import replace
 
     return replace(kernel, alone=False) if kernel.group is not None else kernel
+
+
+def _by_foreach(kernel: Any) -> Any:
+    """Returns a fused AdamW as torch's foreach one, whose kernels read and write each state again."""
+    from dataclasses import replace
+
+    if kernel.operator != "_fused_adamw_":
+        return kernel
+    return replace(kernel, bytes_read=3 * kernel.bytes_read, bytes_written=3 * kernel.bytes_written)
 
 
 def _by_cudnn(kernel: Any) -> Any:

@@ -72,6 +72,8 @@ class Trainer:
     """A pipeline cuts what a device gets of a step into as many micro-batches as there are stages."""
     transformer_engine: bool = False
     """8-bit matmuls and attention are kernels written by hand, with no word of a compiler."""
+    foreach_update: bool = False
+    """AdamW is torch's default, many kernels over lists of tensors, which move three times the bytes of the fused one."""
     overlaps_update: bool = False
     """New weights are gathered while the next step's first layers compute."""
     host_optimizer: bool = False
@@ -89,7 +91,9 @@ TRANSFORMERS = Trainer(
         "arXiv:2106.09685 and peft/utils/constants.py (queries and values); arXiv:2305.14314 (QLoRA: all layers)",
         "huggingface/peft src/peft/utils/other.py (prepare_model_for_kbit_training recomputes)",
         "huggingface/peft src/peft/tuners/lora/layer.py (result + lora_B(lora_A(x)) * scaling)",
+        "huggingface/transformers src/transformers/training_args.py (optim adamw_torch) and pytorch torch/optim/adamw.py (foreach)",
     ),
+    foreach_update=True,
     recomputes=("qlora",),
 )
 LITGPT = replace(
@@ -103,6 +107,7 @@ LITGPT = replace(
         "Lightning-AI/litgpt extensions/thunder/pretrain.py (4 sequences, bf16-true, where a row says nothing)",
         "bitsandbytes pull request 1270",
     ),
+    foreach_update=False,  # fused, on a GPU
     chunks_logits=True,
     adapts={"lora": "q,v", "qlora": "q,v"},
     adapts_all=("Gemma", "Phi-2", "Phi-3", "TinyLlama"),
@@ -241,6 +246,7 @@ AUTOMODEL = replace(
     ),
     adapter_dropout=0.0,
     adapts={"lora": "all", "qlora": "all"},
+    foreach_update=False,
     whole_root=False,
 )
 DEEPSPEED = replace(
@@ -252,6 +258,7 @@ DEEPSPEED = replace(
         "deepspeedai/DeepSpeed deepspeed/runtime/zero/config.py (reduce_bucket_size 5e8)",
     ),
     host_optimizer=True,  # 2 rows; an 8B over 8 devices +48 % without it
+    foreach_update=False,
     whole_root=False,
 )
 

@@ -482,8 +482,8 @@ def warnings_of(plan: Plan) -> list[str]:
         warnings.append(f"speed: {plan.pace:.2f} times as long as the measured rates predict, like the last runs here")
     if plan.host:
         warnings.append(
-            f"speed: the host launches {plan.host.operators:,} operators at {plan.host.seconds_each * 1e6:.3g} µs and is "
-            "slower than the device: larger micro-batches cost little"
+            f"speed: the host launches {plan.host.operators:,} operators at {plan.host.seconds_each * 1e6:.3g} µs and "
+            "is slower than the device: larger micro-batches cost little"
         )
     if plan.doubt:
         warnings.append(plan.doubt)
