@@ -21,13 +21,14 @@ import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from published_rows import (
     LENGTH,
     Open,
+    as_timed,
     by_transformer_engine,
     compiled,
     filled,
@@ -76,8 +77,8 @@ MORE = (
 )
 
 
-def planned(row: Row, recipe: Any, roofline: Any) -> tuple[Plan, Any]:
-    """A plan of the recipe, or of the nearest that is not refused."""
+def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tuple[Plan, Any]:
+    """A plan of the recipe, or of the nearest that is not refused; `timed`: only its speed counts."""
     from dataclasses import replace
 
     from preheat.core import conflicts_of
@@ -106,7 +107,7 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[Plan, Any]:
         if name == "fp8":
             eights = True
         if not problems:
-            with adapters_of(row):
+            with layers_of(row, timed=timed):
                 seen = observe_few_layers(Request(recipe, device))
             if eights:
                 seen = replace(seen, kernels=Counter({_in_bits(k, bits): n for k, n in seen.kernels.items()}))
@@ -115,6 +116,8 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[Plan, Any]:
             if seen.idle:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
+            if trainer_of(row).bitsandbytes:
+                seen = replace(seen, kernels=Counter({_by_bitsandbytes(k): n for k, n in seen.kernels.items()}))
             if trainer_of(row).foreach_update:
                 seen = replace(seen, kernels=Counter({_by_foreach(k): n for k, n in seen.kernels.items()}))
             if trainer_of(row).overlaps_update:
@@ -124,17 +127,36 @@ def planned(row: Row, recipe: Any, roofline: Any) -> tuple[Plan, Any]:
     raise Open("; ".join(map(str, problems)))
 
 
-def adapters_of(row: Row) -> contextlib.AbstractContextManager[object]:
-    """Leaves adapters to peft's own layers in dry runs of rows whose trainer adds their product as peft does; a compiler fuses it."""
+@contextlib.contextmanager
+def layers_of(row: Row, *, timed: bool) -> Iterator[None]:
+    """Has dry runs compute adapters as the row's trainer does: by peft's own layers, whose product a compiler fuses.
+
+    Timed ones also have what peft's layers copy and cast (`Trainer.peft_layers`); autocast casts inputs back.
+    """
     from unittest import mock
 
     from peft.tuners.lora import Linear
 
-    from preheat.ops.adapters import peft_layers
+    # `joint_lora` must have the class of our own layers when these are replaced, or it takes peft's for ours.
+    from preheat.ops.adapters import joint_lora, peft_layers  # noqa: F401
+    from preheat.techniques import mixed_precision
 
-    if trainer_of(row).adds_in_place or compiled(row):
-        return contextlib.nullcontext()
-    return mock.patch.object(peft_layers, "added_linear", return_value=Linear)
+    class Cloned(Linear):  # type: ignore[misc]
+        def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(x, *args, **kwargs).clone()
+
+    trainer = trainer_of(row)
+    with contextlib.ExitStack() as stack:
+        if not (trainer.adds_in_place or compiled(row)):
+            copies = timed and trainer.peft_layers
+            layer = Cloned if copies and row["method"] == "qlora" else Linear
+            stack.enter_context(mock.patch.object(peft_layers, "added_linear", return_value=layer))
+            if copies and row["method"] == "lora":
+                stack.enter_context(mock.patch.object(peft_layers, "under_autocast"))
+        if timed and not trainer.autocasts:
+            without = contextlib.nullcontext()
+            stack.enter_context(mock.patch.object(mixed_precision, "autocast", return_value=without))
+        yield
 
 
 def segments_grow(row: Row, recipe: Any, roofline: Any) -> bool:
@@ -157,6 +179,15 @@ def _overlapped(kernel: Any) -> Any:
     from dataclasses import replace
 
     return replace(kernel, alone=False) if kernel.group is not None else kernel
+
+
+def _by_bitsandbytes(kernel: Any) -> Any:
+    """Dequantization of NF4 at bitsandbytes' rate: 1.5 times as long as plans, on an H100 (results/gpu_layer.md)."""
+    from dataclasses import replace
+
+    if kernel.operator != "preheat::nf4_values":
+        return kernel
+    return replace(kernel, bytes_read=int(1.5 * kernel.bytes_read), bytes_written=int(1.5 * kernel.bytes_written))
 
 
 def _by_foreach(kernel: Any) -> Any:
@@ -407,6 +438,7 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
         opened, row = leaves_open(row), filled(row)
         recipe = recipe_of(row)
         made, used = planned(row, recipe, roofline)
+        chosen = recipe
         for more in MORE:
             if has_room(row, made, used, roofline):
                 break
@@ -423,14 +455,18 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             )
             with contextlib.suppress(Open):
                 made, used = planned(row, recipe, roofline)
+                chosen = recipe
         low, gib, high = (
             min(edge, roofline.device.memory / 2**30) for edge in memory_of(row, made, used, opened)
         )  # it had room
         out |= {"predicted_gib": gib, "low_gib": low, "high_gib": high}
         if timed:
-            timed_plan = made
+            timed_plan, timed_recipe = made, chosen
             if "gradient_accumulation" in used.techniques and micro_batches_of(row, mesh_of(row)[2]) == 1:
-                timed_plan, _ = planned(row, recipe_of(row, kept_sums=False), roofline)
+                timed_recipe = recipe_of(row, kept_sums=False)
+            timed_recipe = as_timed(row, timed_recipe)
+            if timed_recipe != chosen or "lora" in used.techniques:  # see `layers_of`
+                timed_plan, _ = planned(row, timed_recipe, roofline, timed=True)
             speed = timed_plan.tokens_per_second / recipe.parallel.devices
             edges = (edge / timed_plan.tokens_per_second for edge in timed_plan.tokens_per_second_interval)
             low, high = (edge * speed for edge in (_OPEN_SPEED if opened else edges))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from trainers import Row, trainer_of
@@ -14,6 +15,7 @@ from trainers import Row, trainer_of
 __all__ = [
     "LENGTH",
     "Open",
+    "as_timed",
     "compiled",
     "filled",
     "keeps_as_transformers",
@@ -212,6 +214,22 @@ def by_transformer_engine(row: Row) -> bool:
 def compiled(row: Row) -> bool:
     """Casts to 8 bits are fused wherever they are worth it."""
     return row["compile"] == "yes" or (in_eights(row) and row["compile"] != "no")
+
+
+def as_timed(row: Row, recipe: Any) -> Any:
+    """Returns the recipe with what costs time and no memory.
+
+    These are transformers' norms, gate and rotary embedding, which stay torch's operators if layers are recomputed, and
+    the mean length of padded rows, of which the longest decide the memory.
+    """
+    trainer, techniques = trainer_of(row), dict(recipe.techniques)
+    by_operators = row["method"] != "pretrain" and not trainer.fused_norms and not compiled(row)
+    if by_operators and "fused" not in row["fused_or_chunked_ce"]:
+        techniques.pop("fused_operators", None)
+    batch = recipe.batch
+    if trainer.mean_length and re.search(_SHORTER, row["notes"]):
+        batch = replace(batch, seq_len=trainer.mean_length)
+    return replace(recipe, techniques=techniques, batch=batch)
 
 
 def keeps_as_transformers(row: Row) -> bool:

@@ -72,6 +72,14 @@ class Trainer:
     """A pipeline cuts what a device gets of a step into as many micro-batches as there are stages."""
     transformer_engine: bool = False
     """8-bit matmuls and attention are kernels written by hand, with no word of a compiler."""
+    autocasts: bool = True
+    """Matmuls are cast by autocast, if weights are in half precision and adapters in fp32."""
+    peft_layers: bool = False
+    """Adapters are peft's layers, which clone the results of 4-bit layers and cast the inputs of others to fp32."""
+    bitsandbytes: bool = False
+    """4-bit weights are dequantized by bitsandbytes."""
+    mean_length: int | None = None
+    """Tokens of a padded row in the mean, if a row says that lengths vary."""
     foreach_update: bool = False
     """AdamW is torch's default, many kernels over lists of tensors, which move three times the bytes of the fused one."""
     overlaps_update: bool = False
@@ -90,11 +98,25 @@ TRANSFORMERS = Trainer(
         "bitsandbytes pull request 1270 (inputs kept before 0.44)",
         "arXiv:2106.09685 and peft/utils/constants.py (queries and values); arXiv:2305.14314 (QLoRA: all layers)",
         "huggingface/peft src/peft/utils/other.py (prepare_model_for_kbit_training recomputes)",
-        "huggingface/peft src/peft/tuners/lora/layer.py (result + lora_B(lora_A(x)) * scaling)",
+        "huggingface/peft src/peft/tuners/lora/layer.py (result + lora_B(lora_A(x)) * scaling; x in the adapters' dtype)",
+        "huggingface/peft src/peft/tuners/lora/bnb.py (the result of a 4-bit layer is cloned)",
         "huggingface/transformers src/transformers/training_args.py (optim adamw_torch) and pytorch torch/optim/adamw.py (foreach)",
     ),
     foreach_update=True,
     recomputes=("qlora",),
+    peft_layers=True,
+    bitsandbytes=True,
+)
+PEFT_COMPARISON = replace(
+    TRANSFORMERS,
+    name="peft's comparison of methods",
+    read="2025 to 2026-10",
+    sources=(
+        "huggingface/peft method_comparison/MetaMathQA/run.py (no autocast; batches padded to their longest row)",
+        "huggingface/peft method_comparison/MetaMathQA/results (tokens and seconds: 216 padded tokens a row)",
+    ),
+    autocasts=False,
+    mean_length=216,
 )
 LITGPT = replace(
     TRANSFORMERS,
@@ -108,6 +130,7 @@ LITGPT = replace(
         "bitsandbytes pull request 1270",
     ),
     foreach_update=False,  # fused, on a GPU
+    peft_layers=False,
     chunks_logits=True,
     adapts={"lora": "q,v", "qlora": "q,v"},
     adapts_all=("Gemma", "Phi-2", "Phi-3", "TinyLlama"),
@@ -120,11 +143,12 @@ LLAMA_FACTORY = replace(
     sources=(
         "hiyouga/LLaMA-Factory src/llamafactory/hparams/finetuning_args.py (lora_dropout 0)",
         "hiyouga/LLaMA-Factory src/llamafactory/hparams/model_args.py (disable_gradient_checkpointing False)",
-        "the layers with adapters are those of its releases of 2023 (q_proj, v_proj)",
+        "hiyouga/LLaMA-Factory wiki/Performance-comparison (under both tables: LoRA modules: all)",
         "memory in whole GB without a torch counter is taken to be nvidia-smi's",
     ),
     reports="nvidia-smi",
     adapter_dropout=0.0,
+    adapts={"lora": "all", "qlora": "all"},
     recomputes=("full-ft", "lora", "qlora"),
 )
 UNSLOTH = replace(
@@ -241,9 +265,10 @@ AUTOMODEL = replace(
     name="NeMo AutoModel",
     read="0.1 to 0.2 (2025)",
     sources=(
-        "NVIDIA-NeMo/Automodel nemo_automodel/components/_peft/lora.py (dropout 0)",
+        "NVIDIA-NeMo/Automodel nemo_automodel/components/_peft/lora.py (dropout 0; layers of its own, in the base's dtype)",
         "NVIDIA-NeMo/Automodel examples/benchmark/configs (all linear layers adapted, FSDP2)",
     ),
+    peft_layers=False,
     adapter_dropout=0.0,
     adapts={"lora": "all", "qlora": "all"},
     foreach_update=False,
@@ -275,6 +300,7 @@ RAN: tuple[tuple[str, str, Trainer], ...] = (
     ("hiyouga/LLaMA-Factory", "Unsloth", UNSLOTH),
     ("hiyouga/LLaMA-Factory", "", LLAMA_FACTORY),
     ("huggingface/nanotron", "", NANOTRON),
+    ("huggingface/peft", "cap 768", PEFT_COMPARISON),
     ("huggingface/peft", "", TRANSFORMERS),
     ("linkedin/Liger-Kernel", "", TRANSFORMERS),
     ("pytorch/ao", "torchtitan", TORCHTITAN),

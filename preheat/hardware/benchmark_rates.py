@@ -636,19 +636,9 @@ def rates(
 def rates_again(device: Device, threads: int, progress: Progress | None = None, grid: Grid | None = None) -> Rates:
     """Measures and stores the rates of this machine, whether there are some or not.
 
-    A GPU's rates that contradict its data sheet or themselves are measured once more.
-
     Raises:
         RunError: measuring failed, or the rates cannot be stored.
     """
-    stored = _measured_and_stored(device, threads, progress, grid)
-    if doubt := doubt_of(stored):
-        _log.warning("measuring once more: %s", doubt)
-        stored = _measured_and_stored(device, threads, progress, grid)
-    return stored
-
-
-def _measured_and_stored(device: Device, threads: int, progress: Progress | None, grid: Grid | None) -> Rates:
     import torch
 
     _measure_in_process(device, threads, progress, lambda: [grid or grid_of(with_room(device))])
@@ -809,8 +799,21 @@ def measure_sizes(
 ) -> Rates:
     """Measures in this process, joins the rates with `known` ones, and stores them; for arguments see `rates_for`.
 
-    Partial rates of a busy machine are not stored.
+    A GPU's rates that contradict its data sheet or themselves are measured once more. Partial rates of a busy machine
+    are not stored.
     """
+    measured = _measure_grids(device, threads, grids, progress, known)
+    if doubt_of(measured):
+        measured = _measure_grids(device, threads, grids, lambda part, done: progress(f"{part}, again", done), known)
+    measured = dataclasses.replace(measured, partial=partial)
+    if not (partial and measured.contended):
+        measured.store(anew=known is None)
+    return measured
+
+
+def _measure_grids(
+    device: Device, threads: int, grids: Sequence[Grid], progress: Progress, known: Rates | None
+) -> Rates:
     measured = known
     for number, grid in enumerate(grids):
 
@@ -820,7 +823,4 @@ def measure_sizes(
         rates_of_grid = calibrate(device, threads, tell, grid=grid)
         measured = rates_of_grid if measured is None else measured.joined(rates_of_grid)
     assert measured is not None, "there is something to measure"
-    measured = dataclasses.replace(measured, partial=partial)
-    if not (partial and measured.contended):
-        measured.store(anew=known is None)
     return measured

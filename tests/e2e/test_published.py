@@ -82,6 +82,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         row("lengths vary", activation_checkpointing="full", compile="yes", notes="variable lengths"),
         row("queries", method="lora", lora_rank=8, notes="LoRA on q,v"),
         row("all maps", method="lora", lora_rank=8, notes="LoRA on q,k,v,o,mlp"),
+        row("QLoRA by transformers", **unsloth | {"notes": "HF"}, activation_checkpointing="full", seq_len=2048),
+        row("QLoRA by Unsloth", **unsloth, activation_checkpointing="full", seq_len=2048),
         row("Unsloth", **unsloth),
         row("Unsloth recomputes", **unsloth, activation_checkpointing="full"),
         row("Unsloth keeps", **unsloth, activation_checkpointing="none"),
@@ -191,6 +193,27 @@ def test_trainers_defaults_are_taken_where_a_row_says_nothing(answers: dict[str,
     assert more == pytest.approx(ALL_SAID * 2 * 8192 * 256 / 2**30)
 
 
+def test_transformers_operators_copies_and_dequantization_take_time(answers: dict[str, dict[str, str]]) -> None:
+    by_transformers, by_unsloth = (
+        float(answers[f"QLoRA by {name}"]["predicted_tok_s"]) for name in ("transformers", "Unsloth")
+    )
+    assert by_transformers < 0.8 * by_unsloth
+
+
+def test_time_is_that_of_the_mean_length_and_of_the_trainers_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import published_rows
+
+    said = {"method": "lora", "lora_rank": 8, "activation_checkpointing": "full", "seq_len": 768}
+    padded = row("any", **said, source_repo="huggingface/peft", notes="variable lengths (cap 768)")
+    recipe = published_rows.recipe_of(padded)
+    timed = published_rows.as_timed(padded, recipe)
+    assert (recipe.batch.seq_len, timed.batch.seq_len) == (768, 216)
+    assert recipe.techniques.keys() - timed.techniques.keys() == {"fused_operators"}
+    compiled = row("any", **said, compile="yes")
+    assert published_rows.as_timed(compiled, published_rows.recipe_of(compiled)) == published_rows.recipe_of(compiled)
+
+
 @pytest.mark.parametrize(
     ("said", "name"),
     [
@@ -198,6 +221,7 @@ def test_trainers_defaults_are_taken_where_a_row_says_nothing(answers: dict[str,
         ({"source_repo": "bigscience-workshop/bigscience", "gpu": "A100-80GB"}, "Megatron-DeepSpeed"),
         ({"source_repo": "hiyouga/LLaMA-Factory", "notes": "Unsloth+FA2"}, "Unsloth"),
         ({"source_repo": "hiyouga/LLaMA-Factory", "notes": "HF+FA2"}, "LLaMA-Factory"),
+        ({"source_repo": "huggingface/peft", "notes": "variable lengths (cap 768)"}, "peft's comparison of methods"),
         ({"source_repo": "a/b"}, "transformers Trainer, TRL"),
         ({"source_repo": "a/b", "method": "pretrain", "dp_shard": 8}, "torchtitan"),
         ({"source_repo": "a/b", "method": "pretrain", "sequence_parallel": "no"}, "Megatron-LM, NeMo, Megatron-Bridge"),
