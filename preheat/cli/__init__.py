@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from preheat import remote_code
+from preheat import plugins, remote_code
 from preheat.cli import (
     bench,
     calibrate,
@@ -30,6 +30,7 @@ from preheat.cli import (
     recipes,
     report,
     techniques,
+    track,
     train,
     try_,
 )
@@ -67,7 +68,17 @@ def _global(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error. Goes before the command.")
     ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugin",
+            metavar="MODULE",
+            help="A Python module with techniques or trackers. Goes before the command; repeatable.",
+        ),
+    ] = None,
 ) -> None:
+    if plugin:
+        plugins.add(plugin)
     if version:
         from preheat import __version__
 
@@ -80,6 +91,7 @@ app.command("data", cls=unused.Command)(opens_models(data.data))
 app.command("train", cls=unused.Command)(opens_models(train.train))
 app.command("bench", cls=unused.Command)(opens_models(bench.bench))
 app.command("report")(report.report)
+app.command("track")(track.track)
 app.command("eval", cls=unused.Command)(opens_models(evaluate.evaluate))
 app.command("generate", cls=unused.Command)(opens_models(generate.generate))
 app.command("chat", cls=unused.Command)(opens_models(chat.chat))

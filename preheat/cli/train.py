@@ -289,6 +289,17 @@ def train(
             help="With --nproc: maximum number of restarts from the last checkpoint after a process died.",
         ),
     ] = 0,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--track",
+            metavar="TRACKER",
+            help=(
+                "Send the run to a tracker while it trains: trackio, wandb, mlflow, tensorboard, swanlab, webhook, "
+                "or one of a package. Repeatable; the same as tracking.to in the recipe."
+            ),
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -318,19 +329,21 @@ def train(
     from preheat.hardware.catalogue import named_or_described
 
     refuse_model(recipe, "train")
+    # An override like any other, so that the run's recipe names its trackers.
+    set = [*(set or []), *([f"tracking.to=[{', '.join(track)}]"] if track else [])]
     if dry_run:
         device = None if gpu is None else named_or_described(gpu)
-        _dry_run(recipe, set or [], gpu=device, out=out, resume=resume, nproc=nproc, json=json)
+        _dry_run(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
         return
     if gpu is not None:
         raise RecipeError("--gpu: a run uses the devices of this machine; add --dry-run to plan it for another")
     # With several processes, rank 0 prints the warnings.
-    read = recipes.load(recipe, set or [], warn=nproc < 2 or "RANK" in os.environ)
+    read = recipes.load(recipe, set, warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
     # Under torchrun (RANK is set) the processes exist already.
     if nproc > 1 and "RANK" not in os.environ:
         # The same command for each process, without the options of the launcher.
-        command = ["train", recipe, *(part for item in set or [] for part in ("--set", item))]
+        command = ["train", recipe, *(part for item in set for part in ("--set", item))]
         command += ["--out", str(out)] if out else []
         # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []

@@ -5,6 +5,8 @@ group `preheat.techniques`:
 
     [project.entry-points."preheat.techniques"]
     my_technique = "my_package.my_technique"
+
+A module that is not installed is named with `preheat --plugin`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 
+from preheat import plugins
 from preheat.core.problems import Problem, ProblemCode
 from preheat.core.slots import Slot
 from preheat.core.tags import Tag
@@ -38,10 +41,6 @@ GROUP = "preheat.techniques"
 """Our package of techniques, and the entry-point group of those in other packages."""
 
 
-_IMPORT_ERRORS = (ImportError, SyntaxError, LookupError, AttributeError, NameError, RuntimeError, TypeError, ValueError)
-"""Errors that importing a third-party module may raise, its own mistakes included."""
-
-
 @functools.cache
 def _load() -> None:
     """Imports and checks all techniques.
@@ -59,12 +58,13 @@ def _load() -> None:
             # The second test: a module that was imported earlier registers nothing now.
             if module not in modules and len(_REGISTRY) == before and module not in _modules():
                 raise ImportError("it defines no technique")
-        except _IMPORT_ERRORS as error:
+        except plugins.IMPORT_ERRORS as error:
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
             # `Tag.MISSPELLED` in a class body: names the nearest tag instead of Python's message.
             if isinstance(error, AttributeError) and error.obj is Tag and error.name:
                 reason = f"there is no tag {error.name}; {nearest(error.name, list(Tag.__members__))}"
             raise RunError(f"{_file_of(module)}: cannot be imported ({reason})") from error
+    plugins.load()
     # At the first use of the registry, so that no run begins with an incomplete technique.
     for name, cls in _REGISTRY.items():
         if reason := _incomplete(cls):

@@ -44,6 +44,7 @@ __all__ = [
     "Overflow",
     "Overflows",
     "PartEstimate",
+    "Prompt",
     "ResultDifference",
     "ResultDifferences",
     "ResultFigures",
@@ -59,6 +60,7 @@ __all__ = [
     "StoredPart",
     "StoredResult",
     "StoredResults",
+    "SystemMetrics",
     "Unevaluated",
     "Unsaved",
     "event_type",
@@ -753,3 +755,20 @@ class EvaluationMetrics(Record):
     tokens: Omitted[int | float] = None
     scores: Annotated[Mapping[str, float], INLINE] = field(default_factory=dict)
     tasks: Omitted[Mapping[str, Mapping[str, float]]] = None
+
+
+# system.jsonl
+
+
+@dataclass(frozen=True, slots=True)
+class SystemMetrics(Record):
+    """What the process of a run, its machine and its GPUs use at a time (hardware/system_metrics.py).
+
+    Attributes:
+        time: seconds since 1970.
+        step: steps committed by then.
+    """
+
+    time: float
+    step: int
+    figures: Annotated[Mapping[str, float], INLINE] = field(default_factory=dict)

@@ -249,6 +249,28 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Experiment trackers that a run is sent to while it trains; `preheat track` sends a run later. A tracker that
+    fails or hangs neither stops nor slows the run, whose folder has everything."""
+
+    to: tuple[str, ...] = ()
+    """trackio, wandb, mlflow, tensorboard, swanlab (each is an extra: `pip install 'preheat[wandb]'`), webhook (a
+    message to the URL in PREHEAT_WEBHOOK when the run ends, fails or runs out of memory), or a tracker of another
+    package (entry points `preheat.trackers`) or of a `--plugin`."""
+    project: str = "preheat"
+    """The project there (in MLflow, the experiment)."""
+    name: str | None = None
+    """The run's name there; by default that of its folder."""
+    tags: tuple[str, ...] = ()
+    """Labels of the run there."""
+    folder: str | None = None
+    """Where trackers keep files on this machine; by default where each keeps them: wandb/, swanlog/ and mlflow.db in
+    the current folder, Trackio's cache, and tracking/tensorboard in the run's folder."""
+    wait: NonNegative = 30.0
+    """Seconds that the end of a run waits for its trackers; they go on sending after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The device of the run."""
 

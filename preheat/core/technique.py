@@ -288,6 +288,7 @@ class Recipe:
     evaluate: schema.Evaluate = field(default_factory=schema.Evaluate)
     checkpoint: schema.Checkpoint = field(default_factory=schema.Checkpoint)
     sample: schema.Sample = field(default_factory=schema.Sample)
+    tracking: schema.Tracking = field(default_factory=schema.Tracking)
     hardware: schema.Hardware = field(default_factory=schema.Hardware)
     parallel: schema.Parallel = field(default_factory=schema.Parallel)
     techniques: Mapping[str, Technique] = field(default_factory=dict)

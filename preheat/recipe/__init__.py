@@ -32,6 +32,7 @@ from preheat.core.schema import (
     Sample,
     Schedule,
     Stop,
+    Tracking,
     field_docs,
 )
 from preheat.errors import RecipeError, nearest
@@ -64,6 +65,7 @@ __all__ = [
     "Seed",
     "Fraction",
     "Stop",
+    "Tracking",
     "NonNegativeInt",
     "as_values",
     "built_in",

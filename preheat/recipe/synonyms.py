@@ -82,7 +82,7 @@ NAMES: Mapping[str, str] = {
         "model.tie_embeddings": "tie_word_embeddings",
         "model.trust_remote_code": "trust_remote",
         "model.hidden_size": "hidden_size n_embd d_model dim embed_dim hidden_dim model_dim",
-        "name": "run_name experiment_name job_name wandb_name wandb_run_name",
+        "name": "run_name experiment_name job_name",
         "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
         "optimizer.max_grad_norm": (
             "max_grad_norm max_norm grad_clip gradient_clip_val clip_grad_norm gradient_clip "
@@ -112,6 +112,15 @@ NAMES: Mapping[str, str] = {
             "max_steps_per_epoch num_steps train_iters max_iterations"
         ),
         "stop.tokens": "max_tokens train_tokens num_tokens total_tokens token_budget",
+        "tracking.name": "wandb_name wandb_run_name swanlab_run_name trackio_name",
+        "tracking.project": (
+            "wandb_project swanlab_project mlflow_experiment_name trackio_project comet_project_name project_name"
+        ),
+        "tracking.tags": "wandb_tags",
+        "tracking.to": (
+            "report_to use_wandb use_mlflow use_swanlab use_tensorboard use_trackio enable_wandb enable_tensorboard "
+            "logger logging_backend metric_logger"
+        ),
         "techniques.activation_checkpointing": (
             "gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing recompute "
             "gradient_checkpointing_kwargs"

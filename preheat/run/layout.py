@@ -8,12 +8,14 @@ environment.json  `Environment`: machine, versions, threads, command
 changes.json      technique -> the `core.slots.Change`s that it made
 data.json         `DataRecord`: source, layout and counts of the data
 metrics.jsonl     one line per step (`StepMetrics`) and one per evaluation (`EvaluationMetrics`)
+system.jsonl      one line per 10 s (`SystemMetrics`): what the process, its machine and its GPUs use
 before.json       `StoredResults`: the evaluation before the first step, row by row
 evaluation.json   `Evaluation`: the newest evaluation
 events.jsonl      one line per `Event`
 samples.json      a list of `SampleTexts` (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
+tracking/         of each tracker, how much of the run it has, and its log (tracking/progress.py)
 report.html, report.json
 lock              held by the process that writes the run
 

@@ -25,6 +25,7 @@ from preheat.core.run_records import (
     Started,
     StepMetrics,
     StoredResults,
+    SystemMetrics,
     event_type,
 )
 from preheat.core.slots import Change
@@ -36,7 +37,7 @@ from preheat.sanitize import quoted, shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "read_event", "read_metrics", "read_system"]
 
 _Event = TypeVar("_Event", bound=Event)
 _Metrics = TypeVar("_Metrics", StepMetrics, EvaluationMetrics)
@@ -48,7 +49,12 @@ _EXACT = 2**53
 _NO_SCORES: Mapping[str, float] = {}  # one for all lines
 
 
-def _read_event(line: bytes) -> Event:
+def read_event(line: bytes) -> Event:
+    """Reads a line of events.jsonl.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     values = _object(parse_json(line))
     kind = values.pop("kind", None)
     if not isinstance(kind, str):
@@ -79,8 +85,12 @@ def _object(value: object) -> JsonObject:
 # Lines of metrics are read without pydantic: a long run has a million.
 
 
-def _read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
-    """Reads the line of a step or of an evaluation: only those of steps have a loss."""
+def read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
+    """Reads the line of a step or of an evaluation: only those of steps have a loss.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     values = _object(read_value(line))
     step = values.pop("step", None)
     if type(step) is not int or not 0 <= step < _EXACT:
@@ -109,6 +119,17 @@ def _read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
         tasks=_tasks(values.pop("tasks", None)),
         scores={key: value for key, value in values.items() if _is_number(value)},
     )
+
+
+def read_system(line: bytes) -> SystemMetrics:
+    """Reads a line of system.jsonl.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    values = _object(parse_json(line))
+    common = {key: values.pop(key) for key in ("time", "step") if key in values}
+    return read_record(SystemMetrics, common | {"figures": {k: v for k, v in values.items() if _is_number(v)}})
 
 
 def _number(values: JsonObject, key: str) -> float | None:
@@ -336,7 +357,7 @@ class Reader:
 
     def _metrics(self, kind: type[_Metrics]) -> list[_Metrics]:
         # A step that was repeated after a crash has several lines; the last one is of the model.
-        by_step = {line.step: line for line in self._lines("metrics.jsonl", _read_metrics) if isinstance(line, kind)}
+        by_step = {line.step: line for line in self._lines("metrics.jsonl", read_metrics) if isinstance(line, kind)}
         return [by_step[step] for step in sorted(by_step)]
 
     def metrics(self) -> list[StepMetrics]:
@@ -355,7 +376,7 @@ class Reader:
 
     def events(self, kind: type[Event] = Event) -> Sequence[Event]:
         """Returns the events in order, or those of one kind."""
-        return [event for event in self._lines("events.jsonl", _read_event) if isinstance(event, kind)]
+        return [event for event in self._lines("events.jsonl", read_event) if isinstance(event, kind)]
 
     def samples(self) -> list[SampleTexts]:
         """Returns the last samples."""

@@ -10,12 +10,12 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics
+from preheat.core.run_records import EvaluationMetrics, Event, StepMetrics, SystemMetrics
 from preheat.errors import RunError
 from preheat.files import to_json, write_atomic
 from preheat.run.layout import MARK, Mark, abbreviate, read_mark
@@ -229,7 +229,7 @@ class Writer:
         except OSError as error:
             raise RunError(f"{self.path / name}: cannot be written ({error.strerror or error})") from None
 
-    def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics) -> None:
+    def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics | SystemMetrics) -> None:
         try:
             file = self._files.get(name)
             if file is None:
@@ -248,6 +248,10 @@ class Writer:
 
     def metric(self, line: StepMetrics | EvaluationMetrics) -> None:
         self._append("metrics.jsonl", line)
+
+    def system(self, step: int, figures: Mapping[str, float]) -> None:
+        """Writes what the machine uses at present."""
+        self._append("system.jsonl", SystemMetrics(time=time.time(), step=step, figures=figures))
 
     def event(self, event: Event) -> None:
         """Writes an event with the present time."""
@@ -285,7 +289,7 @@ class Silent(Writer):
     def folder(self, name: str, write: Callable[[Path], Any]) -> None:
         pass
 
-    def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics) -> None:
+    def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics | SystemMetrics) -> None:
         pass
 
     def remove_unstarted(self) -> None:

@@ -35,12 +35,14 @@ from preheat.model_folder import vocabulary_size
 from preheat.recipe import Recipe
 from preheat.run.layout import MEMORY_KEYS
 from preheat.run.reader import Reader
+from preheat.tracking.follower import Followers
 from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.lr_schedule import lr_factor
 from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
+from preheat.training.system_monitor import SystemMonitor
 from preheat.training.throughput import ThroughputMeter
 
 if TYPE_CHECKING:
@@ -102,6 +104,9 @@ def _train(
     # The watchdog reports before torch's own timeout, which aborts the process without saying where the others are.
     watchdog = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
     loop = _Loop(session, watch, watchdog)
+    lead = session.ranks.lead
+    monitor = SystemMonitor(session.writer, lambda: session.progress.step) if lead else None
+    followers = Followers(session.writer.path, recipe.tracking, watch.notice) if lead else None
     try:
         summary = loop.run()
     except BaseException as error:
@@ -118,7 +123,12 @@ def _train(
         raise
     finally:
         watchdog.close()
+        if monitor is not None:
+            monitor.close()
         session.writer.close()
+        # Last, when the folder has everything that this session writes.
+        if followers is not None:
+            followers.close()
     session.ranks.leave()
     return summary
 

@@ -36,7 +36,7 @@ Looked = tuple[Path | None, list[tuple[Path, str]]]
 """The newest intact checkpoint, and the damaged ones with the problem of each."""
 
 # Keys that may differ between a run and its resumption; all others affect the losses.
-_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "hardware", "data.workers", "data.prefetch")
+_FREE = ("name", "stop", "evaluate", "checkpoint", "sample", "tracking", "hardware", "data.workers", "data.prefetch")
 
 
 _NAMED = 6  # changed keys listed in an error message: an unrelated recipe differs in dozens

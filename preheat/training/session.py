@@ -39,6 +39,7 @@ from preheat.recipe import Recipe
 from preheat.recipe.paths import anchored
 from preheat.run.reader import Reader
 from preheat.run.writer import Silent, Writer, check_folder
+from preheat.tracking import follower as tracking
 from preheat.training.observer import Watch
 from preheat.training.process_group import Ranks, rendezvous
 from preheat.training.provenance import digest, environment, versions
@@ -398,6 +399,7 @@ def _prepare(
 ) -> _Ready | Finished:
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
+    tracking.check(recipe, out)
     looked: Looked | None = None
     events: list[Event] = []
     run = Reader(out) if resume else None

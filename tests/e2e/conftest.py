@@ -119,9 +119,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def preheat(tmp_path: Path, cache: Path) -> Command:
-    """A folder with a small recipe (r.yaml) and the text it reads."""
+def write_text(folder: Path) -> None:
+    """Writes the text of the small recipe: 40 files."""
     words = [
         "the",
         "quick",
@@ -142,10 +141,16 @@ def preheat(tmp_path: Path, cache: Path) -> Command:
         "by",
         "night",
     ]
-    (tmp_path / "text").mkdir()
+    (folder / "text").mkdir()
     for n in range(40):
         lines = [" ".join(words[(n * k + k) % len(words)] for k in range(1, 12)) + f" {n} {i}." for i in range(30)]
-        (tmp_path / "text" / f"{n:02}.txt").write_text("\n".join(lines))
+        (folder / "text" / f"{n:02}.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def preheat(tmp_path: Path, cache: Path) -> Command:
+    """A folder with a small recipe (r.yaml) and the text it reads."""
+    write_text(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
     return Command(tmp_path, cache)
 

@@ -28,7 +28,7 @@ LEVELS = [  # each may import what stands below it
     {"recipe", "hardware"},
     {
         *("core", "files", "cache_folder", "errors", "sanitize"),
-        *("remote_code", "model_folder", "torch_compat", "_version"),
+        *("remote_code", "model_folder", "plugins", "torch_compat", "_version"),
     },
 ]
 # What puts techniques together by hand: the package's front, and the example of a loop with several.

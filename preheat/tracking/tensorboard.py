@@ -1,0 +1,100 @@
+"""TensorBoard event files, by default in `tracking/tensorboard` of the run's folder: `tensorboard --logdir runs`.
+
+Source: https://www.tensorflow.org/tensorboard and its summary formats (2.21). torch and TensorFlow are not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preheat.tracking.tracker import Start, Status, Table, Tracker, writable
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+__all__ = ["TensorBoard"]
+
+
+def _folder(start: Start) -> Path:
+    return start.folder / "tracking" / "tensorboard" if start.local is None else start.local / start.name
+
+
+class TensorBoard(Tracker):
+    """Scalars, texts and parameters. A resumed session adds a file, which TensorBoard joins to the earlier ones."""
+
+    name = "tensorboard"
+    package = "tensorboard"
+    pip = "preheat[tensorboard]"
+    _writer: EventFileWriter  # from `start` on
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._step = 0
+
+    @classmethod
+    def conflict(cls, start: Start) -> str | None:
+        folder = _folder(start)
+        if start.local is not None and folder.exists() and any(folder.iterdir()):
+            return f"{folder} has another run's files already"
+        return writable(folder)
+
+    def start(self, start: Start, known: str | None) -> str:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._folder = _folder(start)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(self._folder))
+        if known is None:
+            rows = [(key, str(value)) for key, value in start.parameters.items()]
+            self.table(0, "parameters", Table(("key", "value"), rows))
+            # For programs: one text with all of them.
+            self._text(0, "parameters.json", json.dumps(dict(start.parameters)))
+        return str(self._folder)
+
+    @property
+    def url(self) -> str | None:
+        return f"tensorboard --logdir {self._folder}"
+
+    def _add(self, step: int, summary: Summary) -> None:
+        import time
+
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._step = max(self._step, step)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add(step, Summary(value=[Summary.Value(tag=n, simple_value=value) for n, value in values.items()]))
+
+    def _text(self, step: int, name: str, text: str) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        metadata = create_summary_metadata(display_name=name, description="")
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        self._add(step, Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)]))
+
+    def table(self, step: int, name: str, table: Table) -> None:
+        self._text(step, name, table.markdown())
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        self.metrics(self._step, values)
+
+    def artifact(self, file: Path) -> None:
+        # TensorBoard has no artifacts; the page is linked from a text.
+        self._text(self._step, file.stem, f"[{file.name}]({file.absolute().as_uri()})")
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def finish(self, status: Status) -> None:
+        self._text(self._step, "status", status)
+        self._writer.close()
