@@ -205,7 +205,7 @@ def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], 
                 raise DoesNotFit(
                     f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs "
                     f"{cache / 2**30:.2f} GiB on top of {weights / 2**30:.2f} GiB of weights, {needed / 2**30:.2f} "
-                    f"GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer rows or "
+                    f"GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer sequences or "
                     "sample.cache=int8"
                 )
 

@@ -126,7 +126,7 @@ def _table(results: JsonObject, wide: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")  # fold names so that numbers are not cut
     more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
-    for title in ("rows x tokens", "first token", "tokens/s", "times the first", "cache", *more):
+    for title in ("sequences x tokens", "first token", "tokens/s", "times the first", "cache", *more):
         table.add_column(title, justify="right", no_wrap=True)
     for row in results["rows"]:
         first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]

@@ -75,15 +75,15 @@ def compress(
         Path | None, typer.Option("--out", help="The output folder; default: MODEL/compressed-NAME.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="Maximum number of calibration rows; default: 128.")
+        int | None, typer.Option("--rows", min=1, help="Maximum number of calibration sequences; default: 128.")
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=2, help="Tokens per row; default: the run's, or 512.")
+        int | None, typer.Option("--length", min=2, help="Tokens per sequence; default: the run's, or 512.")
     ] = None,
     measured: Annotated[
         int | None,
         typer.Option(
-            "--measured", min=1, help="Maximum number of held-out rows to measure perplexity on; default: 64."
+            "--measured", min=1, help="Maximum number of held-out sequences to measure perplexity on; default: 64."
         ),
     ] = None,
     within: Annotated[
@@ -149,7 +149,7 @@ def compress(
     if within is not None and len(named) == 1:
         notes.append("--within chooses among several variants, but there is only one: it had no effect")
     if rows is not None and not any(variant.method.reads_rows for variant in named):
-        notes.append("--rows: no chosen method reads calibration rows: it only affected the timed prompt")
+        notes.append("--rows: no chosen method reads calibration sequences: it only affected the timed prompt")
     disable_progress_bar()
     label = named[0].name if len(named) == 1 else "variants"
     target = out or home / f"compressed-{label}{step}"

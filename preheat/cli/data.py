@@ -96,7 +96,7 @@ def _print(screen: Any, shown: JsonObject) -> None:
         account = f"; {RowAccount.of(source).text()}" if len(counts["sources"]) > 1 else ""
         table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}{account}")))
     table.add_row("duplicates", f"{packing['duplicates']:,} of the training examples are duplicates")
-    cut = f"; {lengths['longer_than_a_row']:,} longer than a row" + (
+    cut = f"; {lengths['longer_than_a_row']:,} longer than a sequence" + (
         f", {packing['cut']:,} with a truncated answer" if packing["cut"] else ""
     )
     table.add_row(

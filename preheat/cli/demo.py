@@ -60,7 +60,7 @@ def demo(
     chooses = not any(item.startswith("stop.") for item in set or [])
     seconds = _SLOW if slow else _FAST
     if chooses:
-        # Beside other processes, whose work takes the same cores, a step takes longer than with the machine to itself.
+        # If other processes use the cores, a step takes longer than on an idle machine.
         seconds_per_step = (plan.now or plan).seconds_per_step
         steps = steps_within(seconds, seconds_per_step)
         settings = [*_lasting(steps), *settings]
@@ -68,10 +68,10 @@ def demo(
     screen.print(picture(plan, "demo"))
     if chooses:
         takes = steps * seconds_per_step
-        limit = f"of the {seconds:.0f} s that the demo is to train for"
+        limit = f"the demo trains for about {seconds:.0f} s"
         if takes > seconds:
-            limit = f"more than the {seconds:.0f} s of a demo, since fewer teach it little"
-        screen.print(f"training {steps:,} steps of {seconds_per_step:.3g} s: by this plan {takes:.0f} s, {limit}")
+            limit = f"more than the demo's {seconds:.0f} s, because fewer steps teach it little"
+        screen.print(f"training {steps:,} steps of {seconds_per_step:.3g} s each, {takes:.0f} s by the plan; {limit}")
     result = run(
         recipes.load("demo", settings, warn=False),
         out=folder,

@@ -60,7 +60,7 @@ def evaluate(
         str | None,
         typer.Option("--forgetting", help="A text whose loss shows forgetting; needs --before or two models."),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Maximum number of rows of a text.")] = 1000,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Maximum number of sequences of a text.")] = 1000,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Maximum number of rows of a task; default: all.")
     ] = None,
@@ -70,7 +70,8 @@ def evaluate(
             "--length",
             min=2,
             help=(
-                "Tokens per row; default: for texts the run's, or 512; for tasks the model's positions, up to 2,048."
+                "Tokens per sequence; default: for texts the run's, or 512; for tasks the model's positions, up to "
+                "2,048."
             ),
         ),
     ] = None,
@@ -310,11 +311,11 @@ def _value(value: JsonObject | None, *, signed: bool = False) -> str:
 def _notes(summary: JsonObject) -> list[str]:
     notes = []
     for name, result in summary["texts"].items():
-        left = f"; {result['unread_rows']:,} more rows were not read (--rows)" if result["unread_rows"] else ""
+        left = f"; {result['unread_rows']:,} more sequences were not read (--rows)" if result["unread_rows"] else ""
         cut = f"; {result['truncated']:,} examples were truncated (--length)" if result["truncated"] else ""
         if result["no_room"]:
             cut += f"; {result['no_room']:,} examples were left out: no room for an answer (--length)"
-        notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} rows{left}{cut}")
+        notes.append(f"{name}: {result['tokens']:,} tokens in {result['rows']:,} sequences{left}{cut}")
     for name, result in summary["tasks"].items():
         cut = f"; {result['truncated']:,} had their context truncated" if result["truncated"] else ""
         notes.append(f"{name}: {result['rows']:,} rows{cut}")
@@ -322,8 +323,8 @@ def _notes(summary: JsonObject) -> list[str]:
         for name, off in summary.get("difference", {}).get(part, {}).items():
             if not off["paired"]:
                 notes.append(
-                    f"{name}: the two did not read the same rows (another tokenizer), so each was resampled "
+                    f"{name}: the two did not read the same sequences (another tokenizer), so each was resampled "
                     "separately; only bits per byte are comparable"
                 )
-    notes.append("In brackets: 95 % of 1,000 bootstrap resamples of the rows. Losses are in nats a token.")
+    notes.append("In brackets: 95 % of 1,000 bootstrap resamples. Losses are in nats a token.")
     return notes

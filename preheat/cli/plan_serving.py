@@ -16,7 +16,7 @@ __all__ = ["plan_serving"]
 
 
 def plan_serving(options: PlanOptions) -> None:
-    """Prints weights, KV cache, rows that fit and peak speed for each combination of weight and cache format."""
+    """Prints weights, KV cache, sequences that fit and peak speed for each combination of weight and cache format."""
     from preheat.cli.options.subject import devices_of, subject_of
     from preheat.cli.options.unused import FOR_ANOTHER_DEVICE, SERVING, note_unread
     from preheat.cli.plan_output import text_part_note

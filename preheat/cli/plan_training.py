@@ -218,7 +218,7 @@ class _Fixes:
     Attributes:
         methods: recipes of the same model by method.
         request_on: returns the request for another number of devices; None if the recipe does not go with it.
-        length: arguments that set the length of rows, up to the number.
+        length: arguments that set the length of sequences, up to the number.
     """
 
     methods: Mapping[str, Recipe]
@@ -311,7 +311,9 @@ def _searched(
         if shorter := with_shorter_rows(result.best, space):
             length = shorter.recipe.batch.seq_len
             yield alternative(
-                [*fixes.length[:-1], f"{fixes.length[-1]}{length}"], SearchResult(shorter), f"rows of {length:,} tokens"
+                [*fixes.length[:-1], f"{fixes.length[-1]}{length}"],
+                SearchResult(shorter),
+                f"sequences of {length:,} tokens",
             )
         if more := on_more_devices(result.best, space, fixes.request_on, passes=passes // 2, tell=tell):
             count, instead = more

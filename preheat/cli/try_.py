@@ -33,7 +33,9 @@ def try_(
     ] = "tiny",
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", "--batch_size", min=1, help="Rows per micro-batch; default: by size and length."),
+        typer.Option(
+            "--batch-size", "--batch_size", min=1, help="Sequences per micro-batch; default: by size and length."
+        ),
     ] = None,
     accumulation_steps: Annotated[
         int | None,
@@ -58,7 +60,7 @@ def try_(
     cpu_offload: Annotated[
         bool, typer.Option("--cpu-offload", "--cpu_offload", help="With zero: optimizer states in host memory.")
     ] = False,
-    seq_len: Annotated[int, typer.Option("--seq-len", "--seq_len", min=16, help="Tokens per row.")] = 256,
+    seq_len: Annotated[int, typer.Option("--seq-len", "--seq_len", min=16, help="Tokens per sequence.")] = 256,
     benchmark: Annotated[
         bool, typer.Option("--benchmark", help="Compare all techniques, alone and together, in one table.")
     ] = False,
@@ -101,7 +103,7 @@ def try_(
     batch = result["batch"]
     screen.print(
         (
-            f"{result['model_size']}: {result['model']}; micro-batches of {batch['rows']} rows of "
+            f"{result['model_size']}: {result['model']}; micro-batches of {batch['rows']} sequences of "
             f"{batch['length']:,} tokens, {result['steps']} steps"
         ),
         soft_wrap=True,

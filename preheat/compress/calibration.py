@@ -28,10 +28,10 @@ def describe(rows: Sequence[Tensor]) -> str:
 
     Example:
         >>> describe([torch.zeros(1, 8), torch.zeros(1, 5)])
-        '2 rows of 5 to 8 tokens'
+        '2 sequences of 5 to 8 tokens'
     """
     shortest, longest = min(row.shape[1] for row in rows), max(row.shape[1] for row in rows)
-    return f"{len(rows)} rows of {longest if shortest == longest else f'{shortest} to {longest}'} tokens"
+    return f"{len(rows)} sequences of {longest if shortest == longest else f'{shortest} to {longest}'} tokens"
 
 
 def require_rows(rows: Sequence[Tensor]) -> None:
@@ -40,25 +40,27 @@ def require_rows(rows: Sequence[Tensor]) -> None:
     count, different = len(rows), len({tuple(row.flatten().tolist()) for row in rows})
     if count < LEAST:
         raise DataError(
-            f"calibration: {count} rows, and {LEAST} are needed; name more text with --data, or lower --length"
+            f"calibration: {count} sequences, and {LEAST} are needed; name more text with --data, or lower --length"
         )
     if different < LEAST:
         raise DataError(
-            f"calibration: {count} rows, of which only {different} differ, and {LEAST} are needed; name other "
+            f"calibration: {count} sequences, of which only {different} differ, and {LEAST} are needed; name other "
             "text with --data"
         )
     # Also rejects text of one repeated word.
     vocabulary = len(torch.cat([row.flatten() for row in rows]).unique())
     if vocabulary < LEAST:
-        raise DataError(f"calibration: the rows hold only {vocabulary} different tokens; name real text with --data")
+        raise DataError(
+            f"calibration: the sequences hold only {vocabulary} different tokens; name real text with --data"
+        )
     runs = torch.cat(
         [row.flatten().unfold(0, _RUN, 1) for row in rows if row.numel() >= _RUN] or [torch.empty(0, _RUN)]
     )
     # Rows that start at different offsets of a repetitive text differ from each other, but their runs do not.
     if len(runs) and (distinct := len(runs.unique(dim=0))) < _OWN * len(runs):
         raise DataError(
-            f"calibration: the rows repeat themselves: {distinct:,} different runs of {_RUN} tokens in {len(runs):,}; "
-            "name other text with --data"
+            f"calibration: the sequences repeat themselves: {distinct:,} different runs of {_RUN} tokens in "
+            f"{len(runs):,}; name other text with --data"
         )
 
 

@@ -60,7 +60,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
         all_of = rows_of_text(
             recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder
         )
-        return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th row held out")
+        return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th sequence held out")
     if opened.step is None:
         raise RecipeError("--data: is needed with a model's folder: name the text to calibrate with and to measure on")
     # The run's own preparation, so that validation rows are those that it never trained on.
@@ -79,13 +79,13 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
             prepared.train,
             rows,
             cut,
-            f"{description}, which has no validation rows: every {_SHARE}th training row held out",
+            f"{description}, which has no validation data: every {_SHARE}th training sequence held out",
         )
     chosen = _spread(len(prepared.train), rows)
     return Texts(
         _tokens(prepared.train, chosen),
         prepared.validation,
-        f"{description}: training rows, measured on validation rows",
+        f"{description}: training sequences, measured on validation sequences",
     )
 
 
@@ -95,7 +95,7 @@ def _parted(all_of: Rows, rows: int, cut: int, description: str) -> Texts:
     others = [n for n in range(len(all_of)) if n % _SHARE != _SHARE - 1]
     if not held_out:
         raise DataError(
-            f"--data: is {len(all_of)} rows of {cut} tokens, of which none can be held out; name more text, "
+            f"--data: is {len(all_of)} sequences of {cut} tokens, of which none can be held out; name more text, "
             "or lower --length"
         )
     return Texts(

@@ -111,7 +111,7 @@ def of_compressed(
                 ("loss, nats a token", f"{before['loss']:.4f}", f"{after['loss']:.4f}"),
                 ("weights", f"{before['bytes']:,} bytes in bf16", f"{after['bytes']:,} bytes"),
                 (
-                    "decoding, one row, tokens/s",
+                    "decoding, one sequence, tokens/s",
                     f"{speeds[0]:.1f} in bf16",
                     f"{speeds[1]:.1f} ({speeds[1] / speeds[0]:.2f}x)",
                 ),
@@ -122,8 +122,8 @@ def of_compressed(
                 ),
             ]
         ),
-        f"Measured: perplexity over {after['tokens']:,} held-out tokens in {after['rows']} rows{between}, before in "
-        "the precision that it was trained in.\nTimes are medians of turns taken alternately with the same model in "
+        f"Measured: perplexity over {after['tokens']:,} held-out tokens in {after['rows']} sequences{between}, before "
+        "in the precision that it was trained in.\nTimes are medians of turns taken alternately with the same model in "
         "bf16, by transformers' own forward with a KV cache, on the machine that\nwrote this. Logits differ by at "
         f"most {row['max_logit_difference']:.3g} (largest {row['largest_logit']:.3g}), and the likeliest token is "
         f"the\nsame at {row['top_1_agreement']:.1%} of the positions. The written model was read back and reproduces "

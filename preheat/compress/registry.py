@@ -26,7 +26,7 @@ class Method(ABC):
     """
 
     reads_rows: ClassVar[bool] = False
-    """True if it needs calibration rows."""
+    """True if it needs calibration sequences."""
 
     @classmethod
     def name(cls) -> str:

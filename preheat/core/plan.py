@@ -85,7 +85,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class SpeedNow:
-    """The speed of a busy machine at present, beside the speed with the machine to itself."""
+    """The speed of a busy machine at present, next to the speed on an idle machine."""
 
     tokens_per_second: float
     seconds_per_step: float
@@ -240,7 +240,7 @@ class Plan:
 
     Attributes:
         peak_gib: predicted peak memory, GiB, less what the imports take.
-        peak_gib_interval: nine in ten measured peaks lay between.
+        peak_gib_interval: nine of ten measured peaks lay between.
         available_gib: memory of the device, less what was in use before the run.
         in_use_gib: memory in use before the run: on this machine's GPU by other processes, on its CPU by this one.
         allocator_retries: True if it fits only if a GPU's allocator frees cached memory in each step, which takes time.
@@ -257,8 +257,8 @@ class Plan:
         phase_memory: {phase: {category: GiB}} at the peak of each phase.
         export: {category: GiB} at the peak of `preheat export`, a command of its own; None for several devices.
         peak_phase: the one whose peak is the highest.
-        seconds_per_step, tokens_per_second: predicted; on this machine's CPU with the machine to itself.
-        tokens_per_second_interval: nine in ten measured speeds lay between.
+        seconds_per_step, tokens_per_second: predicted; on this machine's CPU for an idle machine.
+        tokens_per_second_interval: nine of ten measured speeds lay between.
         mfu: predicted model FLOPs utilisation, of `matrix_rate`.
         matrix_rate: FLOP/s of the device's matmuls in the dtype that the recipe computes in.
         fp32_rate: FLOP/s of fp32 matmuls, if the recipe computes in bf16 and this device is slower in it.
@@ -391,7 +391,7 @@ class Plan:
 
     @property
     def has_room(self) -> bool:
-        """True if the plan fits in 90 % of the memory: nine in ten plans are low by at most that margin."""
+        """True if the plan fits in 90 % of the memory: nine of ten plans are low by at most that margin."""
         return self.peak_gib <= 0.9 * self.available_gib
 
     @property

@@ -702,7 +702,7 @@ class StepMetrics(Record):
 
     Attributes:
         step: steps committed, from 1; with fp16 loss scaling, skipped ones included.
-        tokens: positions of all rows so far, padding included.
+        tokens: positions of all sequences so far, padding included.
         loss: mean loss of this step: a trained token in nats, or a pair, answer or document if the objective judges
             those.
         lr: learning rate of this step.
@@ -711,7 +711,7 @@ class StepMetrics(Record):
         tokens_per_second: of this step; counts positions, padding included, as plans and the MFU do.
         memory: bytes in use after this step (resident on a CPU, allocated on a GPU) less what the imports took.
         elapsed: seconds of training so far, over all sessions of the run.
-        length: tokens in a row of this step.
+        length: tokens in a sequence of this step.
         skipped_steps: with fp16 loss scaling, steps so far that changed no weight because gradients overflowed.
         loss_scale: with fp16 loss scaling, the scale after this step.
         scores: scores of the objective, such as accuracy; counters of techniques, such as recompilations; for mixtures

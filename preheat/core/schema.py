@@ -121,20 +121,20 @@ class Data:
     vocab_size: Annotated[int, Bound(SMALLEST_TOKENIZER, 2**22)] = 4096
     """Vocabulary size of the BPE that is trained if there is no tokenizer."""
     packing: Literal["auto", "stream", "whole"] = "auto"
-    """`stream` splits documents at row ends; `whole` never splits an example and pads. auto: stream for plain text,
-    otherwise whole."""
+    """`stream` splits documents at sequence ends; `whole` never splits an example and pads. auto: stream for plain
+    text, otherwise whole."""
     image_pixels: Annotated[int, Bound(1024, 2**28)] = 1 << 20
     """For models that read images: maximum pixels per image; larger images are shrunk, like the processor shrinks those
     beyond its own limit. A token of Qwen3-VL covers 32 x 32 pixels."""
     images: Annotated[float, Bound(0, 10_000)] = 1.0
-    """For models that read images: images of `image_pixels` per row that a plan assumes. A run uses the count of the
-    fullest row of its data."""
+    """For models that read images: images of `image_pixels` per sequence that a plan assumes. A run uses the count of
+    the sequence of its data with the most."""
     text_files: Literal["cut", "whole"] = "cut"
     """For .txt files of more than 64 KB: cut: split at blank lines into documents of about 4 KB, which can be shuffled
     and split; whole: one document, as long contexts need."""
     overlong: Literal["split", "refuse"] = "split"
-    """Handling of documents longer than a row. split: plain text continues in the next row, an example is truncated
-    (preflight: truncated); refuse: the run does not start (exit code 4). Counted either way."""
+    """Handling of documents longer than a sequence. split: plain text continues in the next sequence, an example is
+    truncated (preflight: truncated); refuse: the run does not start (exit code 4). Counted either way."""
     validation: str | float = 0.02
     """Fraction of documents held out (chosen by content hash, so that equal documents fall on one side), or a file or
     folder to validate on."""
@@ -166,9 +166,9 @@ class Batch:
     """The batch of an optimizer step."""
 
     size: Annotated[int, Bound(1, 2**24)] = 32
-    """Rows (packed sequences) per optimizer step, over all micro-batches and devices: the global batch."""
+    """Sequences per optimizer step, over all micro-batches and devices: the global batch."""
     seq_len: Annotated[int, Bound(2, 2**24)] = 256
-    """Tokens per row."""
+    """Tokens per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ class Stop:
     tokens: Long | None = None
     """Tokens read."""
     epochs: Positive | None = None
-    """Passes over the training rows."""
+    """Passes over the training data."""
     hours: Positive | None = None
     """Wall-clock hours."""
 
@@ -222,9 +222,9 @@ class Evaluate:
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
     rows: Count = 256
-    """Maximum number of validation rows, and of rows of `forgetting` and of each task."""
+    """Maximum number of sequences of the validation data and of `forgetting`, and of rows of each task."""
     micro_batch_size: Count | None = None
-    """Maximum number of rows at a time; by default a training micro-batch."""
+    """Maximum number of sequences at a time; by default a training micro-batch."""
     tasks: tuple[str, ...] = ()
     """Tasks to measure with each evaluation, including the one before the first step: names or files, as in `preheat
     eval --tasks`."""

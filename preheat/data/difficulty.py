@@ -115,7 +115,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
         )
         raise DataError(
             f"techniques.difficulty_curriculum.scores: {path}: {problem}; write one finite number for each "
-            "document or row"
+            "document or sequence"
         )
     # A pair of answers is one document of two sequences.
     documents = len(rows.tokens.offsets) // rows.tokens.group
@@ -132,8 +132,8 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
         return scores
     raise DataError(
         f"techniques.difficulty_curriculum.scores: {path}: holds {len(scores):,} numbers, but there are "
-        f"{documents:,} training documents ({used.sum():,} of them in rows; those held out for validation "
-        f"and those left out are not counted: see data.json of a run) and {len(rows):,} rows; write one "
+        f"{documents:,} training documents ({used.sum():,} of them in sequences; those held out for validation "
+        f"and those left out are not counted: see data.json of a run) and {len(rows):,} sequences; write one "
         "for each of either"
     )
 

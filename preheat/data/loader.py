@@ -193,11 +193,11 @@ def rows_consumed(shape: Shape, length: int) -> int:
         (8, 8)
     """
     count = shape.rows * shape.length // length
-    wanted = f"{shape.rows} rows of {shape.length}"
-    assert shape.length <= length, f"the rows have {length} tokens, the batch's shape asks for {wanted}"
-    assert count, f"{wanted} are less than a row of {length}"
+    wanted = f"{shape.rows} sequences of {shape.length}"
+    assert shape.length <= length, f"the sequences have {length} tokens, the batch's shape asks for {wanted}"
+    assert count, f"{wanted} are less than a sequence of {length}"
     # `rows` is the ceiling: at most the last sequence of the step ends in padding.
-    assert shape.rows == -(-count * length // shape.length), f"{wanted} cannot be cut from whole rows of {length}"
+    assert shape.rows == -(-count * length // shape.length), f"{wanted} cannot be cut from whole sequences of {length}"
     return count
 
 
@@ -385,7 +385,7 @@ class _Loader(Generic[Item]):
             if (why := self._failed()) is None:
                 raise
             numbers = rows()
-            where = f" while reading rows {min(numbers)} to {max(numbers)} of the training data" if numbers else ""
+            where = f" while reading sequences {min(numbers)} to {max(numbers)} of the training data" if numbers else ""
             raise RunError(
                 f"data.workers: a reader process {why}{where}; set data.workers=0 to read in this process"
             ) from None

@@ -279,7 +279,7 @@ def check_tokens(
             what = (
                 "its prompt leaves no room for an answer: it is left out" if mark in left_out else "its answer is cut"
             )
-            message = f"is longer than a row of {train.length} tokens, so that {what}{also}"
+            message = f"is longer than a sequence of {train.length} tokens, so that {what}{also}"
             findings.add("truncated", where, message, count=0)
         finding = findings.by_check.get("truncated")
         if finding:

@@ -436,7 +436,7 @@ def _check_rows(
         verdict.refuse()
     _refuse_empty(opened.sources, opened.validation, opened.share, values)
     _require_rows(
-        train, "training data" if knob == "data.source" else knob, "add text, or use shorter rows (batch.seq_len)"
+        train, "training data" if knob == "data.source" else knob, "add text, or use shorter sequences (batch.seq_len)"
     )
     if opened.share or opened.validation:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
@@ -541,13 +541,13 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
     # Documents exist, but each loses its whole answer: raising the length helps, adding text does not.
     if len(rows) == 0 and rows.no_room:
         raise DataError(
-            f"{what}: the prompt alone fills a row of {rows.length} tokens in each of {rows.no_room} "
+            f"{what}: the prompt alone fills a sequence of {rows.length} tokens in each of {rows.no_room} "
             "examples; raise batch.seq_len"
         )
     if len(rows) == 0:
         documents, tokens = len(rows.tokens.offsets), len(rows.tokens.ids)
         raise DataError(
-            f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one row of {rows.length}; {fix}"
+            f"{what}: {tokens:,} tokens in {documents:,} documents do not fill one sequence of {rows.length}; {fix}"
         )
 
 

@@ -117,7 +117,7 @@ class RowCache:
 
     def _refused(self, why: str) -> RunError:
         return RunError(
-            f"{self.knob}: {self.folder}: {why}; remove the folder (its rows are computed again) or name another one"
+            f"{self.knob}: {self.folder}: {why}; remove the folder (its contents are recomputed) or name another one"
         )
 
     def missing(self, rows: Iterable[int]) -> list[int]:
@@ -151,14 +151,14 @@ class RowCache:
         # An unwritten record reads as zeros.
         if not 0 <= row < len(self._file) or not self._file[row, _MARK : 2 * _MARK].any():
             raise RunError(
-                f"{self.knob}: {self.folder}: row {row} is not in the cache; start the run again, which fills the cache"
+                f"{self.knob}: {self.folder}: sequence {row} is not in the cache; start the run again, which fills it"
             )
         # One copy: the bytes that are checked are those that are returned.
         record = np.array(self._file[row])
         if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
-            raise self._refused(f"row {row} is damaged")
+            raise self._refused(f"sequence {row} is damaged")
         if (record[:_MARK] != _mark(tokens)).any():
-            raise self._refused(f"row {row} belongs to another text")
+            raise self._refused(f"sequence {row} belongs to another text")
         parts, at = [], 2 * _MARK
         for name, (shape, kind) in self._arrays.items():
             parts.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))

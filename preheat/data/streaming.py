@@ -71,7 +71,7 @@ class StreamRows:
             # An epoch without a row: the next ones would have none either, and this would never return.
             if number == began:
                 raise DataError(
-                    f"data.source {self.data.source}: the training documents do not fill one row of "
+                    f"data.source {self.data.source}: the training documents do not fill one sequence of "
                     f"{self.length}; add documents or lower batch.seq_len"
                 )
 

@@ -112,8 +112,8 @@ def context_of(
     # A device without rows would leave its peers waiting in the reduction.
     if (devices := math.prod(sizes[axis] for axis in DATA)) > recipe.batch.size:
         raise RecipeError(
-            f"batch.size: {recipe.batch.size} rows cannot be split across {devices} devices; use {devices} or more, "
-            "or fewer devices"
+            f"batch.size: {recipe.batch.size} sequences cannot be split across {devices} devices; use {devices} or "
+            "more, or fewer devices"
         )
     facts = facts or hf.facts(config)
     # A sink is a token at the start of each document that all of it sees (models/sinks.py).
@@ -275,7 +275,7 @@ def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
             f"with several times their activations; pip install {' '.join(missing)}"
         )
         model_build.changes["recurrent_kernels"] = [Change(cost, count)]
-    message = f"{count} recurrent mixers run each document of a packed row apart, exact{kernels}"
+    message = f"{count} recurrent mixers run each document of a packed sequence apart, exact{kernels}"
     model_build.changes["recurrent_layers"] = [Change(message, count)]
 
 

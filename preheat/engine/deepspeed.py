@@ -110,7 +110,7 @@ class DeepSpeed(Technique):
         if here and importlib.util.find_spec("deepspeed") is None:
             problems.append("is not installed: pip install 'preheat[deepspeed]', or use engine: native")
         if context.sizes[Axis.REPLICATE] < 2:
-            problems.append("splits rows across devices, and there is one; start several with --nproc")
+            problems.append("splits the batch across devices, and there is one; start several with --nproc")
         if context.recipe.checkpoint.every:
             problems.append("checkpoint.every: a DeepSpeed run cannot resume from our checkpoints; set it to 0")
         if here and self.zero == 3 and context.recipe.optimizer.lr == "auto":

@@ -78,8 +78,8 @@ class Reader:
             raise DataError(f"{where}: the text to be scored has no token of its own")
         if len(continuation) > self.length:
             raise DataError(
-                f"{where}: the text to be scored has {len(continuation)} tokens, a row only {self.length}; shorten "
-                "it, leave such rows out (the task's `where`), or raise batch.seq_len (of a run) or --length"
+                f"{where}: the text to be scored has {len(continuation)} tokens, a sequence only {self.length}; "
+                "shorten it, leave such rows out (the task's `where`), or raise batch.seq_len (of a run) or --length"
             )
 
 

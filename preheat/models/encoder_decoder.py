@@ -85,7 +85,7 @@ def divided(batch: Batch) -> Batch:
             begin += size
         read.append(tuple(prompts))
     if not most and batch.weight:
-        where = f"rows {', '.join(map(str, batch.rows[:3]))}" if batch.rows else "rows"
+        where = f"sequences {', '.join(map(str, batch.rows[:3]))}" if batch.rows else "sequences"
         raise DataError(
             f"{where}: all documents are trained from their first token on, so an encoder has nothing to read; name "
             "data of prompts and answers (data.layout: prompt_completion, alpaca, messages), and leave "

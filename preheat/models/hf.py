@@ -341,14 +341,14 @@ def _require_causal(config: PretrainedConfig) -> None:
     encodes = masked and getattr(text, "is_decoder", None) is False
     if (type(config) in causal or type(text) in causal) and not encodes:
         return
-    nearest_use = (
+    other_use = (
         "image classifiers such as MobileNet are compressed: preheat compress FOLDER --recipe edge-vision --data IMAGES"
         if family in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
         else "to label texts, the technique classification puts a head on a decoder (llama, qwen3, gpt2)"
     )
     raise RecipeError(
         f"model: {family} of transformers has no causal language model, which is what preheat trains; name a decoder "
-        f"(preheat models lists them); nearest: {nearest_use}"
+        f"(preheat models lists them); {other_use}"
     )
 
 

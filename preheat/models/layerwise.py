@@ -47,7 +47,7 @@ def require_rows(rows: Sequence[Tensor], who: str) -> None:
     """Raises RecipeError if there is nothing to calibrate on."""
     if not any(row.shape[-1] > 1 for row in rows):
         raise RecipeError(
-            f"{who}: needs calibration rows, and there are no rows of two tokens or more; name data to read rows from"
+            f"{who}: needs calibration sequences, and there are none of two tokens or more; name text with --data"
         )
 
 

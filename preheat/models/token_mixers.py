@@ -155,7 +155,7 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
 
 
 def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raises for a model whose tokens would see other documents of a packed row, or be placed as if they did.
+    """Raises for a model whose tokens would see other documents of a packed sequence, or be placed as if they did.
 
     Raises:
         RecipeError: a kind of layer that is not known, no token mixer that is, or attention without a place for each
@@ -183,13 +183,13 @@ def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module
         if missing or convolves or nested:
             raise RecipeError(
                 f"model: {family}: layer {number} of {name} has no token mixer that preheat can keep within the "
-                "documents of a packed row, so it cannot be trained or evaluated here"
+                "documents of a packed sequence, so it cannot be trained or evaluated here"
             )
     # Positions restart at each document of a row, so the model has to accept them.
     if attentions and "position_ids" not in inspect.signature(_forward(base)).parameters:
         raise RecipeError(
             f"model: {family}: {name} of transformers numbers positions by itself (no position_ids), across the "
-            "documents of a packed row, so it cannot be trained or evaluated here"
+            "documents of a packed sequence, so it cannot be trained or evaluated here"
         )
 
 

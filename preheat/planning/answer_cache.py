@@ -1,4 +1,4 @@
-"""Whole answers of `preheat plan` for a given device, stored by content: asked again, none imports torch.
+"""Whole answers of `preheat plan` for a given device, stored by content: a repeated plan does not import torch.
 
 A stored answer is used only while everything that it was computed from is unchanged: the recipe, the options, the files
 that the recipe names, the measurements in the cache folder, preheat's source, Python and the installed packages.

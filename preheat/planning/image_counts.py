@@ -44,7 +44,7 @@ def with_images(recipe: Recipe, data: PreparedData, source_config: PretrainedCon
     vision = hf.facts(hf.configure(recipe, vocabulary_size(data.tokenizer), source_config)).vision
     if vision is None:
         return recipe
-    assert hasattr(data.train, "most_images"), "a model that reads images does not stream its rows"
+    assert hasattr(data.train, "most_images"), "a model that reads images does not stream its data"
     # The maximum, because the row with the most patches sets the peak of memory.
     count, patches = data.train.most_images()
     # Pixels per image, averaged over the images of that row; without images, the recipe's own limit.

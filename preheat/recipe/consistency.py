@@ -96,7 +96,7 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"size times seq_len is {tokens:.1e} tokens a step, more than {_MOST_TOKENS:.0e}; lower one of them",
         )
     elif scores > _MOST_SCORES:
-        text = f"attention among rows of {batch.seq_len:,} tokens has {scores:.1e} scores a layer"
+        text = f"attention among sequences of {batch.seq_len:,} tokens has {scores:.1e} scores a layer"
         yield "batch.seq_len", f"{text}, more than can be counted; lower it"
 
 
@@ -156,7 +156,7 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
         text = f"schedule {recipe.schedule.kind} needs a length in steps, tokens or epochs"
         yield "stop.hours", f"{text}; add one (hours still ends the run early) or use schedule.kind: constant"
     if recipe.evaluate.baselines and streaming:
-        text = "counts the training rows, and those of a stream are not known in advance"
+        text = "counts the training sequences, and those of a stream are not known in advance"
         yield "evaluate.baselines", f"{text}; set it to false, or data.streaming: false"
 
 

@@ -164,7 +164,7 @@ NAMES: Mapping[str, str] = {
 _FOLDER = "the folder is an option of the command: preheat train RECIPE --out FOLDER"
 _RESUME = "it is an option of the command: preheat train RECIPE --out FOLDER --resume"
 _MICRO = (
-    "'batch.size' counts all rows of a step, over devices and micro-batches; "
+    "'batch.size' counts all sequences of a step, over devices and micro-batches; "
     "'techniques.gradient_accumulation.steps' says in how many micro-batches"
 )
 _DEEPSPEED = (

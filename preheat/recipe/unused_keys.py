@@ -282,7 +282,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "techniques.tensor_parallel.rows",
         _of("tensor_parallel", lambda t: t.loss_parallel),
-        "only loss_parallel computes logits some rows at a time; leave it out",
+        "only loss_parallel computes logits some positions at a time; leave it out",
     ),
 )
 

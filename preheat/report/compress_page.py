@@ -68,10 +68,10 @@ def _page(result: JsonObject) -> str:
 {page.section("variants", "Every variant", _table(result))}
 {page.section("what", "Steps", done)}
 {page.section("notes", "Notes", notes)}
-<footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration rows, {after["tokens"]:,} held-out \
-tokens. Bytes: of the weights. Times: medians of
-turns taken alternately with the same model in bf16, one row, a prompt of {after["prompt_tokens"]} tokens. All \
-figures as data: compress.json.</footer>""",
+<footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration sequences, \
+{after["tokens"]:,} held-out tokens. Bytes: of the weights. Times: medians of turns taken alternately with the same \
+model in bf16, one sequence, a prompt of {after["prompt_tokens"]} tokens. All figures as data: \
+compress.json.</footer>""",
     )
 
 
@@ -93,7 +93,7 @@ def _pareto(result: JsonObject, by: str) -> str:
     best = front([(x, y) for _, x, y in points])
     right = max(x for _, x, _ in points)
     height = max(y for _, _, y in points) - min(y for _, _, y in points)
-    unit = "MiB of weights" if by == "size" else "milliseconds a token, one row"
+    unit = "MiB of weights" if by == "size" else "milliseconds a token, one sequence"
     caption = (
         "The lower left is better; on the line is what no other beats in both: "
         f"{', '.join(points[n][0] for n in best)}."

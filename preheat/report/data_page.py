@@ -46,7 +46,7 @@ def _page(shown: JsonObject) -> str:
         ),
         ("Longest", grouped(shown["lengths"]["longest"]), f"median {shown['lengths']['median']:,.0f} tokens"),
         (
-            "Longer than a row",
+            "Longer than a sequence",
             grouped(shown["lengths"]["longer_than_a_row"]),
             (f"{packing['cut']:,} with a truncated answer"),
         ),

@@ -43,7 +43,7 @@ timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each t
 the lowest and the highest; ratios within a
 round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, next to the closed form. Loss: nats \
 a token of the prompts' text, read through the cache. Memory on top of the weights: the
-most that generation took. Where tokens are proposed, rows are written one after the other and their seconds \
+most that generation took. Where tokens are proposed, sequences are generated one after the other and their seconds \
 added. All figures as data: inference.json.</footer>""",
     )
 
@@ -54,14 +54,14 @@ def _headline(result: JsonObject) -> str:
     if len(ran) < 2:
         row = result["rows"][0]
         return (
-            f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} rows after "
+            f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} sequences after "
             f"{row['length']} tokens."
         )
     shape = result["rows"][0]["rows"], result["rows"][0]["length"]
     same = [row for row in result["rows"] if (row["rows"], row["length"]) == shape and row["name"] != first]
     best = max(same, key=lambda row: row["ratio"]["value"])
     return (
-        f"Rows at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes "
+        f"Sequences at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes "
         f"{best['ratio']['value']:.2f} times as fast as {first}, the first token "
         f"after {best['first_token_ratio']['value']:.2f} times its time."
     )
@@ -109,7 +109,7 @@ def _shapes(rows: Sequence[JsonObject]) -> str:
     unit, caches = sizes([_gib(row[key]) for row in rows for key in ("cache_bytes", "cache_predicted_bytes")])
     titles = (
         "model",
-        "rows x tokens",
+        "sequences x tokens",
         "first token, ms",
         "prefill tokens/s",
         "decode tokens/s",

@@ -106,7 +106,7 @@ def _verdict(plan: Plan, method: str) -> str:
 
 
 def _in_nine(interval: Interval, show: Callable[[object], str]) -> str:
-    """Returns the interval of nine in ten runs in parentheses."""
+    """Returns the interval of nine of ten runs in parentheses."""
     return f" ({show(interval.low)} to {show(interval.high)} in nine of ten runs)"
 
 

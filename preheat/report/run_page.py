@@ -289,7 +289,7 @@ def _evaluation(figures: RunFigures) -> str:
     charts = two_columns(*run_charts.evaluations(figures))
     if not rows:
         return charts
-    caption = f"At step {value(evaluation.step)}. In brackets: 95 % of 1,000 bootstrap resamples of the rows"
+    caption = f"At step {value(evaluation.step)}. In brackets: 95 % of 1,000 bootstrap resamples"
     caption += "; of the difference, row by row." if compared else "."
     if not compared:
         caption += (

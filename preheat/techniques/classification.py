@@ -2,7 +2,7 @@
 
 What: the head over the vocabulary is replaced by a newly initialized head over `classes`; the loss is the cross entropy
 of the class at the last token, which has attended to the whole document. The head is trained even under an adapter.
-Several documents are packed in one row, and each attends to itself only. The run reports accuracy and macro F1 (the
+Several documents are packed in one sequence, and none attends to another. The run reports accuracy and macro F1 (the
 unweighted mean over classes) along with the loss.
 Helps: a label costs one forward pass, without generation; scores are calibrated and comparable.
 Hurts: the model can no longer generate text; one training example per document instead of one per token.
@@ -128,7 +128,7 @@ class Classification(Technique):
     def check(self, context: Context) -> list[str]:
         recipe, problems = context.recipe, []
         if recipe.data.packing == "stream":
-            problems.append("data.packing: stream cuts documents at row ends; use auto or whole")
+            problems.append("data.packing: stream cuts documents at sequence ends; use auto or whole")
         if recipe.sample.is_active:
             problems.append("sample: a classifier generates no text; leave them out")
         if recipe.evaluate.baselines:

@@ -12,8 +12,9 @@ Hurts: the first step waits for the compiler (tens of seconds on a CPU), which a
 that the plan does not include. The plan models compiled layers as fused_operators, which keep the same activations; for
 unsupported families it models uncompiled layers, an upper bound. A search adds compile on GPUs, if rounding is allowed
 and the run is long enough to repay about a minute of compilation. It does not add it to layers with experts, recurrent
-mixers, attention sinks or chunks, or batches of changing shapes. Recurrent mixers, sinks and chunks cut rows by their
-documents, so these mixers run uncompiled, and the other parts of their layers (norms, feed-forward) compile apart.
+mixers, attention sinks or chunks, or batches of changing shapes. Recurrent mixers, sinks and chunks cut sequences by
+their documents, so these mixers run uncompiled, and the other parts of their layers (norms, feed-forward) compile
+apart.
 Source: Ansel et al. 2024, PyTorch 2 (doi:10.1145/3620665.3640366).
 """
 
@@ -243,7 +244,7 @@ def compile_layers(
 ) -> CompiledLayers:
     """Compiles the `forward` of each layer at its first call, in place.
 
-    A layer whose mixers cut rows by documents is compiled in parts, without these mixers.
+    A layer whose mixers cut sequences by documents is compiled in parts, without these mixers.
 
     Args:
         layers: e.g. `model.model.layers`; their first argument is [rows, length, width].
@@ -401,7 +402,9 @@ class Compile(Searchable):
             build.state.events += [Notice(message=message) for message in compiled.new_notices()]
 
         build.hooks.after_update.append(report)
-        but = f"; {compiled.apart} of them without their mixers, which cut rows by documents" * bool(compiled.apart)
+        but = f"; {compiled.apart} of them without their mixers, which cut sequences by documents" * bool(
+            compiled.apart
+        )
         return Change(f"{len(layers)} layers compiled when they first run{but}", len(layers))
 
 

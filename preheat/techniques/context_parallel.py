@@ -88,12 +88,12 @@ class ContextParallel(Searchable):
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(refused_on_cpu="context 2 does not multiply to 1 device")
     unsupported_for_images: ClassVar[str] = (
-        "splits rows, and would split the images in them; use fsdp with smaller micro-batches"
+        "splits sequences, and would split the images in them; use fsdp with smaller micro-batches"
     )
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.ATTENTION_EXCHANGE})
 
     degree: Annotated[int, Bound(2)] = 2
-    """Number of devices that each row is split across."""
+    """Number of devices that each sequence is split across."""
     kind: Literal["auto", "ulysses", "ring"] = "auto"
     """How attention exchanges data; auto: ring if the heads do not divide by the degree, or if it sends less and each
     device has 4,096 positions or more; otherwise ulysses."""
@@ -106,7 +106,7 @@ class ContextParallel(Searchable):
 
         if kind := rope_of_longest(config):
             raise ValueError(
-                f"degree: rotary positions of the kind {kind} depend on the longest position of a row, and each "
+                f"degree: rotary positions of the kind {kind} depend on the longest position of a sequence, and each "
                 "device has only a part of it; use rope_scaling with kind: yarn or linear, or leave this out"
             )
 
@@ -117,7 +117,7 @@ class ContextParallel(Searchable):
         recipe, problems = context.recipe, list[str]()
         if special := context.model.special_mixers:
             problems.append(
-                f"{context.model.family} has {special}, which need whole rows on one device; leave it out, or use "
+                f"{context.model.family} has {special}, which need whole sequences on one device; leave it out, or use "
                 "fsdp, which shards any model"
             )
         if Tag.REDUCED_GRADIENTS not in context.tags:
@@ -126,13 +126,14 @@ class ContextParallel(Searchable):
             )
         if recipe.batch.seq_len < 2 * self.degree:
             problems.append(
-                f"degree: {self.degree} devices cannot split rows of {recipe.batch.seq_len} tokens; use at most "
+                f"degree: {self.degree} devices cannot split sequences of {recipe.batch.seq_len} tokens; use at most "
                 f"{recipe.batch.seq_len // 2}"
             )
         objectives = [t.name() for t in recipe.techniques.values() if Slot.OBJECTIVE in t.claimed()]
         if objectives:
             problems.append(
-                f"the loss of {objectives[0]} is over whole rows, and each device has a part of each; leave one out"
+                f"the loss of {objectives[0]} is over whole sequences, and each device has a part of each; "
+                "leave one out"
             )
         heads = self._heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
@@ -202,7 +203,9 @@ class ContextParallel(Searchable):
         if part is build.trained[0]:  # once, if a pipeline has several stages on a device
             cut = functools.partial(cut_rows, degree=self.degree, rank=rank, zigzag=zigzag)
             build.hooks.transforms.append((Order.SPLIT, cut))
-        summary = f"each row split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
+        summary = (
+            f"each sequence split across {self.degree} devices, attention of {build.model.layers} layers by {kind}"
+        )
         return Change(summary + (f" ({reason})" if reason else ""), build.model.layers, kernel=kind)
 
     def options(self, context: Context) -> Iterable[Technique]:

@@ -60,7 +60,9 @@ class DataParallel(Searchable):
 
     def check(self, context: Context) -> list[str]:
         if context.sizes[Axis.REPLICATE] * context.sizes[Axis.CONTEXT] < 2:
-            return ["splits rows across devices, and there is one; start several with --nproc (or plan with --count)"]
+            return [
+                "splits the batch across devices, and there is one; start several with --nproc (or plan with --count)"
+            ]
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:

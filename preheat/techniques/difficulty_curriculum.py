@@ -1,10 +1,10 @@
-"""Difficulty curriculum: trains on the easiest rows first and grows the pool of sampled rows to the full data set.
+"""Difficulty curriculum: trains on the easiest sequences first, and on a growing share of the data until all is used.
 
-What: ranks rows by a score: the rarity of their tokens, the length of their documents, numbers from a file, or the loss
-of a small model. The run samples from the easiest fraction of them (the model's competence), which grows with the
-square root of the progress or linearly. Each row of the pool is read once before any is repeated, and after `until` the
-order is that of plain epochs.
-Helps: faster at first, if easy rows teach what hard ones build on; most on heterogeneous data.
+What: ranks sequences by a score: the rarity of their tokens, the length of their documents, numbers from a file, or the
+loss of a small model. The run samples from the easiest fraction of them (the model's competence), which grows with the
+square root of the progress or linearly. Each sequence of the pool is read once before any is repeated, and after
+`until` the order is that of plain epochs.
+Helps: faster at first, if easy sequences teach what hard ones build on; most on heterogeneous data.
 Hurts: early batches are alike; little or nothing is gained on data that is read less than once or is evenly hard.
 Scoring by a model costs one forward pass over the data.
 Source: Platanios et al. 2019 (arXiv:1903.09848), competence, length and rarity; loss of a small model: Marion et al.
@@ -165,7 +165,7 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
         )
     if facts.positions and facts.positions < rows.length:
         raise DataError(
-            f"{_MODEL}: {folder} has {facts.positions} positions but rows "
+            f"{_MODEL}: {folder} has {facts.positions} positions but sequences "
             f"have {rows.length} tokens; name a model with more"
         )
     # Built on meta, so that its weights are allocated once, with their final values.
@@ -202,8 +202,8 @@ class _Ranking:
         mark = hashlib.blake2b(scores.argsort(kind="stable").tobytes(), digest_size=8).hexdigest()
         if self.mark not in ("", mark):
             raise RunError(
-                "techniques.difficulty_curriculum: the rows rank differently from when the checkpoint was saved, so "
-                "their order would change; restore the scores (or the model) that the run started with, or start "
+                "techniques.difficulty_curriculum: the sequences rank differently from when the checkpoint was saved, "
+                "so their order would change; restore the scores (or the model) that the run started with, or start "
                 "another run with --out"
             )
         self.mark = mark
@@ -220,22 +220,22 @@ class DifficultyCurriculum(Technique):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Numerics] = "exact"  # for a given batch; the order of batches differs
     trials: ClassVar[Trials] = Trials(settings=({"by": "length", "curve": "linear"},))
-    unsupported_for_images: ClassVar[str] = "orders rows by their text only; leave it out"
+    unsupported_for_images: ClassVar[str] = "orders sequences by their text only; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.SAMPLE_ORDER})
 
     by: Literal["rarity", "length"] | None = None
-    """What makes a row hard: rarity (mean -log p of its tokens by their counts) or length (of its documents); rarity by
-    default."""
+    """What makes a sequence hard: rarity (mean -log p of its tokens by their counts) or length (of its documents);
+    rarity by default."""
     scores: str | None = None
-    """Instead of `by`: a file with a number for each training document or each row, low means easy: .npy, .txt or
+    """Instead of `by`: a file with a number for each training document or each sequence, low means easy: .npy, .txt or
     .jsonl."""
     model: str | None = None
-    """Instead of `by`: a Hugging Face folder of a small model with the data's tokenizer; a row is as hard as its mean
-    loss."""
+    """Instead of `by`: a Hugging Face folder of a small model with the data's tokenizer; a sequence is as hard as its
+    mean loss."""
     start: Annotated[float, Bound(0, 1, open_low=True)] = 0.1
-    """Fraction of the rows, the easiest, to begin with."""
+    """Fraction of the sequences, the easiest, to begin with."""
     until: Fraction = 0.5
-    """Fraction of the run after which all rows are sampled."""
+    """Fraction of the run after which all sequences are sampled."""
     curve: Literal["root", "linear"] = "root"
     """How the fraction grows: with the square root of the progress, or linearly."""
 
@@ -248,7 +248,7 @@ class DifficultyCurriculum(Technique):
             problems.append("by: streamed rows cannot be ranked before training; set data.streaming: false")
         if self.start == 1 or self.until == 0:
             problems.append(
-                "start: with 1 (or until: 0) all rows are drawn from the "
+                "start: with 1 (or until: 0) all sequences are drawn from the "
                 "beginning; use start: 0.1 and until: 0.5, or leave it out"
             )
         if not (stop.max_steps or stop.tokens or stop.epochs):
@@ -295,5 +295,5 @@ class DifficultyCurriculum(Technique):
             else self.by or "rarity"
         )
         return Change(
-            f"rows by {source}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
+            f"sequences by {source}: the easiest {self.start:.0%} at first, all after {self.until:.0%} of the run", 1
         )

@@ -1,11 +1,11 @@
 """Dynamic micro-batch: adapts the micro-batch to the memory during training; the global batch is unchanged.
 
 What: micro-batches start at the size that the dry run says will fit. Every few steps the peak memory of a step is
-measured: the rows are doubled if the prediction fits, and halved if memory gets short. Gradients are divided by the
-trained tokens of the whole global batch, so they are the same for any micro-batch, up to the order of sums. The memory
-of a larger size is predicted by the straight line through two measurements: memory before the first step, and the peak
-of a step at the current size. In each phase of a step, memory is at least the former plus a part that grows with the
-rows, so no phase exceeds that line at twice the rows.
+measured: the number of sequences is doubled if the prediction fits, and halved if memory gets short. Gradients are
+divided by the trained tokens of the whole global batch, so they are the same for any micro-batch, up to the order of
+sums. The memory of a larger size is predicted by the straight line through two measurements: memory before the first
+step, and the peak of a step at the current size. In each phase of a step, memory is at least the former plus a part
+that grows with the rows, so no phase exceeds that line at twice the number.
 Helps: larger matmuls on a device that has room, without a manual search.
 Hurts: nothing is gained once matmuls are large; runs that change size at different steps agree up to rounding only. A
 resumed run continues at its checkpoint's size.
@@ -191,17 +191,17 @@ class DynamicBatch(Searchable):
     stage: ClassVar[Stage] = Stage.LOADER
     numerics: ClassVar[Numerics] = "exact"
     trials: ClassVar[Trials] = Trials(settings=({"start": 1, "every": 2},))
-    unsupported_for_images: ClassVar[str] = "regroups rows without the images in them; leave it out"
+    unsupported_for_images: ClassVar[str] = "regroups sequences without the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.FORWARD_BACKWARD})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     start: Literal["auto"] | Count = "auto"
-    """Rows of the first micro-batches; auto: the largest size that the dry run says will fit (the global batch, halved
-    repeatedly)."""
+    """Sequences of the first micro-batches; auto: the largest size that the dry run says will fit (the global batch,
+    halved repeatedly)."""
     target: Annotated[float, Bound(0, 1, open_low=True)] = 0.85
     """Fraction of the memory (`hardware.memory`, or the device's memory) that a larger micro-batch is allowed to fill
-    by prediction. Rows are halved if a step fills more than half of the rest too."""
+    by prediction. Sequences are halved if a step fills more than half of the rest too."""
     every: Count = 10
     """Steps between measurements; the first step, which warms up, is skipped."""
 
@@ -213,7 +213,7 @@ class DynamicBatch(Searchable):
         if self.start != "auto" and self.start > rows:
             shared = f" over {devices} devices" if devices > 1 else ""
             problems.append(
-                f"start: {self.start} rows are more than batch.size "
+                f"start: {self.start} sequences are more than batch.size "
                 f"{rows * devices}{shared}; use at most {rows}, or auto"
             )
         if not can_begin_peak(context.device.kind):
@@ -291,7 +291,7 @@ class DynamicBatch(Searchable):
         build.claim(Slot.FORWARD_BACKWARD, forward_backward, self.name())
         build.hooks.after_update.append(after_update)
         return Change(
-            f"micro-batches from {state.rows} rows up to {rows}, while a step is predicted to fill at most "
+            f"micro-batches from {state.rows} sequences up to {rows}, while a step is predicted to fill at most "
             f"{self.target:.0%} of the memory; the plan is for the first size",
             build.state.accumulation,
         )

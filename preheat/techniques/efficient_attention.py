@@ -154,8 +154,8 @@ class EfficientAttentionTechnique(Searchable):
     kernel: Literal["auto", "flash", "efficient", "cudnn", "blocks", "flex", "flash2", "flash3"] = "auto"
     """The kernel; auto takes the fastest that supports the model: on a CPU blocks for windows, capped scores (Gemma 2)
     and up to 4,096 tokens (without a C++ compiler 2,048 in bf16), otherwise flash; on CUDA flash in half precision
-    (cudnn for rows of one document if torch prefers it: Hopper), efficient in fp32, and flex for capped scores, global
-    tokens, and windows in fp32. flash2 and flash3 are separate packages. The run records the choice."""
+    (cudnn for sequences of one document if torch prefers it: Hopper), efficient in fp32, and flex for capped scores,
+    global tokens, and windows in fp32. flash2 and flash3 are separate packages. The run records the choice."""
 
     def _chosen(self, context: Context | Build) -> str:
         if self.kernel != "auto":
@@ -245,7 +245,7 @@ class EfficientAttentionTechnique(Searchable):
             if build.model.kv_heads != build.model.heads
             else ""
         )
-        more = ", packed rows by flash" if both else ""
+        more = ", packed sequences by flash" if both else ""
         return Change(f"attention of {build.model.layers} layers{shared}{more}", build.model.layers, kernel=chosen)
 
 

@@ -107,7 +107,7 @@ class ExpertParallel(Searchable):
                 "and degree: 2 or more"
             ]
         if devices % degree:
-            return [f"degree: {degree} does not divide the {devices} devices that split the rows; use a divisor of it"]
+            return [f"degree: {degree} does not divide the {devices} devices that split the batch; use a divisor of it"]
         if model.experts % degree:
             return [f"degree: {degree} does not divide the {model.experts} experts of a layer; use a divisor of both"]
         rest = devices // degree

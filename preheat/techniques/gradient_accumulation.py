@@ -145,11 +145,11 @@ class GradientAccumulation(Searchable):
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.MICRO_BATCH_SIZE})
 
     steps: Annotated[int, Bound(2)] = 4
-    """Micro-batches per global batch of `batch.size` rows."""
+    """Micro-batches per global batch of `batch.size` sequences."""
     on_gpu: Literal["steps", "auto"] = "steps"
     """auto: on a GPU the fewest micro-batches, two or more, that have 8,192 tokens or less and fit in 90 % of the
-    memory according to the dry run; `steps` on a CPU, whose kernels gain nothing from more rows. The run records the
-    number."""
+    memory according to the dry run; `steps` on a CPU, whose kernels gain nothing from more sequences. The run records
+    the number."""
 
     def search_numerics(self) -> Literal["exact"]:
         return "exact"
@@ -161,8 +161,8 @@ class GradientAccumulation(Searchable):
             size = context.recipe.batch.size
             return [
                 (
-                    f"steps: {self.steps} micro-batches are more than the rows of batch.size {size}{among}; use at "
-                    f"most {rows}"
+                    f"steps: {self.steps} micro-batches are more than the sequences of batch.size {size}{among}; use "
+                    f"at most {rows}"
                 )
             ]
         return []
@@ -173,7 +173,8 @@ class GradientAccumulation(Searchable):
         micro = -(-rows // self.steps)
         among = f", {rows} on each of {devices} devices," if devices > 1 else ""
         return Change(
-            f"{build.recipe.batch.size} rows a step{among} in {-(-rows // micro)} micro-batches of {micro}", self.steps
+            f"{build.recipe.batch.size} sequences a step{among} in {-(-rows // micro)} micro-batches of {micro}",
+            self.steps,
         )
 
     def resolve_auto(self, context: Context, plan: Callable[[Technique], Plan]) -> Technique:

@@ -133,7 +133,7 @@ def integration_example(
         "optimizer_bytes": optimizer.state_bytes() if zero_stage else sum(t.nbytes for t in state_tensors),
         "processes": world,
         "on": {
-            "gradient_accumulation": f"{accumulation_steps} micro-batches of {batch_size} rows",
+            "gradient_accumulation": f"{accumulation_steps} micro-batches of {batch_size} sequences",
             "mixed_precision": f"{precision} under autocast, weights in fp32" if half else "off: fp32",
             "zero": sharding if zero_stage else "off: AdamW",
             "efficient_attention": "fused" if use_efficient_attention else "off: all scores in memory",

@@ -1,12 +1,13 @@
 """Length curriculum: starts with short sequences and grows them to the full length over the first part of the run.
 
-What: splits the packed rows of the data into shorter ones whose length grows to `batch.seq_len`; every token is still
-trained once, with the context within its shorter row. By default a step keeps its tokens and has more rows instead.
-Helps: attention is cheaper on short rows, so early steps are faster; early training is more stable, which allows large
-batches and learning rates (most of the paper's gain).
+What: splits the packed sequences of the data into shorter ones whose length grows to `batch.seq_len`; every token is
+still trained once, with the context within its shorter sequence. By default a step keeps its tokens and has more
+sequences instead.
+Helps: attention is cheaper on short sequences, so early steps are faster; early training is more stable, which allows
+large batches and learning rates (most of the paper's gain).
 Hurts: early steps learn nothing about long contexts; kernels that are compiled per shape compile each length. If
-lengths do not divide each other (linear, root), the last row of a step is padded, and on a CPU freed blocks fit the
-next length badly and the kernels of each length are kept: the demo used 0.22 GiB instead of 0.15, and 0.16 with
+lengths do not divide each other (linear, root), the last sequence of a step is padded, and on a CPU freed blocks fit
+the next length badly and the kernels of each length are kept: the demo used 0.22 GiB instead of 0.15, and 0.16 with
 doubling. The plan assumes the full length throughout, so early steps should be faster than planned.
 Source: Li et al. 2021 (arXiv:2108.06084), linear and root as in DeepSpeed; by doubling: Jin et al. 2023
 (arXiv:2310.00576).
@@ -112,7 +113,7 @@ class LengthCurriculum(Technique):
             {"schedule": "linear"},
         )
     )
-    unsupported_for_images: ClassVar[str] = "splits rows, and would split the images in them; leave it out"
+    unsupported_for_images: ClassVar[str] = "splits sequences, and would split the images in them; leave it out"
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.BATCH_SHAPE})
     provides: ClassVar[frozenset[Tag]] = frozenset({Tag.GROWING_LENGTH})
     conflicts: ClassVar[frozenset[Tag]] = frozenset({Tag.WHOLE_EXAMPLES})  # shorter rows would cut examples
@@ -121,21 +122,21 @@ class LengthCurriculum(Technique):
     """How the length grows: steps (it doubles, and each length lasts equally long: few shapes, no padding); linear;
     root (fast first)."""
     start: Literal["auto"] | Count = "auto"
-    """Tokens of a row at the beginning; auto: a quarter of `batch.seq_len`."""
+    """Tokens of a sequence at the beginning; auto: a quarter of `batch.seq_len`."""
     lengths: tuple[Annotated[int, Bound(2)], ...] = ()
     """Explicit stages instead of `start` and `schedule`: increasing lengths below `batch.seq_len`, each for the same
     time."""
     until: Fraction = 0.3
-    """Fraction of the run's steps after which rows have the full length."""
+    """Fraction of the run's steps after which sequences have the full length."""
     root_degree: Positive = 2.0
     """With `schedule: root`: 2 is the square root; larger values grow faster at first."""
     multiple: Literal["auto"] | Count = "auto"
     """Lengths are multiples of this, so that there are few of them; auto: an eighth of `batch.seq_len`, rounded down to
     a multiple of 8."""
     keep: Literal["tokens", "rows"] = "tokens"
-    """tokens: a step has more, shorter rows, so steps, tokens and learning rate mean the same as without the
-    curriculum, and the device stays busy; rows: a step keeps its number of rows, so early steps read fewer tokens (as
-    in DeepSpeed)."""
+    """tokens: a step has more, shorter sequences, so steps, tokens and learning rate mean the same as without the
+    curriculum, and the device stays busy; rows: a step keeps its number of sequences, so early steps read fewer tokens
+    (as in DeepSpeed)."""
 
     def _lengths(self, recipe: Recipe) -> tuple[int, int]:
         """Returns `start` and `multiple` in tokens."""
@@ -163,14 +164,16 @@ class LengthCurriculum(Technique):
             if self.start != "auto" or self.schedule != "steps":
                 problems.append("lengths: define the stages; leave start and schedule out")
         elif start >= full:
-            problems.append(f"start: {start} is not below batch.seq_len {full}; use {full // 4} or so, or longer rows")
+            problems.append(
+                f"start: {start} is not below batch.seq_len {full}; use {full // 4} or so, or longer sequences"
+            )
         if start % multiple and not self.lengths:
             problems.append(
                 f"start: {start} is no multiple of {multiple}; use start: "
                 f"{-(-start // multiple) * multiple}, or set multiple"
             )
         if start < 2:
-            problems.append("start: a row of 1 token has nothing to predict from; use 8 or more")
+            problems.append("start: a sequence of 1 token has nothing to predict from; use 8 or more")
         # Progress at the last step: a curriculum that ends later never trains at full length.
         last = (stop.max_steps - 1) / stop.max_steps if stop.max_steps else 1.0
         if not 0 < self.until < 1 or self.until > last:
@@ -196,7 +199,7 @@ class LengthCurriculum(Technique):
         paired = data.prompt is not None or data.source == "docstrings" or data.layout not in ("auto", "text")
         if data.packing == "whole" or (data.packing == "auto" and paired):
             problems.append(
-                "start: shorter rows would separate completions from their prompts; set data.packing: stream, or "
+                "start: shorter sequences would separate completions from their prompts; set data.packing: stream, or "
                 "leave this out"
             )
         return problems
@@ -230,10 +233,10 @@ class LengthCurriculum(Technique):
         lengths = list(dict.fromkeys(self.length(recipe, n / 1000) for n in range(1001)))
         shown = lengths if len(lengths) < 9 else [*lengths[:3], "...", *lengths[-2:]]
         summary = (
-            f"rows of {', '.join(map(str, shown))} tokens, full after "
+            f"sequences of {', '.join(map(str, shown))} tokens, full after "
             f"{self.until:.0%} of the steps; {self.keep} a step kept"
         )
-        summary += ". The plan is for full rows throughout"
+        summary += ". The plan is for full sequences throughout"
         # Freed blocks of one length fit the next badly; doubled lengths divide each other.
         if build.device.kind == "cpu" and self.schedule != "steps":
             summary += "; the heap may hold up to half more than planned; schedule: steps avoids this"

@@ -1,8 +1,8 @@
 """NEFTune: adds uniform noise to the token embeddings during instruction fine-tuning.
 
-What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a row x hidden size) to the embeddings in training
-mode. A row is counted with its padding, as in transformers. Evaluation and generation use none, and the trained model
-contains none.
+What: adds noise drawn from [-1, 1] times alpha / sqrt(tokens in a sequence x hidden size) to the embeddings in training
+mode. A sequence is counted with its padding, as in transformers. Evaluation and generation use none, and the trained
+model contains none.
 Helps: fine-tuning on a few thousand instructions: answers become longer and less similar to the data's wording.
 Hurts: pretraining and long runs on much data, which need no such regularization; the training loss is higher.
 Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1.

@@ -295,7 +295,7 @@ class PipelineParallel(Searchable):
             ]
         if rows < micro:
             return [
-                f"micro_batches: {micro} are more than the {rows} rows of a device (batch.size "
+                f"micro_batches: {micro} are more than the {rows} sequences of a device (batch.size "
                 f"{context.recipe.batch.size}); use a larger batch.size"
             ]
         return []

@@ -8,7 +8,7 @@ family). A first pass computes the log-probabilities without gradients; they giv
 the loss, and one weighted pass over the head computes exactly that gradient. So the head may be chunked, and the logits
 of two answers are never in memory.
 Helps: aligns a model's answers with preferences, from comparisons alone.
-Hurts: twice the rows, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
+Hurts: twice the sequences, and with a reference a third pass; too high a learning rate, or too many epochs, lowers the
 likelihood of preferred answers too (watch `chosen_logp`; `nll` counteracts it).
 Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290); IPO, Azar et al. 2023 (arXiv:2310.12036); hinge: SLiC, Zhao et al.
 2023 (arXiv:2305.10425); SimPO, Meng et al. 2024 (arXiv:2405.14734); CPO, Xu et al. 2024 (arXiv:2401.08417); ORPO, Hong
@@ -166,7 +166,7 @@ class Preference(Technique):
             )
         recipe = context.recipe
         if recipe.data.packing == "stream":
-            problems.append("data.packing: stream cuts answers at row ends; use auto or whole")
+            problems.append("data.packing: stream cuts answers at sequence ends; use auto or whole")
         if recipe.evaluate.baselines:
             problems.append("evaluate.baselines: a unigram model compares no answers; set it to false")
         return problems
@@ -241,7 +241,7 @@ class Preference(Technique):
             if not (batch.desirable if self.loss == "apo_zero" else batch.group == 2):
                 raise DataError(
                     f"techniques.preference: loss {self.loss} finds no "
-                    f"{self.examples().kind} in the rows {batch.rows[:8]}"
+                    f"{self.examples().kind} in the sequences {batch.rows[:8]}"
                 )
             answers = AnswerIndex.of(batch)
             # First the reference, so that its activations are freed before those of the training pass are kept.

@@ -5,7 +5,7 @@ feed-forward are split by outputs, output projections by inputs, so that each la
 two backward. `sequence_parallel` splits the activations between blocks along the sequence: the all-reduces become
 reduce-scatters and all-gathers of the same bytes, and norms and saved activations are sharded too; `regather` gathers a
 block's input again in backward instead of keeping it unsharded. `loss_parallel` computes each device's shard of the
-vocabulary, some rows at a time: two numbers per row are sent, and no logits.
+vocabulary, some positions at a time: two numbers per position are sent, and no logits.
 Helps: weights, gradients, optimizer and most activations shrink with the degree, at any batch size.
 Hurts: communication blocks every layer and grows with the batch, so it needs the fastest links (within a host) and few
 devices; small matmuls run slower. Norms are replicated, and so is attention if the plan of a family gathers fused or
@@ -111,7 +111,7 @@ class TensorParallel(Searchable):
     """Each device computes the logits of its shard of the vocabulary only; false gathers logits (or, for chunked_loss
     and liger, the head) on each device."""
     rows: Annotated[int, Bound(1)] = 512
-    """With loss_parallel: rows of logits in memory at a time."""
+    """With loss_parallel: positions of logits in memory at a time."""
 
     def claimed(self) -> frozenset[Slot]:
         return self.owns if self.loss_parallel else frozenset()
@@ -162,7 +162,7 @@ class TensorParallel(Searchable):
         # Both compute the logits, and there is one such slot.
         if self.loss_parallel and others:
             problems.append(
-                "loss_parallel: makes logits some rows at a time by itself; "
+                "loss_parallel: makes logits some positions at a time by itself; "
                 f"leave {others[0]} out, or set loss_parallel: false"
             )
         if self.loss_parallel and Tag.CLASSIFICATION_HEAD in context.tags:
@@ -217,7 +217,7 @@ class TensorParallel(Searchable):
             parts.append(f"{layers} of {total} layers split, {whole_mixers} token mixers computed whole on each device")
         parts += ["activations between blocks split along the sequence"] * self.sequence_parallel
         parts += ["gathered again in backward"] * self.regather
-        parts += [f"logits of 1/{degree} of the vocabulary each, {self.rows} rows at a time"] * self.loss_parallel
+        parts += [f"logits of 1/{degree} of the vocabulary each, {self.rows} positions at a time"] * self.loss_parallel
         parts += ["embedding and head whole"] * (not vocabulary)
         return Change("; ".join(parts), count)
 

@@ -521,8 +521,8 @@ class _Loop:
             state += f". Gradients overflowed in fp16 in {in_a_row} steps in a row, at last without any loss scaling"
             remedy = f"{scaling.remedy}, or a lower optimizer.lr (it was {lr:.2e})"
         raise RunError(
-            f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; rows {listed} of the training data. "
-            f"{state}. {remedy}"
+            f"step {step}: the loss is {mean:g} and the gradients' norm {norm:g}; sequences {listed} of the training "
+            f"data. {state}. {remedy}"
         )
 
     def _save(self, *, last: bool = False) -> None:

@@ -109,7 +109,7 @@ class Session:
     shape: Callable[[int], Shape] = field(init=False)
     """Batch shape of a step (from 0): a pure function, so that every session reads the same."""
     order: Iterator[int] = field(init=False)
-    """Row numbers of the data, from the current progress on."""
+    """Sequence numbers of the data, from the current progress on."""
     peak_lr: float = field(init=False)
     assembled: bool = False
     """True if there is a build."""

@@ -285,8 +285,12 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
             ["parallel.devices=3"],
             "4 heads across 3 devices",
         ),
-        ("context_parallel: {}, data_parallel: {}, preference: {}", [], "the loss of preference is over whole rows"),
-        ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "rows of 3 tokens; use at most 1"),
+        (
+            "context_parallel: {}, data_parallel: {}, preference: {}",
+            [],
+            "the loss of preference is over whole sequences",
+        ),
+        ("context_parallel: {}, data_parallel: {}", ["batch.seq_len=3"], "sequences of 3 tokens; use at most 1"),
         (
             "context_parallel: {}, data_parallel: {}, rope_scaling: {kind: dynamic, original_length: 16}",
             [],

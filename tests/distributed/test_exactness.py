@@ -256,10 +256,10 @@ def test_what_does_not_go_together_is_refused() -> None:
         refusal("{fsdp: {}}", engine)
     assert "use mode: bf16 instead of fp16" in refusal("{mixed_precision: {mode: fp16}}", engine)
     assert "checkpoint.every" in refusal("{}", engine + "}\ncheckpoint: {every: 5")
-    assert "dynamic_batch: start: 5 rows are more than batch.size 8 over 2 devices; use at most 4" in refusal(
+    assert "dynamic_batch: start: 5 sequences are more than batch.size 8 over 2 devices; use at most 4" in refusal(
         "{fsdp: {}, dynamic_batch: {start: 5}}"
     )
     assert (
-        "steps: 5 micro-batches are more than the rows of batch.size 8 over 2 devices, which is 4 a device; use at most 4"
+        "steps: 5 micro-batches are more than the sequences of batch.size 8 over 2 devices, which is 4 a device; use at most 4"
         in refusal("{fsdp: {}, gradient_accumulation: {steps: 5}}")
     )

@@ -65,7 +65,7 @@ def test_plan_train_report_eval_generate_export(preheat: Command) -> None:
 def test_a_dry_run_looks_at_all_and_writes_nothing(preheat: Command) -> None:
     before = sorted(preheat.folder.rglob("*"))
     said, _ = preheat.here("train", "r.yaml", "--dry-run")
-    assert "rows of 32 tokens" in said
+    assert "sequences of 32 tokens" in said
     assert ": fits\n" in said
     one = preheat.here.json("train", "r.yaml", "--dry-run")
     two = preheat.here.json("train", "r.yaml", "--dry-run", "--nproc", "2", "--set", "techniques={fsdp: {}}")
@@ -316,7 +316,7 @@ def test_non_finite_loss_stops_with_step_and_rows(preheat: Command) -> None:
     ]
     error = preheat.here("train", "r.yaml", *more, code=1)[1]
     assert "step " in error
-    assert "rows " in error
+    assert "sequences " in error
     assert "optimizer.lr" in error
 
 

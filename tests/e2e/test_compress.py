@@ -85,7 +85,7 @@ def test_a_run_is_compressed_as_it_was_trained_for(preheat: Command) -> None:
     assert "before rounding" in told["note"]
     assert told["merged"] > 0
     _, error = preheat.here("compress", "runs/aware", "--method", "gptq", "--rows", "3", "--out", "x", code=4)
-    assert "calibration: 3 rows, and 8 are needed" in error
+    assert "calibration: 3 sequences, and 8 are needed" in error
     assert not (preheat.folder / "x").exists()
 
 

@@ -35,7 +35,7 @@ def test_a_run_becomes_gguf_with_a_card(preheat: Command) -> None:
     made = preheat.here.json("export", run, "--to", "gguf", "--dtype", "q8_0")
     held = preheat.here.json("eval", run)["texts"]["validation"]
     assert held["rows"] > 3
-    assert made["perplexity_of"] == f"the run's own data, 3 of its {held['rows']} validation rows: {3 * 32} tokens"
+    assert made["perplexity_of"] == f"the run's own data, 3 of its {held['rows']} validation sequences: {3 * 32} tokens"
     assert made["path"] == f"{run}/export-gguf-q8_0"
     assert made.keys() >= {
         "bytes",
@@ -131,7 +131,7 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     evaluated = preheat.here.json("eval", run)["texts"]["validation"]
     assert (
         made["perplexity_of"]
-        == f"the run's own data, all of its {evaluated['rows']} validation rows: {evaluated['tokens']} tokens"
+        == f"the run's own data, all of its {evaluated['rows']} validation sequences: {evaluated['tokens']} tokens"
     )
     assert not made["unfinished"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(preheat.folder / "hf")

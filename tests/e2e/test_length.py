@@ -68,7 +68,7 @@ def test_a_plan_of_a_longer_context_says_the_longest_rows_and_what_limits_them(p
     made = preheat.json("plan", "r.yaml", "--set", "batch.seq_len=512", *scaled)
     found = made["longest_context"]
     assert found["length"] >= 512
-    assert f"rows of {2 * found['length']:,} tokens" in found["limit"]
+    assert f"sequences of {2 * found['length']:,} tokens" in found["limit"]
     assert preheat.here.json("plan", "r.yaml")["longest_context"] is None
 
 

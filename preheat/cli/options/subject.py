@@ -185,7 +185,7 @@ def _batch(length: int | None, tokens: int | None) -> dict[str, int]:
     if tokens < 1 or tokens % row:
         near = max(1, round(tokens / row)) * row
         raise RecipeError(
-            f"--batch-tokens: {tokens:,} is no multiple of rows of {row:,} tokens; use {near}, or another --length"
+            f"--batch-tokens: {tokens:,} is no multiple of sequences of {row:,} tokens; use {near}, or another --length"
         )
     return {**batch, "seq_len": row, "size": tokens // row}
 

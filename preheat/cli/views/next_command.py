@@ -29,7 +29,7 @@ def assumed_settings(subject: Subject, result: Plan, again: Sequence[str], *, pe
         text
         for missing, text in (
             (open_("--method", "techniques.lora"), "all weights (--method)"),
-            (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a row (--length)"),
+            (open_("--length", "batch.seq_len"), f"{batch.seq_len:,} tokens a sequence (--length)"),
             (open_("--batch-tokens", "batch.size"), f"{rows:,} tokens a step (--batch-tokens)"),
             (count > per_host and open_("--nodes"), f"{per_host} devices a host (--nodes)"),
             # A model of the hub has a tokenizer there, which a plan does not download.

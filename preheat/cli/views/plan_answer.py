@@ -152,7 +152,7 @@ class Answer:
             if plan.energy:
                 entries.append(_Entry("energy", _energy(plan.energy), most=1, order=_FIRST))
         else:  # how fast it would be is of no use
-            entries = [_Entry("nearest", _nearest(plan))]
+            entries = [_Entry("short by", _short_by(plan))]
         if recipe is not None:
             entries.append(_Entry("batch", _batch(recipe, plan), most=3))
             entries.append(_Entry("method", _method(recipe, plan), most=4, least=2, order=4))
@@ -160,15 +160,15 @@ class Answer:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
         if longest := plan.longest_context:
             reached = (
-                f"{longest.length:,} tokens a row fit ({memory(longest.peak_gib)})"
+                f"{longest.length:,} tokens a sequence fit ({memory(longest.peak_gib)})"
                 if longest.peak_gib is not None
-                else "no row fits"
+                else "no sequence fits"
             )
             entries.append(_Entry("longest", f"{reached}; {longest.limit}", order=2))
         alternatives = plan.alternatives
         for n, alternative in enumerate(alternatives[:3]):
             text = _alternative(alternative, plan, recipe)
-            # Half an alternative cannot be typed; the nearest one stays longest.
+            # Half an alternative cannot be typed; the closest one stays longest.
             order = 6 + n if n else 2
             entries.append(_Entry("" if n else "instead", text, style="cyan", most=4, order=order, uncut=True))
         if later := _export(plan):
@@ -274,8 +274,8 @@ def _at_present(now: SpeedNow, contended: bool) -> str:
     machine, speed = now.machine, f"{rate(now.tokens_per_second)} tokens/s"
     if machine.alone is False:
         used = f"other processes use {machine.other_cores:.1f} of {machine.cpus} cores"
-        estimated = "an estimate for" if contended else "with"
-        return f"{speed}, because {used}; the speed above is {estimated} the machine to itself"
+        above = "is an estimate for" if contended else "assumes"
+        return f"{speed}, because {used}; the speed above {above} an idle machine"
     why = ", though no other process uses its cores" if machine.alone else ""
     return f"{speed}: slower than when it was calibrated{why}; to measure again: preheat calibrate"
 
@@ -324,16 +324,15 @@ def _energy(energy: Energy) -> str:
 
 
 def _batch(recipe: Recipe, plan: Plan) -> str:
-    """Describes the micro-batch, the length of a row and the layout."""
+    """Describes the micro-batch, the length of a sequence and the layout."""
     techniques = list(recipe.techniques.values())
     count = plan.devices
     sizes = sizes_of(techniques, count) if any(t.is_parallel() for t in techniques) else {}
     ranks = math.prod(sizes.get(axis, 1) for axis in DATA)
     micros = math.prod(t.micro_batch_count() for t in techniques)
     rows = math.ceil(recipe.batch.size / ranks / micros)
-    text = (
-        f"micro-batches of {rows:,} row{'s' if rows > 1 else ''} of {recipe.batch.seq_len:,} tokens, {micros:,} a step"
-    )
+    sequences = f"{rows:,} sequence{'s' if rows > 1 else ''}"
+    text = f"micro-batches of {sequences} of {recipe.batch.seq_len:,} tokens, {micros:,} a step"
     if count > 1:
         layout = " x ".join(f"{axis} {n:,}" for axis, n in sizes.items() if n > 1)
         text += f" on each rank; {count:,} devices = {layout or 'unused'}"
@@ -357,15 +356,15 @@ def _stages(plan: Plan, recipe: Recipe) -> int:
     return sizes_of(techniques, plan.devices)[Axis.PIPELINE]
 
 
-def _nearest(plan: Plan) -> str:
-    """Says how near a plan that does not fit is, and what would make it fit."""
+def _short_by(plan: Plan) -> str:
+    """Returns the memory that a plan lacks, and what would make it fit."""
     searched, peak, has = plan.searched, plan.peak_gib, plan.available_gib
     least = f", the least of {searched.candidates:,} candidates" if searched.candidates else ""
     if searched.interrupted:
-        return f"{memory(peak - has)} too much; a candidate that was not tried yet may fit"
+        return f"{memory(peak - has)}; a candidate that was not tried yet may fit"
     if has * 1024 < 1:
-        return f"{memory(peak)} too much{least}; the limit must exceed what the process takes"
-    text = f"{memory(peak - has)} too much{least}; would fit in {memory(peak)}"
+        return f"{memory(peak)}{least}; the limit must exceed what the process takes"
+    text = f"{memory(peak - has)}{least}; would fit in {memory(peak)}"
     if any("--count" in alternative.options for alternative in plan.alternatives):
         return text  # the number of devices that suffice is known
     # At best, all memory divides by the devices.
@@ -471,7 +470,7 @@ def warnings_of(plan: Plan) -> list[str]:
     # Cached memory that is released in time takes nothing from the chance.
     if plan.is_tight and (chance := plan.chance) < _LIKELY:
         smaller = any(a.peak_gib < plan.peak_gib for a in plan.alternatives)
-        advice = "an alternative is safer" if smaller else "shorter rows are safer"
+        advice = "an alternative is safer" if smaller else "shorter sequences are safer"
         warnings.append(f"little room: the chance to fit is {percent(chance)}; {advice}")
     if quicker := plan.fp32_rate:
         warnings.append(

@@ -122,7 +122,7 @@ def serving_picture(result: JsonObject) -> Group:
     d = result["device"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     # A line each, explained below the table.
-    titles = ("weights", "cache", "size", "a row", "rows", "longest", "prompt", "one row", "all rows")
+    titles = ("weights", "cache", "size", "each", "fit", "longest", "prompt", "one", "all")
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number > 1 else "left", no_wrap=True)
     for f in result["formats"]:
@@ -131,7 +131,7 @@ def serving_picture(result: JsonObject) -> Group:
             f["weights"],
             f["cache"],
             memory(f["weights_gib"]),
-            # of one row of `length` tokens
+            # of one sequence of `length` tokens
             memory(f["cache_gib_per_row"]),
             f"{f['rows']:,}",
             "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
@@ -143,7 +143,7 @@ def serving_picture(result: JsonObject) -> Group:
     idle = result["active_parameters"] < result["parameters"]
     active = f" ({result['active_parameters']:,} active)" if idle else ""
     row_state = result["state_bytes_per_row"]
-    state = f", a row {row_state / 2**20:,.1f} MiB of recurrent state" if row_state else ""
+    state = f", a sequence {row_state / 2**20:,.1f} MiB of recurrent state" if row_state else ""
     measured = " (as copies reach it here; reading alone may go beyond)" if d["kind"] == "cpu" else ""
     return Group(
         Text(
@@ -154,14 +154,15 @@ def serving_picture(result: JsonObject) -> Group:
             style="bold",
         ),
         Text(
-            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache{state}, a row has "
+            f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache{state}, a sequence has "
             f"{result['length']:,} tokens; memory of each device:"
         ),
         table,
         Text(
-            "size: of the weights. a row: the cache of one row. rows: how many fit. longest: tokens of the longest row "
-            "that fits. prompt: time to the first token, by the FLOPs of the prompt. one row, all rows: tokens/s at "
-            f"best, the memory's bandwidth over weights and caches{measured}. Embedding and head are in bf16.",
+            "size: of the weights. each: the cache of one sequence. fit: how many sequences fit. longest: tokens of "
+            "the longest sequence that fits. prompt: time to the first token, by the FLOPs of the prompt. one, all: "
+            "tokens/s of one sequence and of all that fit, at best: the memory's bandwidth over weights and caches"
+            f"{measured}. Embedding and head are in bf16.",
             style="dim",
         ),
     )

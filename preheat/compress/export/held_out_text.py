@@ -147,7 +147,7 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
     except (DataError, RecipeError) as error:
         return HeldOutText(f"{SAMPLES}, since the run's data cannot be read here: {shorten(str(error), 160)}")
     if not isinstance(rows, Rows) or not len(rows):
-        return HeldOutText(f"{SAMPLES}, since the run has no validation rows")
+        return HeldOutText(f"{SAMPLES}, since the run has no validation data")
     limit = min(recipe.evaluate.rows, max(1, _TOKENS // rows.length))
     sizes = bytes_of_tokens(opened.tokenizer)
     measured = measure_text(build, rows, micro=min(8, recipe.batch.size), limit=limit, sizes=sizes)
@@ -165,9 +165,9 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
             if bool((labels != -100).any()):
                 documents.append((tokens, labels))
     rows_used = (
-        f"{limit:,} of its {len(rows):,} validation rows"
+        f"{limit:,} of its {len(rows):,} validation sequences"
         if limit < len(rows)
-        else f"all of its {len(rows):,} validation rows"
+        else f"all of its {len(rows):,} validation sequences"
     )
     return HeldOutText(
         f"the run's own data, {rows_used}: {measured.tokens:,} tokens",

@@ -1,10 +1,10 @@
 """AWQ: four bits, with finer steps for inputs of large magnitude.
 
 What: each map's inputs are divided by factors, its weight's columns multiplied by them, and the weight rounded to the
-int4 grid. The factors are a power of the inputs' magnitude over calibration rows; the exponent with the least output
-error is chosen, then the range of each group in the same way. The factors stay in the map (a multiplication of its
-inputs), so every architecture is supported. Helps: less loss than int4 at the same size and speed; overfits less to the
-calibration text than gptq. Hurts: needs calibration rows; gptq is often better.
+int4 grid. The factors are a power of the inputs' magnitude over calibration sequences; the exponent with the least
+output error is chosen, then the range of each group in the same way. The factors stay in the map (a multiplication of
+its inputs), so every architecture is supported. Helps: less loss than int4 at the same size and speed; overfits less to
+the calibration text than gptq. Hurts: needs calibration sequences; gptq is often better.
 Source: Lin et al. 2023 (arXiv:2306.00978).
 """
 

@@ -2,11 +2,11 @@
 
 What: each map of the layers gets four bits (groups of 128, of 32, or of 32 with zeros), eight or sixteen, such that all
 of them together take `bits` per weight on average, scales included. The sensitivity of the loss to each choice of each
-map is measured on calibration rows: one backward pass per row gives every token's gradient, and with it the
+map is measured on calibration sequences: one backward pass per sequence gives every token's gradient, and with it the
 second-order rise of the loss (`preheat.ops.quantization.bit_allocation`). The predicted rise is reported together with
 the measured one. Embedding and head stay in eight bits, outside the budget. The four-bit codes are then chosen by GPTQ
 or by rounding to the nearest. Helps: for a size between those of two uniform methods, and at the size of a uniform one
-if some maps are less sensitive than others. Hurts: takes a backward pass over calibration rows (`rows`), in fp32.
+if some maps are less sensitive than others. Hurts: takes a backward pass over calibration sequences (`rows`), in fp32.
 Source: sensitivity by the Fisher information as in Kim et al. 2023, SqueezeLLM (arXiv:2306.07629), section 4.1, here by
 map and token; allocation along convex hulls: Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of
 quantizers".
@@ -226,7 +226,7 @@ def _words(model: PreTrainedModel, plan: dict[str, str], predicted: float, measu
         f"{len(plan)} linear maps in {bits / weights:.2f} bits a weight on average ({settings.bits:g} asked), "
         "four bits by "
         f"{'GPTQ' if settings.rounding == 'gptq' else 'the nearest'}: {counts}. To the nearest the loss on "
-        "calibration rows would rise by "
+        "calibration sequences would rise by "
         f"{predicted:.4f} (predicted); it rose by {measured:.4f}"
     )
 
@@ -243,7 +243,7 @@ class BitBudget(High, Method):
     rounding: Literal["gptq", "nearest"] = "gptq"
     """How four-bit codes are chosen."""
     rows: Count = 32
-    """Calibration rows that the sensitivity is measured on, at most."""
+    """Calibration sequences that the sensitivity is measured on, at most."""
 
     def __post_init__(self) -> None:
         if self.bits > 16:

@@ -1,10 +1,10 @@
 """Depth pruning: removes whole layers; the result is an ordinary, shallower model of the family.
 
-What: each layer is scored over calibration rows by how much it rotates the residual stream (1 - cosine of its input and
-output), or by how much the loss rises without it. The layers with the lowest scores are removed.
+What: each layer is scored over calibration sequences by how much it rotates the residual stream (1 - cosine of its
+input and output), or by how much the loss rises without it. The layers with the lowest scores are removed.
 Helps: saves the most time per parameter, above all when decoding single tokens; supports every family, experts too.
 Hurts: layers are a coarse unit, and a shallow model needs each of them; after recovery, width keeps more quality at
-equal parameters. Scoring by loss takes a pass over the rows for each layer, and is more accurate for small models.
+equal parameters. Scoring by loss takes a pass over the sequences for each layer, and is more accurate for small models.
 Source: ShortGPT, Men et al. 2024 (arXiv:2403.03853); by loss: Kim et al. 2024 (arXiv:2402.02834).
 """
 

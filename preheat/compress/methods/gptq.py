@@ -1,9 +1,9 @@
 """GPTQ: four bits; columns not yet rounded compensate the rounding error of the others.
 
-What: each map is rounded column by column to the int4 grid; the change of the map's outputs over calibration rows is
-compensated, as far as possible, by the columns that are not rounded yet. Layers are processed in order, each with its
-inputs after quantization of the preceding ones. Helps: usually the least loss at four bits without training. Hurts:
-needs calibration rows similar to the text of later use; takes the time of a factorization for each map.
+What: each map is rounded column by column to the int4 grid; the change of the map's outputs over calibration sequences
+is compensated, as far as possible, by the columns that are not rounded yet. Layers are processed in order, each with
+its inputs after quantization of the preceding ones. Helps: usually the least loss at four bits without training. Hurts:
+needs calibration sequences similar to the text of later use; takes the time of a factorization for each map.
 Source: Frantar et al. 2022 (arXiv:2210.17323).
 """
 

@@ -1,11 +1,11 @@
 """Eight bits for weights and inputs, with static scales: SmoothQuant.
 
-What: as int8_dynamic, but a map's inputs have one scale, from the largest magnitude over calibration rows. Outliers,
-which occur in a few inputs of every token, are first moved into the weight: inputs are divided, and the weight's
-columns multiplied, by max|x|^strength / max|w|^(1 - strength); the division is fused with the scale into one
+What: as int8_dynamic, but a map's inputs have one scale, from the largest magnitude over calibration sequences.
+Outliers, which occur in a few inputs of every token, are first moved into the weight: inputs are divided, and the
+weight's columns multiplied, by max|x|^strength / max|w|^(1 - strength); the division is fused with the scale into one
 multiplication.
 Helps: prompts and large batches, without a search for each token's largest value. Hurts: values larger than any in
-calibration are clipped; text that differs from the calibration rows loses more.
+calibration are clipped; text that differs from the calibration sequences loses more.
 Source: Xiao et al. 2022 (arXiv:2211.10438).
 """
 

@@ -1,11 +1,11 @@
 """llm-compressor: the quantizer of the vLLM project, run as a subprocess in its own environment.
 
-What: the model and the calibration rows are written to a folder, llm-compressor quantizes to four or eight bits there
-by GPTQ, AWQ (alone or followed by GPTQ), or to the nearest, in bf16; its codes, scales and all other weights it
+What: the model and the calibration sequences are written to a folder, llm-compressor quantizes to four or eight bits
+there by GPTQ, AWQ (alone or followed by GPTQ), or to the nearest, in bf16; its codes, scales and all other weights it
 changed (AWQ moves factors into norms) are read back unchanged. Helps: the algorithms that produce vLLM's own
-checkpoints, for comparison with ours, and those that only it has. Hurts: an environment with its own torch
-(gigabytes), a copy of the model on disk, minutes for what `gptq` and `awq` do in process. The environment is set by
-`python`, or by $PREHEAT_LLM_COMPRESSOR: python3 -m venv lc && lc/bin/pip install llmcompressor.
+checkpoints, for comparison with ours, and those that only it has. Hurts: an environment with its own torch (gigabytes),
+a copy of the model on disk, minutes for what `gptq` and `awq` do in process. The environment is set by `python`, or by
+$PREHEAT_LLM_COMPRESSOR: python3 -m venv lc && lc/bin/pip install llmcompressor.
 Source: https://github.com/vllm-project/llm-compressor, 0.14; Frantar et al. 2022 (arXiv:2210.17323), Lin et al. 2023
 (arXiv:2306.00978).
 """

@@ -1,11 +1,11 @@
 """Random search over smaller shapes: the mix of layers, heads, channels and dimensions with the lowest loss.
 
 What: importance is measured once, as in `width` and `depth`; shapes within the budget are drawn at random, each is cut
-out of the model, and the one with the lowest loss over the calibration rows is kept. The budget is a fraction of the
-parameters, of the latency (a forward pass of one row, measured here relative to the whole model), or both.
+out of the model, and the one with the lowest loss over the calibration sequences is kept. The budget is a fraction of
+the parameters, of the latency (a forward pass of one sequence, measured here relative to the whole model), or both.
 Helps: one number instead of four; families differ in what they can do without, and the search finds the mix. Hurts: a
-short measurement and a pass over the rows for each draw; the loss before recovery ranks shapes well, but not exactly as
-the loss after it; a latency holds for this machine only.
+short measurement and a pass over the sequences for each draw; the loss before recovery ranks shapes well, but not
+exactly as the loss after it; a latency holds for this machine only.
 Serves llama, mistral, qwen2, qwen3 and gpt2; not experts.
 Source: the search of Minitron, Muralidharan et al. 2024 (arXiv:2407.14679), section 2.3, random instead of exhaustive.
 """
@@ -104,7 +104,7 @@ def prune_by_lottery(
     slicing.become(model, structured_pruning.pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     result = (
-        f"the best of {len(candidates)} shapes by loss over {len(rows)} rows: {best:.3f} (the worst "
+        f"the best of {len(candidates)} shapes by loss over {len(rows)} sequences: {best:.3f} (the worst "
         f"{max(candidates)[0]:.3f})"
     )
     too_slow = f"; {len(drawn) - len(candidates)} took more than {latency:g} of the time" if latency else ""
@@ -118,7 +118,7 @@ class ShapeSearch(Method):
     parameters: Annotated[float, Bound(0, 1)] = 0.7
     """Maximum fraction of the parameters; 0: no such budget."""
     latency: Annotated[float, Bound(0, 1)] = 0.0
-    """Maximum fraction of the whole model's time for a calibration row, measured here; 0: no such budget."""
+    """Maximum fraction of the whole model's time for a calibration sequence, measured here; 0: no such budget."""
     draws: Count = 32
     """Number of shapes to try."""
     smallest: Annotated[float, Bound(0, 1, open_low=True)] = 0.4
@@ -128,7 +128,7 @@ class ShapeSearch(Method):
     seed: NonNegativeInt = 0
     """Seed of the draws."""
     refit: bool = True
-    """Refit the maps that read heads and channels to the full model's outputs over the calibration rows, by least
+    """Refit the maps that read heads and channels to the full model's outputs over the calibration sequences, by least
     squares; false: only slice. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:

@@ -1,13 +1,13 @@
 """Wanda: zeroes the weights with the smallest products of magnitude and input norm.
 
-What: a weight's score is its magnitude times the norm of its input over calibration rows; the given fraction of each
-output's weights with the lowest scores is set to zero, or two of each four neighbours (2:4). Layers are processed in
-order: each is scored with its inputs after pruning of the preceding ones. No other weight changes, and nothing is
+What: a weight's score is its magnitude times the norm of its input over calibration sequences; the given fraction of
+each output's weights with the lowest scores is set to zero, or two of each four neighbours (2:4). Layers are processed
+in order: each is scored with its inputs after pruning of the preceding ones. No other weight changes, and nothing is
 trained. Embedding, head, norms and biases are unchanged.
 Helps: at half of the weights a large model keeps most of its quality, which magnitude alone destroys, for two passes
-over a few rows. Hurts: as with all unstructured pruning, the folder is no smaller, and only sparse kernels are faster
-(2:4 on NVIDIA's GPUs); models with less than a billion weights lose more. The technique `sparse_weights` keeps the
-zeros in further training.
+over a few sequences. Hurts: as with all unstructured pruning, the folder is no smaller, and only sparse kernels are
+faster (2:4 on NVIDIA's GPUs); models with less than a billion weights lose more. The technique `sparse_weights` keeps
+the zeros in further training.
 Source: Sun et al. 2023 (arXiv:2306.11695).
 """
 

@@ -1,9 +1,10 @@
 """Width pruning: fewer heads, feed-forward channels and hidden dimensions; the result is an ordinary, narrower model.
 
-What: over calibration rows, each head and channel is scored by its contribution to the residual stream, each hidden
-dimension by its magnitude after the norms. The least important are cut out of every matrix, and the maps that read the
-remaining heads and channels are refitted to the full model's outputs (least squares over the rows). Query heads stay
-with their key-value head; each layer selects its own heads and channels, the hidden dimensions are the same for all.
+What: over calibration sequences, each head and channel is scored by its contribution to the residual stream, each
+hidden dimension by its magnitude after the norms. The least important are cut out of every matrix, and the maps that
+read the remaining heads and channels are refitted to the full model's outputs (least squares over the sequences). Query
+heads stay with their key-value head; each layer selects its own heads and channels, the hidden dimensions are the same
+for all.
 Helps: fewer parameters, operations and bytes in every step, on any machine and with any kernel; of the ways to cut a
 model by a third it keeps the most quality after recovery. Hurts: quality falls at once and must be recovered: continue
 training from the written folder (`model.path`), by distillation from the larger model if possible. Hidden dimensions
@@ -101,7 +102,7 @@ class Width(Method):
     """Channels and dimensions come in multiples of it: 64 or 128 for a GPU's kernels."""
 
     refit: bool = True
-    """Refit the maps that read heads and channels to the full model's outputs over the calibration rows, by least
+    """Refit the maps that read heads and channels to the full model's outputs over the calibration sequences, by least
     squares; false: only slice. It takes about the model's memory again."""
 
     def check(self, model: ModelFacts) -> list[str]:

@@ -272,7 +272,7 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
         ),
         (
             cached and Tag.GROWING_LENGTH in tags,
-            "cache: holds whole rows, and shorter ones are cut from them here; leave one out",
+            "cache: holds whole sequences, and shorter ones are cut from them here; leave one out",
         ),
         (
             writes and cached,
@@ -286,11 +286,11 @@ def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool,
         ),
         (
             writes and cut,
-            "on_policy: rows that are split across devices (context_parallel) cannot be generated; leave one out",
+            "on_policy: sequences that are split across devices (context_parallel) cannot be generated; leave one out",
         ),
         (
             common and cut,
-            "pieces: common reads whole documents, and context_parallel splits rows across devices; leave one out",
+            "pieces: common reads whole documents, and context_parallel splits sequences across devices; leave one out",
         ),
     )
     return [message for applies, message in reasons if applies]

@@ -128,7 +128,7 @@ def speculate(
     """
     import torch
 
-    assert input_ids.shape[0] == 1, "proposals are checked for one row at a time"
+    assert input_ids.shape[0] == 1, "proposals are checked for one sequence at a time"
     ends = frozenset(generation_config.eos_token_id or ())
     cache, text, proposed = find_cache(model_kwargs), input_ids[0].tolist(), list[int]()
     assert cache is not None, "proposals are checked with a cache"

@@ -75,7 +75,9 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     tokens, labels, positions, padding = batch.tokens, batch.labels, batch.positions, batch.padding
     if more:
         if not batch.mask.causal:
-            raise ValueError(f"rows of {length} positions cannot be split equally across {degree} devices, nor padded")
+            raise ValueError(
+                f"sequences of {length} positions cannot be split equally across {degree} devices, nor padded"
+            )
         # The last document grows by the padding, so that lengths still add up to the row's.
         documents = tuple((*row[:-1], row[-1] + more) for row in documents)
         # Repeats the last position: a table of learned positions may end here.

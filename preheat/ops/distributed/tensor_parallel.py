@@ -371,7 +371,9 @@ def parallelize(
 
 def _refuse_length(degree: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
     if args[0].shape[1] % degree:  # DTensor would assume the first rank's shard size everywhere
-        raise RunError(f"sequence_parallel: rows of {args[0].shape[1]} tokens cannot be split across {degree} devices")
+        raise RunError(
+            f"sequence_parallel: sequences of {args[0].shape[1]} tokens cannot be split across {degree} devices"
+        )
 
 
 def broadcast_replicated(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:

@@ -70,7 +70,7 @@ def group_of(name: str, inputs: int, group: int | str) -> int:
         group: a divisor of `inputs`, or auto: the divisor nearest to 32.
 
     Raises:
-        ValueError: `group` does not divide `inputs`; the message names the layer and the nearest divisor.
+        ValueError: `group` does not divide `inputs`; the message names the layer and the closest divisor.
 
     Example:
         >>> group_of("down_proj", 172, "auto")
@@ -81,7 +81,7 @@ def group_of(name: str, inputs: int, group: int | str) -> int:
     wanted = int(group)
     if inputs % wanted:
         raise ValueError(
-            f"group: {wanted} does not divide the {inputs} inputs of {name}; the nearest that does is "
+            f"group: {wanted} does not divide the {inputs} inputs of {name}; the closest that does is "
             f"{divisor(inputs, wanted)}; "
             f"use group=auto for each map's own, or keep the map ({name.rpartition('.')[2]})"
         )

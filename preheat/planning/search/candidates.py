@@ -62,7 +62,7 @@ def describe_techniques(added: Iterable[Technique], micro: int | None = None) ->
         changed = [f"{key} {value}" for key, value in vars(t).items() if value != getattr(plain, key)]
         parts.append(t.name() + (f" ({', '.join(changed)})" if changed else ""))
     return ", ".join(parts or ["nothing added"]) + (
-        f"; {micro} row{'s' if micro > 1 else ''} at a time" if micro else ""
+        f"; {micro} sequence{'s' if micro > 1 else ''} at a time" if micro else ""
     )
 
 

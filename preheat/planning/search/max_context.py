@@ -55,12 +55,12 @@ def longest(
             return replace(best or result, interrupted=True)
         if not result.best.plan.fits_safely:
             if best is not None:
-                best.rejected.append((f"rows of {length:,} tokens", too_large(result.best.plan)))
+                best.rejected.append((f"sequences of {length:,} tokens", too_large(result.best.plan)))
             return best or result
         best = result
         # A technique that scales the rotary embedding extends the positions with the length.
         if 2 * length > positions and not _has_positions(space.request, 2 * length):
-            best.rejected.append((f"rows of {2 * length:,} tokens", f"the model has {positions:,} positions"))
+            best.rejected.append((f"sequences of {2 * length:,} tokens", f"the model has {positions:,} positions"))
             return best
         length *= 2
 
@@ -82,7 +82,7 @@ def longest_as_stated(request: Request) -> LongestContext:
         try:
             planned = plan(replace(request, recipe=longer))
         except RecipeError as error:  # the length is to blame: the recipe itself was planned before
-            return replace(longest, limit=f"rows of {length:,} tokens: {str(error).splitlines()[0]}")
+            return replace(longest, limit=f"sequences of {length:,} tokens: {str(error).splitlines()[0]}")
         if planned.fits_safely:
             longest = replace(longest, length=length, peak_gib=planned.peak_gib)
             # A longer length failed before: the halving has found the answer.
@@ -90,11 +90,11 @@ def longest_as_stated(request: Request) -> LongestContext:
                 return longest
             length, doubled = 2 * length, doubled + 1
             continue
-        longest = replace(longest, limit=f"rows of {length:,} tokens: {too_large(planned)}")
+        longest = replace(longest, limit=f"sequences of {length:,} tokens: {too_large(planned)}")
         if longest.length or length < 2 * SHORTEST:
             return longest
         length //= 2
-    return replace(longest, limit=f"rows of {length:,} tokens were not tried")
+    return replace(longest, limit=f"sequences of {length:,} tokens were not tried")
 
 
 def _has_positions(request: Request, length: int) -> bool:

@@ -440,7 +440,7 @@ class _Search:
         length = self.space.recipe.batch.seq_len
         tokens = size // world * world * length or world * length
         return (
-            f"batch.size: {size} rows cannot be split evenly across {world} devices by the techniques that may be "
+            f"batch.size: {size} sequences cannot be split evenly across {world} devices by the techniques that may be "
             f"added; use a multiple of {world} (--batch-tokens {tokens}), or fewer devices"
         )
 

@@ -154,8 +154,8 @@ class Job:
         shares = sizes[DATA[0]] * sizes[DATA[1]]
         if self.recipe.batch.size < shares:
             return (
-                f"batch.size: {self.recipe.batch.size} rows cannot be split across {shares} devices; use {shares} or "
-                "more"
+                f"batch.size: {self.recipe.batch.size} sequences cannot be split across {shares} devices; use {shares} "
+                "or more"
             )
         return None
 

@@ -165,7 +165,7 @@ def choose_fallback(request: Request, failure: OutOfMemory) -> tuple[Ladder | No
     way = (
         f"another run with {fits.description} would need {fits.peak_gib:.2f} GiB"
         if fits
-        else "no shorter rows would fit, only a smaller model"
+        else "no shorter sequences would fit, only a smaller model"
     )
     raise RunError(
         f"out of memory in step {failure.step + 1} ({failure.phase}): the plan needs {present.peak_gib:.2f} GiB of "

@@ -89,8 +89,9 @@ def test_the_demo_trains_for_a_minute_by_its_plan_and_says_so(
     assert f"stop.max_steps={steps}" in options["again"]
     assert ("techniques.mixed_precision.mode=fp32" in options["again"]) is slow
     assert options["rates"] == "rates"
-    assert f"training {steps} steps of 0.3 s: by this plan {steps * 0.3:.0f} s" in " ".join(
-        capsys.readouterr().out.split()
+    assert (
+        f"training {steps} steps of 0.3 s each, {steps * 0.3:.0f} s by the plan; the demo trains for about"
+        in " ".join(capsys.readouterr().out.split())
     )
 
 
@@ -106,13 +107,13 @@ def test_the_demo_beside_other_work_trains_for_a_minute_too(
     with pytest.raises(Trains) as raised:
         demo.demo()
     assert raised.value.args[0].stop.max_steps == 200
-    assert "training 200 steps of 0.3 s: by this plan 60 s, of the 60 s that" in " ".join(
+    assert "training 200 steps of 0.3 s each, 60 s by the plan; the demo trains for about 60 s" in " ".join(
         capsys.readouterr().out.split()
     )
     monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", planned(2.0)))
     with pytest.raises(Trains):
         demo.demo()
-    assert "training 60 steps of 2 s: by this plan 120 s, more than the 60 s" in " ".join(
+    assert "training 60 steps of 2 s each, 120 s by the plan; more than the demo's 60 s" in " ".join(
         capsys.readouterr().out.split()
     )
 

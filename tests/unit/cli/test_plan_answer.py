@@ -163,7 +163,7 @@ def test_an_answer_is_one_screen(
     assert max(map(len, lines)) <= WIDTH == 80
     labels = [line[:10].strip() for line in lines if line[:1].strip()]
     assert labels[-1] == "next"
-    wanted = {"memory", "batch", "method"} | ({"speed", "time"} if name != "too large" else {"nearest"})
+    wanted = {"memory", "batch", "method"} | ({"speed", "time"} if name != "too large" else {"short by"})
     wanted |= {"instead", "assumed"} if name not in ("cpu", "shared") else {"note"}
     wanted |= {"now"} if name == "shared" else set()
     wanted |= {"cost"} if priced and name != "too large" else set()
@@ -171,7 +171,7 @@ def test_an_answer_is_one_screen(
     assert "nine of ten runs" in lines[1]
 
 
-def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_states_its_assumptions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(screen("qlora", capsys, monkeypatch))
     flat = " ".join(text.split())
     for part in (
@@ -179,10 +179,10 @@ def test_the_answer_says_what_it_rests_on(capsys: pytest.CaptureFixture[str], mo
         "16.63 of 24.00 GiB (14.64 to 18.63 GiB in nine of ten runs)",
         "2,379 tokens/s (1,594 to 2,784), 50 % of the device's 165 TFLOP/s",
         "117 h (4.9 days) per billion tokens",
-        "micro-batches of 1 row of 2,048 tokens, 16 a step",
+        "micro-batches of 1 sequence of 2,048 tokens, 16 a step",
         # The stated method is part of it, not only what the search added.
         "lora, nf4, mixed_precision (bf16_weights), efficient_attention, chunked_loss (rows 512), compile",
-        "2,048 tokens a row (--length), 32,768 tokens a step (--batch-tokens)",
+        "2,048 tokens a sequence (--length), 32,768 tokens a step (--batch-tokens)",
         "6 % slower, as much memory: with fused_operators, without compile",
         "export runs on the host: a later preheat export needs 31.55 GiB of its memory",
     ):
@@ -210,7 +210,7 @@ def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: 
 @pytest.mark.parametrize(
     ("alone", "text"),
     [
-        (False, ", because other processes use 1.5 of 2 cores; the speed above is with the machine to itself"),
+        (False, ", because other processes use 1.5 of 2 cores; the speed above assumes an idle machine"),
         (None, ": slower than when it was calibrated; to measure again: preheat calibrate"),
         (
             True,
@@ -229,7 +229,7 @@ def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str)
     estimated = text.replace("is with the machine", "is an estimate for the machine")
     assert f"now 1,234 tokens/s{estimated} time " in busy
     assert "speeds may be too low by a third" in busy, "it was calibrated beside other work"
-    # The interval is that of the machine to itself.
+    # The interval is that of an idle machine.
     assert f"speed {plan['tokens_per_second']:,.0f} tokens/s (" in flat
 
 
@@ -322,7 +322,9 @@ def test_layout_and_micro_batch_of_each_rank() -> None:
     _, plan = cluster()
     text = " ".join(" ".join(line for line, _ in Answer(plan_of(plan), "m").lines()).split())
     # 64 rows on 32 data-parallel ranks.
-    assert "micro-batches of 2 rows of 2,048 tokens, 1 a step on each rank; 64 devices = shard 32 x tensor 2" in text
+    assert (
+        "micro-batches of 2 sequences of 2,048 tokens, 1 a step on each rank; 64 devices = shard 32 x tensor 2" in text
+    )
     _, plan = cluster(STAGES)
     assert "70.6B parameters, in one of 4 stages" in Answer(plan_of(plan), "m").lines()[0][0]
 
@@ -333,7 +335,7 @@ def test_an_interrupted_search_does_not_say_that_nothing_fits() -> None:
     lines = [line for line, _ in Answer(plan_of(plan), "m").lines()]
     assert lines[0].endswith(": nothing fits so far")
     text = " ".join(" ".join(lines).split())
-    assert "9.90 GiB too much; a candidate that was not tried yet may fit" in text
+    assert "9.90 GiB; a candidate that was not tried yet may fit" in text
     assert "the least of" not in text
     assert what_would_fit(plan_of(plan), ASKED["too large"], searched=True) == ASKED["too large"]
 
@@ -354,7 +356,7 @@ def test_a_plan_that_does_not_fit_says_what_would() -> None:
     _, plan = too_large()
     asked = ASKED["too large"]
     text = " ".join(" ".join(line for line, _ in Answer(plan_of(plan), "m").lines()).split())
-    assert "9.90 GiB too much, the least of 143 candidates; would fit in 33.90 GiB, or split over at least 2" in text
+    assert "9.90 GiB, the least of 143 candidates; would fit in 33.90 GiB, or split over at least 2" in text
     assert "--method lora: fits in 17.40 GiB, 2,307 tokens/s; trains an adapter" in text
     assert "tokens/s (" not in text, "no speed of what cannot run"
     assert what_would_fit(plan_of(plan), asked, searched=True) == [*asked, "--method", "lora"]
@@ -481,6 +483,6 @@ def test_an_alternative_without_room_is_left_out_and_not_cut() -> None:
     plan["alternatives"] = [alternative(long, f"{n} % slower, 4.00 GiB less, starts 60 s later") for n in (3, 5, 7)]
     lines = [line for line, _ in Answer(plan_of(plan), subject.recipe.name, notes=["a note"] * 4, below=3).lines()]
     assert len(lines) + 3 <= LINES
-    assert any("3 % slower" in line for line in lines), "the nearest stays"
+    assert any("3 % slower" in line for line in lines), "the closest stays"
     assert not any("7 % slower" in line for line in lines)
     assert not any("…" in line for line in lines if "slower" in line or "without" in line), lines

@@ -245,7 +245,7 @@ def test_settings_go_to_the_methods_that_have_them() -> None:
     [
         (
             "int4,group=32",
-            r"group: 32 does not divide the 172 inputs of model\.layers\.1\.mlp\.down_proj; the nearest that does is 43",
+            r"group: 32 does not divide the 172 inputs of model\.layers\.1\.mlp\.down_proj; the closest that does is 43",
         ),
         ("int4,keep=[dwn_proj]", "keep: 'dwn_proj' matches no linear map.*did you mean 'down_proj'"),
         ("int4,keep=.*", "leaves no linear map to quantize"),
@@ -275,13 +275,13 @@ def test_names_that_the_model_lacks_are_refused_before_the_text_is_read(
 
 def test_rows_that_teach_nothing_are_refused_with_numbers() -> None:
     row = torch.arange(32)[None]
-    with pytest.raises(DataError, match="3 rows, and 8 are needed"):
+    with pytest.raises(DataError, match="3 sequences, and 8 are needed"):
         require_rows([row + n for n in range(3)])
-    with pytest.raises(DataError, match="9 rows, of which only 1 differ"):
+    with pytest.raises(DataError, match="9 sequences, of which only 1 differ"):
         require_rows([row] * 9)
     with pytest.raises(DataError, match="only 2 different tokens"):
         require_rows([torch.bincount(torch.tensor([n]), minlength=32)[None] for n in range(9)])
-    with pytest.raises(DataError, match="the rows repeat themselves: 17 different runs of 8 tokens in 1,971"):
+    with pytest.raises(DataError, match="the sequences repeat themselves: 17 different runs of 8 tokens in 1,971"):
         require_rows([(torch.arange(n, n + 226) % 17)[None] for n in range(9)])
 
 
@@ -292,7 +292,7 @@ def test_rows_are_calibrated_on_without_their_padding() -> None:
     read = calibration_text._tokens(rows, range(len(rows)))
     assert [row.shape[1] for row in read] == [9, 8, 7]
     assert sorted(torch.cat(read, dim=1)[0].tolist()) == sorted(token for ids in documents for token in ids)
-    assert describe(read) == "3 rows of 7 to 9 tokens"
+    assert describe(read) == "3 sequences of 7 to 9 tokens"
 
 
 def test_first_and_last_layer_are_kept_where_others_lie_between() -> None:

@@ -584,8 +584,8 @@ def test_settings_that_serve_are_silent() -> None:
         ("llama", "lottery", {"parameters": 0.05}, r"parameters: 0\.05 is met by no shape"),
         ("llama", "magnitude", {"keep": "no_such"}, "keep: 'no_such' matches no linear map"),
         ("llama", "wanda", {"keep": ".*"}, "leaves no linear map"),
-        ("llama", "wanda", {"rows": []}, "wanda: needs calibration rows"),
-        ("llama", "width", {"rows": [], "channels": 0.5}, "width: needs calibration rows"),
+        ("llama", "wanda", {"rows": []}, "wanda: needs calibration sequences"),
+        ("llama", "width", {"rows": [], "channels": 0.5}, "width: needs calibration sequences"),
     ],
 )
 def test_what_a_model_cannot_do_is_told(family: str, method: str, settings: dict[str, Any], words: str) -> None:

@@ -168,7 +168,7 @@ def test_a_reader_that_ends_or_hangs_is_one_line(rows, monkeypatch, number, how)
         os.kill(reader.pid, number)
     with pytest.raises(
         RunError,
-        match=rf"^data\.workers: a reader process {how}.* while reading rows \d+ to \d+ .*; set data\.workers=0",
+        match=rf"^data\.workers: a reader process {how}.* while reading sequences \d+ to \d+ .*; set data\.workers=0",
     ):
         [next(source) for _ in range(50)]
     assert not any(reader.is_alive() for reader in readers)

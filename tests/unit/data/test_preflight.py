@@ -143,7 +143,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "answers cut": (
         [said_long(n) if n % 3 == 0 else talk(n) for n in range(20)] if (said_long := lambda n: {"messages": [U, said("assistant", f"word {n} " * 90)]}) else [],
         {},
-        r":1: is longer than a row of 128 tokens, .*check truncated; 7 of 20, also 4, 7, 10, 13 \.\.\.\); raise batch\.seq_len",
+        r":1: is longer than a sequence of 128 tokens, .*check truncated; 7 of 20, also 4, 7, 10, 13 \.\.\.\); raise batch\.seq_len",
     ),
     "validation stands in training": (
         seventh("talk"),
@@ -349,7 +349,7 @@ def test_rows_without_room_for_an_answer_are_accounted_for(
     assert [counts["train"][key] for key in ("documents", "no_room", "cut")] == [17, 3, 0]
     assert RowAccount.of(counts["sources"][0]) == made.account
     assert made.text().startswith("rows: 20 read, 17 to train on, 0 to validate on; left out: 3 no room for an answer;")
-    assert "a.jsonl:2: is longer than a row of 128 tokens, so that its prompt leaves no room" in made.warnings[-1]
+    assert "a.jsonl:2: is longer than a sequence of 128 tokens, so that its prompt leaves no room" in made.warnings[-1]
     assert "(check truncated; 3 of 20, also 5, 10)" in made.warnings[-1]
 
 

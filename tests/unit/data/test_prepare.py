@@ -290,7 +290,7 @@ BAD = {
     "too little": (
         GOOD,
         {"validation": 0},
-        r"training data: \d+ tokens in 1 documents do not fill one row of 16; .*batch\.seq_len",
+        r"training data: \d+ tokens in 1 documents do not fill one sequence of 16; .*batch\.seq_len",
     ),
     "no validation": (GOOD, {"validation": 0.0001}, r"data\.validation 0\.0001: none of 1 documents"),
     "no training": (GOOD, {"validation": 0.9999}, r"data\.validation 0\.9999: leaves none of 1 documents"),
@@ -357,7 +357,7 @@ def test_a_prompt_that_fills_the_row_is_counted_or_refused(tmp_path, tokenizer):
     )
     assert made.counts["train"]["no_room"] == 1
     with pytest.raises(
-        DataError, match=r"the prompt alone fills a row of 16 tokens in each of 1 examples; raise batch\.seq_len"
+        DataError, match=r"the prompt alone fills a sequence of 16 tokens in each of 1 examples; raise batch\.seq_len"
     ):
         run(
             tmp_path,

@@ -195,7 +195,7 @@ def test_likelihoods_are_those_of_plain_transformers_one_by_one(tokenizer: Any, 
         assert (score.greedy, score.tokens) == (greedy, len(continuation))
     assert scores[-1].greedy
     assert made.trained[0].training  # left as it was found
-    with pytest.raises(DataError, match="a row only 40"):
+    with pytest.raises(DataError, match="a sequence only 40"):
         scorer.score([(head, [1] * 41)], ["f:3"])
     with pytest.raises(DataError, match="f:4: the text to be scored has no token"):
         scorer.score([(head, [])], ["f:4"])

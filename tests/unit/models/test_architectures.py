@@ -158,7 +158,7 @@ def refusals(name: str, technique: str, **more: Any) -> list[str]:
 def test_rows_of_what_needs_whole_documents_are_not_split(name: str, reason: str) -> None:
     (problem,) = refusals(name, "data_parallel: {}, context_parallel: {degree: 2}")
     assert problem.startswith(f"{name} has ")
-    assert f"{reason}, which need whole rows on one device" in problem
+    assert f"{reason}, which need whole sequences on one device" in problem
 
 
 def test_matrices_are_split_by_the_plan_whatever_the_mixers() -> None:

@@ -162,7 +162,7 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
     path, batch = folder(FAMILIES["mt5"](), tmp_path / "m"), packed()
     text = replace(batch, labels=batch.tokens, weight=80, rows=(7, 8))
     with pytest.raises(
-        DataError, match=r"rows 7, 8: all documents are trained from their first token on.*prompt_completion"
+        DataError, match=r"sequences 7, 8: all documents are trained from their first token on.*prompt_completion"
     ):
         divided(text)
     with pytest.raises(

@@ -187,7 +187,7 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
             "fsdp: {}",
             "on_policy: the student generates a different number of tokens .* use data_parallel",
         ),
-        ("on_policy: 0.5", "context_parallel: {}", "on_policy: rows that are split across devices"),
+        ("on_policy: 0.5", "context_parallel: {}", "on_policy: sequences that are split across devices"),
     ],
 )
 def test_where_the_student_cannot_write_it_is_refused(settings: str, beside: str, words: str, tmp_path: Path) -> None:

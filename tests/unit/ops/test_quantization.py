@@ -353,7 +353,7 @@ def test_what_is_kept_is_named_by_roles_parts_or_expressions() -> None:
 def test_a_group_that_does_not_divide_names_the_map_and_the_nearest() -> None:
     assert [divisor(n, 32) for n in (768, 172, 97)] == [32, 43, 97]
     with pytest.raises(
-        ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the nearest that does is 43"
+        ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the closest that does is 43"
     ):
         group_of("m.down_proj", 172, 32)
 

@@ -197,7 +197,7 @@ def test_a_question_is_a_recipe_or_a_model(tmp_path: Path) -> None:
     assert subject_of("15M").recipe.model.size == "15M"
     assert subject_of(None, ["model.size=15M"]).recipe.model.size == "15M"
     for what, how, words in (
-        ("qwen3-8b", {"batch_tokens": 1000}, "no multiple of rows of 2,048"),
+        ("qwen3-8b", {"batch_tokens": 1000}, "no multiple of sequences of 2,048"),
         ("qwen3-8b", {"batch_tokens": 0}, "no multiple"),
         (str(tmp_path), {}, "without a config.json"),
     ):
@@ -219,7 +219,7 @@ def test_a_configuration_that_lacks_a_size_is_refused(tmp_path: Path) -> None:
     ("more", "rows", "words"),
     [
         ("techniques={fsdp: {}, data_parallel: {}}", 8, "data_parallel and fsdp both take the devices that are left"),
-        ("name=one", 1, "batch.size: 1 rows cannot be split evenly across 8 devices"),
+        ("name=one", 1, "batch.size: 1 sequences cannot be split evenly across 8 devices"),
     ],
 )
 def test_what_contradicts_itself_is_told_in_one_line(more: str, rows: int, words: str) -> None:

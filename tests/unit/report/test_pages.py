@@ -348,7 +348,7 @@ def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
         "alternatives": [{**other, "cost": cost}],
     }  # fmt: skip
     texts = {
-        "method": "lora, compile", "batch": "micro-batches of 8 rows", "assumed": ["2,048 tokens a row (--length)"], "startup": "compile pays from 900 steps on",
+        "method": "lora, compile", "batch": "micro-batches of 8 sequences", "assumed": ["2,048 tokens a sequence (--length)"], "startup": "compile pays from 900 steps on",
         "command": ["preheat", "plan", "a b", "--out", "r.yaml"], "changes": ["with lora"],
     }  # fmt: skip
     shown = {**data, "plan": plan, "texts": texts}
@@ -358,9 +358,9 @@ def test_a_plans_page_says_what_it_rests_on_in_the_prices_currency() -> None:
     for part in (
         "20.5 MiB of 30.7 MiB (18.4 MiB to 22.5 MiB in nine of ten runs); 4,000 tokens a second (2,680 to 4,680",
         "lora, compile; numerics unchanged",
-        "micro-batches of 8 rows",
+        "micro-batches of 8 sequences",
         "compile pays from 900 steps on",
-        "2,048 tokens a row (--length)",
+        "2,048 tokens a sequence (--length)",
         "preheat plan &#x27;a b&#x27; --out r.yaml",
         "4.96 EUR",
         "with lora",

@@ -140,7 +140,7 @@ def test_stated_stages_last_alike_and_are_what_is_read() -> None:
     assert [made.length(recipe, n / 8) for n in range(8)] == [7, 7, 20, 20, 32, 32, 32, 32]
     b = build(recipe, vocabulary=96, device=DEVICE)
     assert b.slot(Slot.BATCH_SHAPE)(0.0) == Shape(rows=19, length=7, micro=18)
-    assert "rows of 7, 20, 32 tokens, full after 50%" in b.changes["length_curriculum"][0].what
+    assert "sequences of 7, 20, 32 tokens, full after 50%" in b.changes["length_curriculum"][0].what
 
 
 def test_the_plan_sees_the_longest_rows() -> None:
@@ -163,7 +163,7 @@ def test_the_plan_sees_the_longest_rows() -> None:
         ("{length_curriculum: {}}", "data.packing=whole", "separate completions from their prompts"),
         ("{length_curriculum: {}}", "data.source=docstrings", "separate completions from their prompts"),
         ("{difficulty_curriculum: {model: no-such, by: length}}", "", "set one"),
-        ("{difficulty_curriculum: {start: 1.0}}", "", "all rows are drawn from the beginning"),
+        ("{difficulty_curriculum: {start: 1.0}}", "", "all sequences are drawn from the beginning"),
         ("{difficulty_curriculum: {}}", "data.streaming=true", "cannot be ranked"),
         ("{dynamic_batch: {start: 5}}", "", "use at most 4"),
         ("{dynamic_batch: {}, gradient_accumulation: {}}", "", "micro-batch-size"),

@@ -247,9 +247,9 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     again.run_dataset_passes(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
     assert not asked  # the teacher runs once
     assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
-    with pytest.raises(RunError, match="row 3 is not in the cache"):
+    with pytest.raises(RunError, match="sequence 3 is not in the cache"):
         gradients(again, [_batch(rows, [3])])
-    with pytest.raises(RunError, match="row 1 belongs to another text"):
+    with pytest.raises(RunError, match="sequence 1 belongs to another text"):
         gradients(again, [_batch(rows_of(seed=1), [1])])
 
 
@@ -271,7 +271,7 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     file.write_bytes(content)
     damaged = made(f"cache: {folder}, top_k: 4")
     damaged.run_dataset_passes(rows, range(6), lambda *_: None)
-    with pytest.raises(RunError, match=r"row [23] is damaged; remove the folder"):
+    with pytest.raises(RunError, match=r"sequence [23] is damaged; remove the folder"):
         gradients(damaged, [_batch(rows, [2, 3])])
     file.write_bytes(content[:-5])
     with pytest.raises(RunError, match=r"rows\.bin is missing or incomplete"):
@@ -378,7 +378,7 @@ def test_the_pass_that_fills_a_cache_is_planned_too(large: Path) -> None:
         ("teacher: {same}, hidden: 0.1, matched: 4", "the shallower model has 3; use at most 3"),
         ("teacher: {same}, layers: spread", "set model.path to the teacher"),
         ("teacher: {same}, cache: x, hidden: 0.1", "cache: holds no hidden states"),
-        ("teacher: {same}, cache: x}, length_curriculum: {", "cache: holds whole rows"),
+        ("teacher: {same}, cache: x}, length_curriculum: {", "cache: holds whole sequences"),
     ],
 )
 def test_check_says_no(settings: str, words: str, tmp_path: Path) -> None:

@@ -360,7 +360,7 @@ def test_data_that_fits_passes_and_a_stream_without_pairs_is_refused_at_its_firs
         rows = Rows(KINDS[kind], 32, "whole")
         require_examples(tiny(f"{{{techniques}}}"), PreparedData(None, rows, rows, "", {}, "", _LAYOUT))  # type: ignore[arg-type]
     made = build(tiny("{preference: {}}"), vocabulary=96, device=DEVICE)
-    with pytest.raises(DataError, match="loss dpo finds no pairs in the rows"):
+    with pytest.raises(DataError, match="loss dpo finds no pairs in the sequences"):
         gradients(made, [uneven()])
 
 

@@ -187,7 +187,7 @@ def test_skypilot_takes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("slurm", {"techniques": "{fsdp: {replicate: 3}}"}, r"--nodes 2 x --gpus-per-node 4: a mesh that does not multiply: replicate 3 does not"),
         ("slurm", {"techniques": "{}"}, "a mesh that does not multiply: the recipe's techniques use 1 device, not 8; add data_parallel or fsdp"),
         ("slurm", {"more": "parallel: {devices: 16}"}, "parallel.devices: 16, but --nodes 2 x --gpus-per-node 4 is 8"),
-        ("slurm", {"nodes": 8}, "batch.size: 16 rows cannot be split across 32 devices"),
+        ("slurm", {"nodes": 8}, "batch.size: 16 sequences cannot be split across 32 devices"),
         ("slurm", {"gpus_per_node": 0}, "--processes-per-node"),
         ("slurm", {"processes_per_node": 8}, "--processes-per-node: 8 on 4 GPUs"),
         ("slurm", {"cpus_per_node": 2}, "--cpus-per-node: 2 for 4 processes"),

@@ -145,7 +145,7 @@ def test_a_rank_that_waits_for_the_first_heeds_a_signal() -> None:
 def test_more_devices_than_rows_are_refused() -> None:
     from preheat.planning.dry_run import observe
 
-    with pytest.raises(RecipeError, match=r"batch.size: 4 rows cannot be split across 8 devices; use 8 or more"):
+    with pytest.raises(RecipeError, match=r"batch.size: 4 sequences cannot be split across 8 devices; use 8 or more"):
         observe(Request(tiny("{fsdp: {}}"), Device("cpu", "test", 8 << 30), vocabulary=96, world=8))
 
 
