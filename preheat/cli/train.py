@@ -167,8 +167,8 @@ def _summary(result: JsonObject) -> Group:
     machine, shared = result.get("machine") or {}, []
     if machine.get("alone") is False:
         text = (
-            f"measured beside other work, which used {machine['other_cores']:.1f} of {machine['cpus']} cores, so this "
-            "run does not correct later plans"
+            f"measured while other processes used {machine['other_cores']:.1f} of {machine['cpus']} cores, so this run "
+            "does not correct later plans"
         )
         shared.append(Text(text, style="yellow"))
     loss = "".join(

@@ -108,8 +108,8 @@ class Data:
     """Data checks by name: block (exit code 4) or warn; a warned row that cannot be trained on is left out and counted.
     `preheat data` shows all checks. Some have a threshold: 1 % of rows for broken encodings and for special tokens in
     the text, 1 % of tokens unknown to the tokenizer, 5 % of validation rows that nearly occur in training, 10 % of
-    examples cut within their answers; generation_prompt and earlier_turns only warn; all others start at the first
-    row."""
+    examples cut within their answers; generation_prompt and earlier_turns only warn; all others fail at any
+    occurrence."""
     subset: str | None = None
     """Configuration name of a `datasets` source."""
     split: str = "train"

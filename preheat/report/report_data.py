@@ -430,8 +430,8 @@ def _verdict(
         parts.append(f"{left}, {right}" + (f" ({signed_percent(off)})" if off is not None else "") + ".")
     if measured.machine is not None and measured.machine.alone is False:
         others = number(measured.machine.other_cores)
-        cores = "" if others is None else f", on average {others:.1f} cores"
-        parts.append(f"The speed was measured beside other work{cores}, so it does not correct later plans.")
+        cores = "the cores" if others is None else f"on average {others:.1f} cores"
+        parts.append(f"The speed was measured while other processes used {cores}, so it does not correct later plans.")
     if summary.sessions > 1 and summary.measured_session:
         parts.append(f"Measured in session {summary.measured_session} of {summary.sessions}.")
     return " ".join(filter(None, parts))

@@ -1,6 +1,6 @@
-"""Chunked loss: computes head and cross entropy in chunks of rows, so that the full logits are never in memory.
+"""Chunked loss: computes head and cross entropy in chunks of positions, so that the full logits are never in memory.
 
-What: computes logits, loss and gradient for a few hundred rows at a time, in the forward pass and in place.
+What: computes logits, loss and gradient for a few hundred positions at a time, in the forward pass and in place.
 Helps: logits are tokens x vocabulary, often the largest tensor of a step, and the plain loss holds two or three copies;
 here one chunk exists once. Also faster if memory is slow.
 Hurts: little; very small chunks slow the matmuls. On CUDA the gradient of an fp32 head is accumulated in fp32 by the
@@ -89,7 +89,7 @@ class ChunkedLoss(Searchable):
     owns: ClassVar[frozenset[Slot]] = frozenset({Slot.OVER_LOGITS})
 
     rows: Annotated[int, Bound(1)] | None = None
-    """Rows of logits in memory at a time; if not given, 512 on a CPU and 4096 on a GPU (liger chooses its own)."""
+    """Positions with logits in memory at a time; by default 512 on a CPU and 4096 on a GPU (liger chooses its own)."""
     kernel: Literal["auto", "ours", "torch", "liger"] = "auto"
     """The kernel that computes a chunk: ours, torch's linear_cross_entropy (torch 2.13), or Liger's Triton kernel
     (CUDA). auto takes ours, the fastest measured on a CPU (benchmarks/results/loss_kernels.md); the others have not
@@ -137,7 +137,7 @@ class ChunkedLoss(Searchable):
         require_plain_head(part, self.name(), tied=chosen == "ours")
         rows = self._rows(build.device.kind)
         build.claim(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
-        many = "as many rows as Liger chooses" if chosen == "liger" else f"{rows} rows"
+        many = "as many positions as Liger chooses" if chosen == "liger" else f"{rows} positions"
         return Change(f"head and loss {many} at a time, gradients computed in the forward pass", 1, kernel=chosen)
 
     def options(self, context: Context) -> Iterable[Technique]:

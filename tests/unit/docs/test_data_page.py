@@ -41,7 +41,8 @@ def test_its_checks_are_those_that_there_are() -> None:
     assert list(rows) == list(CHECKS)
     for name, check in CHECKS.items():
         assert rows[name][1] == check.what
-        begins = "never: warning only" if check.above == 1 else f"{check.above:.0%}" if check.above else "the first"
+        above = f"above {100 * check.above:.0f} %" if check.above else "any occurrence"
+        begins = "never: warning only" if check.above == 1 else above
         assert rows[name][2] == begins
         assert (rows[name][3] == "left out") is check.drops
 

@@ -169,10 +169,10 @@ def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        (strict(MachineUse(60, 0.4, 1.6, 2, 2)), ", on average 1.6 cores, so it does not correct later plans."),
+        (strict(MachineUse(60, 0.4, 1.6, 2, 2)), " on average 1.6 cores, so it does not correct later plans."),
         (strict(MachineUse(60, 1.9, 0.1, 2, 2)), None),
         (strict(MachineUse(60, 1.9, None, 2, 2)), None),
-        ({"alone": False}, ", so it does not correct later plans."),  # an incomplete note
+        ({"alone": False}, " the cores, so it does not correct later plans."),  # an incomplete note
         (None, None),
     ],
 )
@@ -185,14 +185,14 @@ def test_a_speed_measured_beside_other_work_is_said_to_be(machine: Any, said: st
     with (path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": 0, "step": 60, "kind": "measured", **MEASURED, "machine": machine}) + "\n")
     text = " ".join(Page(write(path)).text.split())
-    beside = "The speed was measured beside other work"
+    beside = "The speed was measured while other processes used"
     assert (f"{beside}{said}" in text) if said else (beside not in text)
     if machine and "cpus" in machine:
         result = {**MEASURED, "machine": machine, "predicted": MEASURED, "stopped": None, "steps": 60, "run": "r"}
         console = Console(width=200, file=io.StringIO())
         console.print(_summary(result | {"report": "r.html", "loss": 1.0, "validation_loss": 1.0}))
         shown = console.file.getvalue()  # type: ignore[attr-defined]
-        assert ("measured beside other work, which used 1.6 of 2 cores" in shown) == bool(said)
+        assert ("measured while other processes used 1.6 of 2 cores" in shown) == bool(said)
 
 
 class Page(HTMLParser):
