@@ -145,7 +145,7 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         if not text.startswith(prompt):
             at = _shared(text, prompt)
             return (
-                f"message {n + 1}: generation asks for it after {quoted(prompt[max(0, at - 12) :][:60])}, training "
+                f"message {n + 1}: generation produces it after {quoted(prompt[max(0, at - 12) :][:60])}, training "
                 f"has it after {quoted(text[max(0, at - 12) :][:60])}: the generation prompt is not the beginning of "
                 "the row"
             )

@@ -96,8 +96,7 @@ class ImageProcessor:
         if more := _MARKS.get(vision.layout, ()):
             if missing := [mark for mark in more if len(tokenizer.encode(mark, add_special_tokens=False)) != 1]:
                 raise DataError(
-                    f"data.tokenizer: has no token {missing[0]}, which stands around images; use the model's own "
-                    "tokenizer"
+                    f"data.tokenizer: has no token {missing[0]}, which encloses images; use the model's own tokenizer"
                 )
             marks = (*marks, *more)
         return cls(vision, _limited(vision, processor, pixels), marks)  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ class LengthTask:
     each: Count | None = None
     """Questions per length and depth (default 4), or passages per length (default 16)."""
     needles: Count = 1
-    """needle: number of phrases hidden in the text, one of which is asked."""
+    """needle: number of phrases hidden in the text, one of which the question is about."""
     seed: NonNegativeInt = 0
     """Seed for drawing passages, positions and tokens: equal seeds give equal questions."""
 

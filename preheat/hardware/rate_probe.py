@@ -58,7 +58,7 @@ def checked_rates(device: Device, threads: int) -> Rates:
     quiet = present.machine.alone is not False
     if quiet and (known.contended or present.share > 1 + SPREAD):
         _log.warning(
-            "measuring this machine again: it was calibrated beside other work%s",
+            "measuring this machine again: it was calibrated while other processes ran%s",
             "" if known.contended else f", and is {present.share - 1:.0%} faster now",
         )
         measured = rates_again(device, threads)

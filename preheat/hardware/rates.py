@@ -466,7 +466,7 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float, machine: Mac
     """
     if not 1 / _MAX_RATIO <= ratio <= _MAX_RATIO:
         _log.warning(
-            "this run took %.3g times as long as planned: later plans ignore it; measure anew with preheat calibrate",
+            "this run took %.3g times as long as planned: later plans ignore it; measure again with preheat calibrate",
             ratio,
         )
         return

@@ -173,7 +173,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         # Lists are not called themselves.
         if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
             raise ValueError(
-                f"{type(model).__name__}: {name} has parameters beside its layers, which belong to no stage"
+                f"{type(model).__name__}: {name} has parameters outside its layers, which belong to no stage"
             )
         module.register_forward_hook(done)
 

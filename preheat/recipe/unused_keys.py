@@ -95,7 +95,7 @@ def _sampled(key: str) -> Rule:
     return Rule(
         f"sample.{key}",
         lambda r: r.sample.is_active,
-        "no samples are asked for; add sample.prompts or sample.rows, or leave it out",
+        "the recipe has no samples; add sample.prompts or sample.rows, or leave it out",
     )
 
 

@@ -142,7 +142,7 @@ def _models(models: Sequence[JsonObject]) -> str:
         strict=True,
     )
     unit, texts = sizes([*weights, *extra])
-    titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"beside them, {unit}", "start-up")
+    titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"other, {unit}", "start-up")
     rows = []
     for n, model in enumerate(models):
         if model["failed"]:

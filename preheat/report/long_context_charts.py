@@ -89,7 +89,7 @@ def heat_map(name: str, task: str, when: str, parts: Parts) -> str:
         axes.set_yticks([n + 0.47 for n in range(len(down))], [f"{100 * d:.0f} %" for d in down])
         axes.tick_params(axis="x", length=0, labelsize=8.5)
         axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel("tokens of context; depth of what is asked on the left", loc="right", labelpad=4)
+        axes.set_xlabel("tokens of context; depth of the answer on the left", loc="right", labelpad=4)
 
     title = f"{headline(task)}: right at depth and length, %" + (f", {when}" if when else "")
     return figure(title, caption, drawn(name, (NARROW[0], 0.9 + 0.27 * len(down)), f"{title}. {caption}", draw))

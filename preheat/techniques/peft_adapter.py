@@ -68,7 +68,7 @@ _REFUSED = {
     "prompt_tuning": _PROMPT,
     "psoft": "leaves matrices out of its files that are computed from the base again, which rounding changes",
     "pvera": "draws its outputs at random during training, so that a dry run or a resumed run computes others",
-    "shadow": "trains a second network beside the layers, which cannot be merged",
+    "shadow": "trains a second network next to the layers, which cannot be merged",
     "shira": "reads values back while it is built, which a dry run does not have",
     "tinylora": "trains vectors that layers share, which sharding would take apart",
     "trainable_tokens": "trains rows of the embedding, not linear maps",

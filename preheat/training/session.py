@@ -374,7 +374,7 @@ def read_data(
     model = hf.facts(hf.configure(recipe, vocabulary_size(data.tokenizer), source_config))
     require_examples(recipe, data, encoder=model.encoder)
     if recipe.sample.rows and model.encoder:
-        raise RecipeError("sample.rows: is for decoders; name what an encoder-decoder is asked with sample.prompts")
+        raise RecipeError("sample.rows: is for decoders; give an encoder-decoder its questions in sample.prompts")
     samples = Samples(
         recipe,
         data.tokenizer,

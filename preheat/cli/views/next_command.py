@@ -37,7 +37,7 @@ def assumed_settings(subject: Subject, result: Plan, again: Sequence[str], *, pe
                 subject.checkpoint is None and lacks_tokenizer(subject.recipe),
                 "a tokenizer for the model's embedding (--set data.tokenizer)",
             ),
-            (not result.steps, "run of unknown length (--set stop.tokens=1e9)"),
+            (not result.steps, "no end (--set stop.tokens=1e9)"),
         )
         if missing
     ]
@@ -77,7 +77,7 @@ def next_command(
 
 
 def what_would_fit(result: Plan, again: Sequence[str], *, searched: bool) -> list[str]:
-    """Returns the command that plans the nearest change that may fit."""
+    """Returns the command that plans the smallest change that may fit."""
 
     def having(*options: str) -> list[str]:
         arguments = list(again)

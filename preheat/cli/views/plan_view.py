@@ -155,7 +155,7 @@ def serving_picture(result: JsonObject) -> Group:
         ),
         Text(
             f"a token takes {result['cache_bytes_per_token'] / 1024:,.0f} KiB of cache{state}, a sequence has "
-            f"{result['length']:,} tokens; memory of each device:"
+            f"{result['length']:,} tokens; per device:"
         ),
         table,
         Text(

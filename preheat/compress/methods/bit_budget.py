@@ -223,7 +223,7 @@ def _words(model: PreTrainedModel, plan: dict[str, str], predicted: float, measu
     by_choice = {choice: [name for name in plan if plan[name] == choice] for choice in CHOICES}
     counts = "; ".join(f"{len(names)} in {choice}" for choice, names in by_choice.items() if names)
     return (
-        f"{len(plan)} linear maps in {bits / weights:.2f} bits a weight on average ({settings.bits:g} asked), "
+        f"{len(plan)} linear maps in {bits / weights:.2f} bits a weight on average (of {settings.bits:g} allowed), "
         "four bits by "
         f"{'GPTQ' if settings.rounding == 'gptq' else 'the nearest'}: {counts}. To the nearest the loss on "
         "calibration sequences would rise by "

@@ -170,7 +170,7 @@ class Layout:
         value, name = self._value(row, role), self.columns[role]
         if not isinstance(value, str):
             raise Unreadable(
-                "fields", f"field '{name}' is {kind_of(value)}, not text; mend the row or name another field"
+                "fields", f"field '{name}' is {kind_of(value)}, not text; fix the row or name another field"
             )
         if not empty and not value.strip():
             raise Unreadable("fields", f"field '{name}' is empty")

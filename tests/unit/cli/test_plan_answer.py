@@ -219,14 +219,14 @@ def test_the_answer_says_from_how_many_steps_compiling_pays(start: float, pays: 
         ),
     ],
 )
-def test_speed_now_and_with_the_machine_to_itself(alone: bool | None, text: str) -> None:
+def test_speed_now_and_on_an_idle_machine(alone: bool | None, text: str) -> None:
     _, plan = shared()
     plan["contended"] = False
     plan["now"] |= {"machine": SHARED | {"alone": alone, "other_cores": {None: None, True: 0.1, False: 1.5}[alone]}}
     flat = " ".join(" ".join(line for line, _ in Answer(plan_of(plan), "m").lines()).split())
     assert f"now 1,234 tokens/s{text} time " in flat
     busy = " ".join(" ".join(line for line, _ in Answer(plan_of({**plan, "contended": True}), "m").lines()).split())
-    estimated = text.replace("is with the machine", "is an estimate for the machine")
+    estimated = text.replace("assumes", "is an estimate for")
     assert f"now 1,234 tokens/s{estimated} time " in busy
     assert "speeds may be too low by a third" in busy, "it was calibrated beside other work"
     # The interval is that of an idle machine.
@@ -450,7 +450,7 @@ def test_the_table_of_serving_has_one_line_a_row() -> None:
     page = Console(file=io.StringIO(), width=WIDTH)
     page.print(serving_picture(plan))
     lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[2].split() == ["weights", "cache", "size", "a", "row", "rows", "longest", "prompt", "one", "row", "all", "rows"]  # fmt: skip
+    assert lines[2].split() == ["weights", "cache", "size", "each", "fit", "longest", "prompt", "one", "all"]
     assert lines[3].split()[:2] == ["bf16", "bf16"]
     assert max(map(len, lines)) <= WIDTH
 
