@@ -66,7 +66,7 @@ def require_rows(rows: Sequence[Tensor]) -> None:
 
 @dataclass
 class Inputs:
-    """Statistics of a linear map's inputs over the calibration rows.
+    """Statistics of a linear map's inputs over the calibration sequences.
 
     Attributes:
         gram: sum(x x^T) [in, in], fp32.

@@ -43,7 +43,7 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
 
     Args:
         data: a file, folder or source. None: calibrates on the run's training rows and measures on its validation rows.
-        rows: maximum number of calibration rows, spread evenly over the text.
+        rows: maximum number of calibration sequences, spread evenly over the text.
         length: tokens per row; None: the run's, or 512.
 
     Raises:

@@ -192,7 +192,7 @@ def compress(
         source: a run, a checkpoint, or a model's folder.
         data: a text to split into calibration and held-out rows; default: a run's own training and validation rows.
         texts: rows that were found before, instead of `data`, `rows` and `length`.
-        rows: maximum number of calibration rows.
+        rows: maximum number of calibration sequences.
         length: tokens per row; default: the run's, or 512.
         measured: maximum number of held-out rows.
         within: the smallest variant whose perplexity rises by at most this fraction is chosen.

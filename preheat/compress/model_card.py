@@ -81,7 +81,7 @@ def of_compressed(
         row: figures of a variant, from `compress.compress`.
         source: the model that was compressed.
         texts: calibration and held-out rows.
-        reads: True if the method used the calibration rows.
+        reads: True if the method used the calibration sequences.
         quantized: True if the weights are in a format that only preheat reads.
         said: further notes.
     """

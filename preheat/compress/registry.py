@@ -56,7 +56,7 @@ class Method(ABC):
 
         Args:
             model: with all weights in fp32, adapters merged.
-            rows: calibration rows, [1, length] tokens each; empty if the method reads none.
+            rows: calibration sequences, [1, length] tokens each; empty if the method reads none.
 
         Raises:
             RecipeError: the method cannot be applied to a layer, which is named.

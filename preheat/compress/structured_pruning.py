@@ -1,4 +1,4 @@
-"""Structured pruning: importance of heads, channels, hidden dimensions and layers over calibration rows, and slicing.
+"""Structured pruning: importance of heads, channels, dimensions and layers over calibration sequences, and slicing.
 
 The methods `width`, `depth` and `lottery` are settings over these functions.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Importance:
-    """Importance scores of a model's parts over calibration rows; higher is more important.
+    """Importance scores of a model's parts over calibration sequences; higher is more important.
 
     Attributes:
         heads: squared contribution of each query head to the residual stream, summed over tokens: [heads] per layer.
@@ -85,7 +85,7 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     outputs of the norms.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
         products: keep the Gram matrices of the inputs, too, which a refit needs.
 
     Raises:

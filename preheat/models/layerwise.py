@@ -1,4 +1,4 @@
-"""Runs a model over calibration rows with transformers' own forward: completely, by layer, or skipping layers."""
+"""Runs a model over calibration sequences with transformers' own forward: completely, by layer, or skipping layers."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     """Quantizes the linear maps of a transformers model within a bit budget, in place.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
 
     Raises:
         RecipeError: a budget that is too small, or above 16.

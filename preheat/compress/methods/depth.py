@@ -35,7 +35,7 @@ def prune_depth(
     """Removes layers of a transformers model and adapts its configuration, in place.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
         layers: fraction of the layers to keep, to the nearest whole number.
         by: score of a layer: its `influence` on the residual stream, or the `loss` without it.
 

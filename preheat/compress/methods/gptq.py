@@ -31,7 +31,7 @@ def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | Non
     """Quantizes the linear maps of a transformers model to four bits by GPTQ, in place; the rest to eight.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
 
     Raises:
         RecipeError: a group size that does not divide a map's inputs.

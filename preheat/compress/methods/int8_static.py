@@ -33,7 +33,7 @@ def to_int8_static(model: PreTrainedModel, rows: Sequence[Tensor], settings: Int
     """Makes the linear maps of a transformers model multiply in eight-bit integers with static scales, in place.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
 
     Example:
         >>> to_int8_static(model, rows, Int8Static(strength=0.5))                                   # doctest: +SKIP

@@ -31,7 +31,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     """Quantizes the linear maps of a transformers model by llm-compressor, in place; the rest to eight bits.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
 
     Raises:
         RecipeError: a group size that does not divide a map's inputs.

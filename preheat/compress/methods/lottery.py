@@ -42,7 +42,7 @@ def prune_by_lottery(
     """Prunes a transformers model to the best of the shapes drawn within a budget, in place.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
         parameters: maximum fraction of the parameters; 0: no such budget.
         latency: maximum fraction of the whole model's time for a row; 0: no such budget.
         draws: number of shapes to try.

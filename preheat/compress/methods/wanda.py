@@ -39,7 +39,7 @@ def prune_by_wanda(
     """Zeroes the weights of a transformers model's linear maps with the lowest Wanda scores, in place.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
         sparsity: fraction of each output's weights to zero; 2:4 implies one half.
         pattern: unstructured, or 2:4 along the inputs.
         keep: a regular expression for the names of maps to leave unchanged.

@@ -43,7 +43,7 @@ def prune_width(
     """Makes a transformers model narrower and adapts its configuration, in place.
 
     Args:
-        rows: calibration rows, [1, length] tokens each.
+        rows: calibration sequences, [1, length] tokens each.
         heads: fraction of the heads to keep, in whole key-value groups.
         channels: fraction of the feed-forward channels to keep.
         hidden: fraction of the hidden dimensions to keep.
