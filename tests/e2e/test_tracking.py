@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -38,111 +38,14 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Command:
     return command
 
 
-def of_mlflow(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")
-    experiment = client.get_experiment_by_name("tests")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.info.run_name == "small"
-    names = run.data.metrics
-    series = {name: {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} for name in names}
-    assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"report.html", "samples"}
-    return series, run.data.params
-
-
-def of_tensorboard(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard/small"), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    series = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-    (parameters,) = events.Tensors("parameters.json")
-    assert "the quick" in events.Tensors("samples")[-1].tensor_proto.string_val[0].decode()
-    return series, json.loads(parameters.tensor_proto.string_val[0])
-
-
-def of_trackio(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    with mock.patch.dict(os.environ, {"TRACKIO_DIR": str(folder / "trackio")}):
-        from trackio.sqlite_storage import SQLiteStorage
-
-        with mock.patch("trackio.sqlite_storage.TRACKIO_DIR", folder / "trackio"):
-            assert SQLiteStorage.get_runs("tests") == ["small"]
-            logs = SQLiteStorage.get_logs("tests", "small", max_points=None)
-            config = SQLiteStorage.get_run_config("tests", "small")
-    series: dict[str, dict[int, float]] = {}
-    for log in logs:
-        for name, value in log.items():
-            if isinstance(value, int | float) and name != "step":
-                series.setdefault(name, {})[log["step"]] = value
-    return series, config
-
-
-def records(file: Path) -> Iterator[bytes]:
-    """Yields the records of a file in LevelDB's log format, which W&B's offline files have after seven bytes."""
-    data, block = file.read_bytes(), 1 << 15
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        if block - at % block < 7:  # too little for a header: the block is padded
-            at += block - at % block
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            yield parts
-            parts = b""
-
-
-def of_wandb(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    series: dict[str, dict[int, float]] = {}
-    config: dict[str, str] = {}
-    ids = set()
-    for file in sorted(folder.glob("wandb/wandb/offline-run-*/run-*.wandb")):
-        for content in records(file):
-            record = Record.FromString(content)
-            if record.run.run_id:
-                ids.add(record.run.run_id)
-                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-            values = {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in record.history.item}
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    series.setdefault(name, {})[values["step"]] = value
-            for item in record.summary.update:
-                name = item.key or item.nested_key[0]
-                if name.startswith("measured/"):
-                    series[name] = {0: json.loads(item.value_json)}
-    assert len(ids) == 1, "both sessions are one run"
-    return series, config
-
-
-def of_swanlab(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    import yaml
-    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
-    from swanlab.sdk.internal.core_python.store import DataStoreReader
-
-    series: dict[str, dict[int, float]] = {}
-    config: dict[str, str] = {}
-    for run in sorted(folder.glob("swanlab/run-*")):
-        reader = DataStoreReader()
-        reader.open(next(run.glob("run-*.swanlab")))
-        for content in reader:
-            record = Record.FromString(content)
-            if record.WhichOneof("record_type") == "scalar":
-                series.setdefault(record.scalar.key, {})[record.scalar.step] = record.scalar.value.number
-        reader.close()
-        config |= {
-            key: entry["value"] for key, entry in yaml.safe_load((run / "files/config.yaml").read_text()).items()
-        }
-    return series, config
-
-
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_has_each_metric_parameter_and_prediction_after_a_resume(tracked: Command, name: str) -> None:
-    series, parameters = globals()[f"of_{name}"](tracked.folder / "local")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.tracker_readers", name, str(tracked.folder / "local")]
+    printed = subprocess.run(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    found, parameters = json.loads(printed.splitlines()[-1])
+    series = {metric: {int(step): value for step, value in of.items()} for metric, of in found.items()}
     run = Reader(tracked.folder / "runs/small")
     lines = run.metrics()
     assert [line.step for line in lines] == list(range(1, 9))
