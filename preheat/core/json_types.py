@@ -36,4 +36,5 @@ class Record:
     def marks(cls) -> dict[str, tuple[object, ...]]:
         """Returns field -> its marks, in the order of the fields."""
         hints = typing.get_type_hints(cls, include_extras=True)
-        return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(cls)}  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return {name: getattr(hints[name], "__metadata__", ()) for name in names}

@@ -17,7 +17,7 @@ from preheat.core import Phase, run_records
 from preheat.core.run_records import Event, OutOfMemory
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.files import parse_json, read_record, to_json, write_atomic
+from preheat.files import parse_json, read_record, strict, to_json, write_atomic
 from preheat.planning.fallback_ladder import Fallback, Ladder, PlannedFallback, find_fallbacks, halve_length, settings
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
@@ -34,7 +34,8 @@ GIB = 2**30
 def write_oom_record(run: Path, failure: OutOfMemory) -> None:
     """Writes a failure to the run's folder, for the processes of the next start."""
     # Atomic, because this process is out of memory and may be killed while it writes.
-    write_atomic(_record_file(run, failure.rank), to_json(failure))
+    values = {key: value for key, value in strict(failure).items() if key != "kind"}
+    write_atomic(_record_file(run, failure.rank), to_json(values))
 
 
 def _record_file(run: Path, rank: int | str) -> Path:
