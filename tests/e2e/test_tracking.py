@@ -6,7 +6,10 @@ import json
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -134,3 +137,26 @@ def test_a_tracker_that_cannot_work_is_told_before_training(
     assert said in error
     assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
     assert not (preheat.folder / "runs").exists()
+
+
+def test_a_webhook_gets_the_end_of_a_run(tracked: Command) -> None:
+    messages: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Hook) as server, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(server.serve_forever, 0.1)
+        with mock.patch.dict(tracked.environment, {"PREHEAT_WEBHOOK": f"http://127.0.0.1:{server.server_port}/x"}):
+            tracked.here("track", "runs/small", "--to", "webhook")
+        server.shutdown()
+        serving.result()
+    (message,) = messages
+    assert (message["run"], message["status"], message["step"]) == ("small", "finished", 8)
+    assert message["loss"] == Reader(tracked.folder / "runs/small").metrics()[-1].loss
+    assert message["text"] == message["content"] == f"small: finished at step 8, loss {message['loss']:.4f}"
