@@ -78,7 +78,7 @@ MORE = (
 
 
 def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tuple[Plan, Any]:
-    """A plan of the recipe, or of the nearest that is not refused; `timed`: only its speed counts."""
+    """A plan of the recipe, or of the nearest that is not refused; `timed`: with its trainer's slower operators."""
     from dataclasses import replace
 
     from preheat.core import conflicts_of
@@ -116,7 +116,7 @@ def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tup
             if seen.idle:
                 idle = (whole(row, "pp") - 1) / (micro_batches_of(row, mesh_of(row)[2]) * whole(row, "vpp"))
                 seen = replace(seen, idle=idle)
-            if trainer_of(row).bitsandbytes:
+            if timed and trainer_of(row).bitsandbytes:
                 seen = replace(seen, kernels=Counter({_by_bitsandbytes(k): n for k, n in seen.kernels.items()}))
             if trainer_of(row).foreach_update:
                 seen = replace(seen, kernels=Counter({_by_foreach(k): n for k, n in seen.kernels.items()}))
@@ -464,9 +464,11 @@ def answer(row: Row, gpus: Mapping[str, Row]) -> dict[str, Any]:
             timed_plan, timed_recipe = made, chosen
             if "gradient_accumulation" in used.techniques and micro_batches_of(row, mesh_of(row)[2]) == 1:
                 timed_recipe = recipe_of(row, kept_sums=False)
-            timed_recipe = as_timed(row, timed_recipe)
-            if timed_recipe != chosen or "lora" in used.techniques:  # see `layers_of`
-                timed_plan, _ = planned(row, timed_recipe, roofline, timed=True)
+            alone = whole(row, "n_gpus") == 1  # what of it overlaps with gathers is not known
+            if alone:
+                timed_recipe = as_timed(row, timed_recipe)
+            if timed_recipe != chosen or (alone and "lora" in used.techniques):  # see `layers_of`
+                timed_plan, _ = planned(row, timed_recipe, roofline, timed=alone)
             speed = timed_plan.tokens_per_second / recipe.parallel.devices
             edges = (edge / timed_plan.tokens_per_second for edge in timed_plan.tokens_per_second_interval)
             low, high = (edge * speed for edge in (_OPEN_SPEED if opened else edges))
