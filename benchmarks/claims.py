@@ -27,6 +27,7 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.bench.compare import Contender, bench
 from preheat.core import Device
+from preheat.files import strict
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.planning.dry_run import observe
@@ -75,10 +76,13 @@ def memory() -> dict[str, Any]:
             plain, contenders, steps=6, repeats=2, out=Path(folder), say=lambda *said: print(*said, flush=True)
         )
     rows = [
-        {k: r.get(k) for k in ("name", "failed", "ratio", "ratio_spread", "peak_gib", "tokens_per_second")}
-        for r in result["rows"]
+        {
+            key: getattr(row, key, None)
+            for key in ("name", "failed", "ratio", "ratio_spread", "peak_gib", "tokens_per_second")
+        }
+        for row in result.rows
     ]
-    return {"machine": result["machine"], "rows": rows, "predicted": predicted, "accumulation_peak_gib": batches}
+    return {"machine": strict(result.machine), "rows": rows, "predicted": predicted, "accumulation_peak_gib": batches}
 
 
 def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:

@@ -52,6 +52,7 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
     from torch.profiler import ProfilerActivity, profile
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+    from preheat.bench.messages import TurnJob
     from preheat.bench.worker import take_steps
     from preheat.engine import step as verbs
 
@@ -81,18 +82,18 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
 
     verbs.gradients, verbs.update = watched_gradients, watched_update  # type: ignore[assignment]
     try:
-        run = take_steps({"recipe": text, "steps": steps + 1, "gradient": None, "seconds": None})
+        run = take_steps(TurnJob(text, steps + 1))
     finally:
         verbs.gradients, verbs.update = gradients, update
     events = begun["profile"].profiler.kineto_results.events()
     kernels = sorted((e.start_ns(), e.duration_ns(), e.name()) for e in events if "CUDA" in str(e.device_type()))
-    timed = sorted(run["seconds"][UNTIMED:steps])
+    timed = sorted(run.seconds[UNTIMED:steps])
     median = statistics.median(timed)
     figures = {
-        "tokens/s": run["tokens"][-1] / median,
+        "tokens/s": run.tokens[-1] / median,
         "spread": (timed[-1] - timed[0]) / median,
-        "step seconds": run["seconds"][:steps],
-        "losses": run["losses"][:steps],
+        "step seconds": run.seconds[:steps],
+        "losses": run.losses[:steps],
         "allocated GiB": begun["allocated"],
         "reserved GiB": begun["reserved"],
         "milliseconds and kernels": by_kind(kernels),

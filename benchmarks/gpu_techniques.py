@@ -28,6 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from preheat import recipe as recipes  # noqa: E402
 from preheat.bench.compare import Contender, bench  # noqa: E402
 from preheat.core import Technique, registry  # noqa: E402
+from preheat.core.bench import BenchResult, FailedRow  # noqa: E402
 
 # name: model, rows, length. 8B: as many of its layers as fit with everything in fp32.
 SHAPES: dict[str, tuple[str, int, int]] = {
@@ -73,24 +74,25 @@ def contenders(recipe: recipes.Recipe) -> list[Contender]:
     return found
 
 
-def markdown(result: dict[str, Any], command: str) -> str:
-    machine = result["machine"]
+def markdown(result: BenchResult, command: str) -> str:
+    machine = result.machine
     lines = [
-        f"# {result['name']}: the ladder of techniques",
+        f"# {result.name}: the ladder of techniques",
         "",
-        f"`{command}`, {machine['name']}, torch {machine['torch']}, {result['repeats']} turns of {result['steps']} steps.",
+        f"`{command}`, {machine.name}, torch {machine.torch}, {result.repeats} turns of {result.steps} steps.",
         "",
         "| rung | tokens/s | low to high | times plain | MFU | peak GiB | predicted | start-up s | cosine |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in result["rows"]:
-        if row["failed"]:
-            lines.append(f"| {row['name']} | {row['failed']} | | | | | | | |")
+    for row in result.rows:
+        if isinstance(row, FailedRow):
+            lines.append(f"| {row.name} | {row.failed} | | | | | | | |")
             continue
-        cosine = "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.5f}"
+        assert row.predicted, "only a rejected recipe has no plan, and does not run"
+        cosine = "-" if row.gradient_cosine is None else f"{row.gradient_cosine:.5f}"
         lines.append(
-            f"| {row['name']} | {row['tokens_per_second']:,.0f} | {row['spread'][0]:,.0f} to {row['spread'][1]:,.0f} | {row['ratio']:.2f} | "
-            f"{row['mfu']:.0%} | {row['peak_gib']:.2f} | {row['predicted']['peak_gib']:.2f} | {row['startup_seconds']:.0f} | {cosine} |"
+            f"| {row.name} | {row.tokens_per_second:,.0f} | {row.spread[0]:,.0f} to {row.spread[1]:,.0f} | {row.ratio:.2f} | "
+            f"{row.mfu:.0%} | {row.peak_gib:.2f} | {row.predicted.peak_gib:.2f} | {row.startup_seconds:.0f} | {cosine} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -124,7 +126,7 @@ def main() -> int:
         table = markdown(result, "python " + shlex.join(sys.argv))
         target.with_suffix(".md").write_text(table, encoding="utf-8")
         print(table)
-        failed |= any(row["failed"] for row in result["rows"])
+        failed |= any(row.failed for row in result.rows)
     return int(failed)
 
 

@@ -169,16 +169,17 @@ def _taken(task: str, rung: str, where: Where) -> dict[str, Any]:
 
 def _run(task: str, recipe: Any, where: Where, planned: dict[str, Any] | None = None) -> dict[str, Any]:
     from preheat import recipe as recipes
+    from preheat.bench.messages import TurnJob
     from preheat.bench.worker import take_steps
     from preheat.errors import RecipeError
 
     try:
-        timed_run = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": None})
+        timed_run = take_steps(TurnJob(recipes.dump(recipe), STEPS))
     except RecipeError as error:
         raise Skip(str(error)) from None
-    figures = _figures(timed_run["seconds"], timed_run["tokens"], timed_run["losses"]) | _memory(where)
-    if timed_run["notices"]:
-        figures["notices"] = "; ".join(timed_run["notices"])
+    figures = _figures(timed_run.seconds, timed_run.tokens, timed_run.losses) | _memory(where)
+    if timed_run.notices:
+        figures["notices"] = "; ".join(timed_run.notices)
     if planned:
         figures |= planned | _planned_over_measured(planned, figures)
     return like_the_first(figures, Path(where.folder) / f"{task} losses.json")

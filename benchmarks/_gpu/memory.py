@@ -136,6 +136,7 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
     import torch
 
     from preheat import recipe as recipes
+    from preheat.bench.messages import TurnJob
     from preheat.bench.worker import take_steps
     from preheat.errors import RecipeError
     from preheat.planning.plan_request import plan_here
@@ -147,16 +148,16 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
         raise Skip(str(error)) from None
     if not plan.fits:
         raise Skip(f"the plan says {plan.peak_gib:.1f} GiB, and {plan.available_gib:.1f} are there")
-    taken = take_steps({"recipe": recipes.dump(recipe), "steps": STEPS, "gradient": None, "seconds": None})
-    timed = taken["seconds"][UNTIMED:]
+    taken = take_steps(TurnJob(recipes.dump(recipe), STEPS))
+    timed = taken.seconds[UNTIMED:]
     seconds = statistics.median(timed)
-    figures = {
+    figures: dict[str, float | str] = {
         "seconds": seconds,
         "planned seconds": plan.seconds_per_step,
-        "tokens/s": taken["tokens"][-1] / seconds,
+        "tokens/s": taken.tokens[-1] / seconds,
     }
-    if taken["notices"]:
-        figures["notices"] = "; ".join(taken["notices"])
+    if taken.notices:
+        figures["notices"] = "; ".join(taken.notices)
     figures["spread"] = (max(timed) - min(timed)) / seconds
     figures["speed off"] = plan.seconds_per_step / seconds - 1
     if where.kind == "cuda":
@@ -179,7 +180,7 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
             "memory off": plan.peak_gib / (reserved + beside) - 1,
         }
     else:
-        figures |= {"resident": taken["peak_gib"], "planned": plan.peak_gib}
+        figures |= {"resident": taken.memory["peak_gib"], "planned": plan.peak_gib}
     return within_bounds(figures) if where.kind == "cuda" else figures  # at tiny sizes the interpreter dominates
 
 

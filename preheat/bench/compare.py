@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 
 from preheat import recipe as recipes
+from preheat.bench.messages import Turn, TurnJob, encode
 from preheat.core import registry
-from preheat.core.json_types import JsonObject
+from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow, TechniqueVerdict
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.files import to_json, write_atomic
@@ -38,7 +39,7 @@ class Contender:
 
     name: str
     recipe: Recipe
-    turns: list[JsonObject] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     failed: str = ""
     fits: bool = True
 
@@ -89,7 +90,7 @@ def bench(
     warmup: int = 2,
     out: Path,
     say: Say | None = None,
-) -> JsonObject:
+) -> BenchResult:
     """Runs contenders in alternating turns, each in a process of its own, and writes `bench.json`.
 
     A contender that does not fit according to the plan, or that its techniques reject, gets a row with the reason.
@@ -99,11 +100,6 @@ def bench(
         steps: steps of each turn.
         repeats: turns of each contender; each round begins with the next contender.
         warmup: untimed steps at the beginning of each turn.
-
-    Returns:
-        {name, machine, steps, repeats, rows, verdicts, available_gib}; rows are {name, techniques, tokens_per_second,
-        spread, ratio, ratio_spread, mfu, peak_gib, startup_seconds, loss, gradient_cosine, predicted, failed, fits,
-        changes, notices}.
 
     Raises:
         RunError: the folder cannot be written, or the baseline failed.
@@ -140,28 +136,28 @@ def bench(
     ]
     # The device is the same for all, so the first plan that succeeded is enough.
     available = next((p.available_gib for p in plans if p), math.nan)
-    summary = {
-        "name": recipe.name,
-        "machine": _machine(recipe),
-        "steps": steps,
-        "repeats": repeats,
-        "available_gib": available,
-        "rows": rows,
-        "verdicts": verdicts(rows, list(recipe.techniques), available),
-        "recipe": recipes.as_values(recipe),
-    }
-    write_atomic(out / "bench.json", to_json(summary, indent=1) + "\n")
-    return summary
+    result = BenchResult(
+        name=recipe.name,
+        machine=_machine(recipe),
+        steps=steps,
+        repeats=repeats,
+        available_gib=available,
+        rows=tuple(rows),
+        verdicts=tuple(verdicts(rows, list(recipe.techniques), available)),
+        recipe=recipes.as_values(recipe),
+    )
+    write_atomic(out / "bench.json", to_json(result, indent=1) + "\n")
+    return result
 
 
-def _machine(recipe: Recipe) -> JsonObject:
+def _machine(recipe: Recipe) -> Machine:
     """Describes the device on which the figures were measured."""
     import torch
 
     from preheat.engine.device import resolve_device
 
     device, threads = resolve_device(recipe)
-    return {"name": device.name, "kind": device.kind, "threads": threads, "torch": torch.__version__}
+    return Machine(device.name, device.kind, threads, torch.__version__)
 
 
 def _plans(contenders: Sequence[Contender]) -> list[Plan | None]:
@@ -189,15 +185,9 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     # A result of the turn before must not be taken for this one's if the process dies.
     job, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
-    values = {
-        "recipe": recipes.dump(c.recipe),
-        "steps": steps,
-        "gradient": str(gradient) if gradient else None,
-        "result": str(result),
-        "seconds": seconds,
-    }
-    job.write_text(json.dumps(values), encoding="utf-8")
-    command = [sys.executable, "-m", "preheat.bench.worker", str(job)]
+    values = TurnJob(recipes.dump(c.recipe), steps, str(gradient) if gradient else None, seconds)
+    job.write_text(encode(values), encoding="utf-8")
+    command = [sys.executable, "-m", "preheat.bench.worker", str(job), str(result)]
     # A process of its own: peaks of memory, compiled code and allocator state of one contender do not reach
     # the next. `tethered` ends it if this process ends first.
     done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
@@ -210,7 +200,7 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     if "failed" in measured:
         c.failed = measured["failed"]
     else:
-        c.turns.append(measured)
+        c.turns.append(Turn(**measured))
 
 
 def cosine_of(baseline: Path, other: Path) -> float | None:
@@ -232,80 +222,79 @@ def cosine_of(baseline: Path, other: Path) -> float | None:
     return min(1.0, dot / (norm * other_norm)) if norm and other_norm else None
 
 
-def speed_of(turn: JsonObject, warmup: int) -> float:
+def speed_of(turn: Turn, warmup: int) -> float:
     """Returns the tokens per second of a turn: the median over its steps after the first `warmup`."""
     # The median: single steps are slowed down by other processes.
-    return float(median(n / s for n, s in zip(turn["tokens"][warmup:], turn["seconds"][warmup:], strict=True)))
+    return float(median(n / s for n, s in zip(turn.tokens[warmup:], turn.seconds[warmup:], strict=True)))
 
 
-def _row(c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: Plan | None) -> JsonObject:
-    predicted = plan.predicted.known() if plan else None
-    row: JsonObject = {
-        "name": c.name,
-        "techniques": list(c.recipe.techniques),
-        "failed": c.failed,
-        "fits": c.fits,
-        "predicted": predicted,
-    }
+def _row(
+    c: Contender, baseline: Contender, warmup: int, cosine: float | None, plan: Plan | None
+) -> MeasuredRow | FailedRow:
+    name, techniques, predicted = c.name, tuple(c.recipe.techniques), plan.predicted if plan else None
     if c.failed:
-        return row
-    speeds = [speed_of(turn, warmup) for turn in c.turns]
+        return FailedRow(name=name, techniques=techniques, failed=c.failed, fits=c.fits, predicted=predicted)
+    speeds = tuple(speed_of(turn, warmup) for turn in c.turns)
     # Round by round: turns of one round ran close in time and saw the same load.
     ratios = [speed_of(a, warmup) / speed_of(b, warmup) for a, b in zip(c.turns, baseline.turns, strict=False)]
-    return row | {
-        "tokens_per_second": median(speeds),
-        "speeds": speeds,
-        "spread": [min(speeds), max(speeds)],
-        "ratio": median(ratios),
-        "ratio_spread": [min(ratios), max(ratios)],
-        # MFU is proportional to speed, so the plan's is scaled to the measured speed.
-        "mfu": plan.mfu * median(speeds) / plan.tokens_per_second if plan else None,
-        # A figure counts only if all turns report it; the highest is what the device must have.
-        **{key: max(turn[key] for turn in c.turns) for key in MEMORY_KEYS if all(key in turn for turn in c.turns)},
-        "startup_seconds": median(turn["startup_seconds"] for turn in c.turns),
-        "loss": c.turns[0]["losses"][-1],
-        "gradient_cosine": cosine,
-        "changes": c.turns[0]["changes"],
-        "notices": c.turns[0]["notices"],
+    # A figure counts only if all turns report it; the highest is what the device must have.
+    memory_of_turns = [turn.memory for turn in c.turns]
+    memory = {
+        key: max(turn[key] for turn in memory_of_turns)
+        for key in MEMORY_KEYS
+        if all(key in turn for turn in memory_of_turns)
     }
+    first = c.turns[0]
+    return MeasuredRow(
+        name=name,
+        techniques=techniques,
+        predicted=predicted,
+        tokens_per_second=median(speeds),
+        speeds=speeds,
+        spread=(min(speeds), max(speeds)),
+        ratio=median(ratios),
+        ratio_spread=(min(ratios), max(ratios)),
+        # MFU is proportional to speed, so the plan's is scaled to the measured speed.
+        mfu=plan.mfu * median(speeds) / plan.tokens_per_second if plan else None,
+        peak_gib=memory["peak_gib"],
+        allocated_gib=memory.get("allocated_gib"),
+        reserved_gib=memory.get("reserved_gib"),
+        context_gib=memory.get("context_gib"),
+        startup_seconds=median(turn.startup_seconds for turn in c.turns),
+        loss=first.losses[-1],
+        gradient_cosine=cosine,
+        changes={technique: tuple(texts) for technique, texts in first.changes.items()},
+        notices=tuple(first.notices),
+    )
 
 
-def verdicts(rows: Sequence[JsonObject], names: Sequence[str], available: float) -> list[JsonObject]:
-    """Compares the recipe with and without each of its techniques.
-
-    Returns:
-        {technique, speed: ratio with / without, within_noise, freed_gib, message} for each technique that was left out
-        once. within_noise is None if a failure or a single turn of each allows no verdict.
-    """
-    by_name = {row["name"]: row for row in rows}
-    entries: list[JsonObject] = []
+def verdicts(rows: Sequence[MeasuredRow | FailedRow], names: Sequence[str], available: float) -> list[TechniqueVerdict]:
+    """Compares the recipe with and without each of its techniques that was left out once."""
+    by_name = {row.name: row for row in rows}
+    entries: list[TechniqueVerdict] = []
     full = by_name.get("all")
     for name in names:
         # With one technique, the recipe without it is the plain one.
         rest = by_name.get(f"without {name}") if len(names) > 1 else by_name.get("plain")
         if full is None or rest is None:
             continue
-        if full["failed"] or rest["failed"]:
-            reason = full["failed"] or rest["failed"]
-            text = f"{name}: {'the recipe' if full['failed'] else 'without it the recipe'} did not run: {reason}"
-            if not full["failed"] and not rest["fits"]:
-                text = f"{name} is needed: without it the recipe {rest['failed']}"
-            entries.append({"technique": name, "speed": None, "within_noise": None, "freed_gib": None, "message": text})
+        if isinstance(full, FailedRow):
+            text = f"{name}: the recipe did not run: {full.failed}"
+            entries.append(TechniqueVerdict(name, None, None, None, text))
             continue
-        ratios = [a / b for a, b in zip(full["speeds"], rest["speeds"], strict=False)]
-        speed, freed = median(ratios), rest["peak_gib"] - full["peak_gib"]
+        if isinstance(rest, FailedRow):
+            text = f"{name}: without it the recipe did not run: {rest.failed}"
+            if not rest.fits:
+                text = f"{name} is needed: without it the recipe {rest.failed}"
+            entries.append(TechniqueVerdict(name, None, None, None, text))
+            continue
+        ratios = [a / b for a, b in zip(full.speeds, rest.speeds, strict=False)]
+        speed, freed = median(ratios), rest.peak_gib - full.peak_gib
         # No verdict from one turn of each: other processes on the machine may explain the difference.
         # A difference counts if it exceeds NOISE and the ranges of the two do not overlap.
-        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(full["speeds"], rest["speeds"])
-        entries.append(
-            {
-                "technique": name,
-                "speed": speed,
-                "within_noise": noise,
-                "freed_gib": freed,
-                "message": _words(name, speed, noise, freed, rest["peak_gib"], available),
-            }
-        )
+        noise = None if len(ratios) < 2 else abs(speed - 1) < NOISE or _overlap(full.speeds, rest.speeds)
+        text = _words(name, speed, noise, freed, rest.peak_gib, available)
+        entries.append(TechniqueVerdict(name, speed, noise, freed, text))
     return entries
 
 

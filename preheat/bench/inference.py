@@ -12,17 +12,19 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import IO, Any, Literal
+from types import TracebackType
+from typing import IO, Literal, TypeVar
 
-from preheat.core.json_types import JsonObject
+from preheat.bench.messages import Ending, Generation, InferenceJob, OpenedModel, encode
+from preheat.core.bench import InferenceMachine, InferenceModel, InferenceResult, InferenceRow, Spread
 from preheat.errors import DoesNotFit, RecipeError, RunError
-from preheat.files import to_json, write_atomic
+from preheat.files import read_record, to_json, write_atomic
 from preheat.hardware.child_processes import ended_by, last_error_line, tethered
 from preheat.recipe import Sample
 from preheat.run.layout import claim
@@ -30,6 +32,7 @@ from preheat.run.layout import claim
 __all__ = ["InferenceContender", "bench_inference"]
 
 Say = Callable[[str, int, int], None]
+_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -54,16 +57,14 @@ class InferenceContender:
 class _Worker:
     """The process of a contender and its answers."""
 
-    def __init__(self, speech: InferenceContender, job: JsonObject, folder: Path):
-        self.speech, self.failed, self.about, self.turns = (
-            speech,
-            "",
-            JsonObject(),
-            dict[tuple[int, int], list[Any]](),
-        )
+    def __init__(self, speech: InferenceContender, job: InferenceJob, folder: Path):
+        self.speech, self.failed = speech, ""
+        self.opened: OpenedModel | None = None
+        self.ending: Ending | None = None
+        self.turns: dict[tuple[int, int], list[Generation]] = {}
         # The object's id makes file names unique among the workers of a comparison.
         file = folder / f"{id(self)}.json"
-        file.write_text(json.dumps(job), encoding="utf-8")
+        file.write_text(encode(job), encoding="utf-8")
         # Standard error goes to a file: an unread pipe would fill up and block the worker.
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8", errors="replace")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
@@ -74,34 +75,55 @@ class _Worker:
     def __enter__(self) -> _Worker:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         # The worker waits for further requests, so it is ended from here.
         self._process.kill()
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, request: object = None) -> JsonObject:
-        """Sends a request and returns the answer, or waits for the initial one; empty after a failure."""
+    def open(self) -> None:
+        """Waits until the model is open; sets `opened` or `failed`."""
+        self.opened = self._answer(OpenedModel)
+
+    def begin(self) -> None:
+        """Lets the worker read the text of the prompts; sets `failed` if it cannot."""
+        self._request("begin")
+        self._answer(dict[str, str])
+
+    def generate(self, cell: tuple[int, int]) -> Generation | None:
+        """Measures one shape, (rows, length); None after a failure."""
+        self._request(cell)
+        return self._answer(Generation)
+
+    def end(self) -> None:
+        """Measures memory and loss; sets `ending` or `failed`."""
+        self._request("end")
+        self.ending = self._answer(Ending)
+
+    def _request(self, request: str | tuple[int, int]) -> None:
         assert self._process.stdin is not None
+        # A worker that has ended reads nothing; its empty answer reports it.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def _answer(self, kind: type[_Answer]) -> _Answer | None:
         assert self._process.stdout is not None
         # A failed worker has ended and would not answer.
         if self.failed:
-            return {}
-        if request is not None:
-            # A worker that has ended reads nothing; the empty line below reports it.
-            with suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(request) + "\n")
-                self._process.stdin.flush()
+            return None
         # An empty line means that the worker closed its output, because it ended.
         line = self._process.stdout.readline()
-        answer: JsonObject = json.loads(line) if line else self._ended()
+        if not line:
+            code = self._process.wait()
+            last = last_error_line(self._errors) if code >= 0 else ""
+            self.failed = last or f"its process {ended_by(code)}"
+            return None
+        answer = json.loads(line)
         self.failed = answer.get("failed", "")
-        return {} if self.failed else answer
-
-    def _ended(self) -> JsonObject:
-        code = self._process.wait()
-        last = last_error_line(self._errors) if code >= 0 else ""
-        return {"failed": last or f"its process {ended_by(code)}"}
+        return None if self.failed else read_record(kind, answer)
 
 
 def bench_inference(
@@ -114,7 +136,7 @@ def bench_inference(
     text: str | None = None,
     out: Path,
     say: Say | None = None,
-) -> JsonObject:
+) -> InferenceResult:
     """Measures contenders in alternating turns, shape by shape, and writes `inference.json`.
 
     Each contender generates every shape once before it is timed, so that kernel selection and compilation are not
@@ -127,13 +149,6 @@ def bench_inference(
         tokens: tokens generated after each prompt, at least 2; no end token stops a text early.
         repeats: rounds; each begins with the next contender.
         text: a file from which prompts are cut; default Python's standard library.
-
-    Returns:
-        {machine, batches, lengths, tokens, repeats, models: [{name, model, parameters, weights_bytes, dtype, loss,
-        startup_seconds, beyond_weights_gib, failed}], rows: [{name, rows, length, first_token_seconds,
-        prefill_tokens_per_second, decode_tokens_per_second, ratio, first_token_ratio: each {value, low, high},
-        tokens_per_pass, cache_bytes, cache_predicted_bytes, same_text}]}. `same_text` is the fraction of rows with the
-        same tokens as the first contender.
 
     Raises:
         RecipeError: a prompt with its answer is longer than a model's context.
@@ -148,64 +163,63 @@ def bench_inference(
         workers = []
         for n, speech in enumerate(speeches):  # one after the other, because start-up is measured
             say(f"opening {speech.name}", n, len(speeches))
-            settings = dataclasses.asdict(speech.settings)
             # Both are settings of the benchmark, equal for all contenders.
-            del settings["max_new_tokens"], settings["prompts"]
-            job = {"model": speech.model, "settings": settings, "dtype": speech.dtype, "engine": speech.engine}
-            worker = stack.enter_context(
-                _Worker(speech, job | {"tokens": tokens, "cells": cells, "text": text}, folder)
-            )
-            worker.about = worker.ask()
+            settings = dataclasses.replace(speech.settings, max_new_tokens=tokens, prompts=())
+            job = InferenceJob(speech.model, settings, speech.dtype, speech.engine, tokens, cells, text)
+            worker = stack.enter_context(_Worker(speech, job, folder))
+            worker.open()
             workers.append(worker)
             # The baseline's failure ends the comparison before the other models are opened.
             if worker.failed and not n:
                 raise RunError(f"{speech.name}: {worker.failed}")
         running = [worker for worker in workers if not worker.failed]
         # Before any measurement, so that a shape that does not fit is reported at once.
-        _require_room(running, cells, tokens)
+        _require_room({worker.speech.name: worker.opened for worker in running if worker.opened}, cells, tokens)
         for worker in running:
-            worker.ask("begin")
+            worker.begin()
         _take_turns(running, cells, repeats, say)
         for worker in running:
-            worker.about |= worker.ask("end")
-    if workers[0].failed:
-        raise RunError(f"{workers[0].speech.name}: {workers[0].failed}")
-    summary = {
-        "machine": workers[0].about["device"] | {"torch": version("torch")},
-        "batches": list(batches),
-        "lengths": list(lengths),
-        "tokens": tokens,
-        "repeats": repeats,
-        "models": [_model(worker) for worker in workers],
-        "rows": [
-            _row(worker, workers[0], cell, number)
+            worker.end()
+    baseline = workers[0]
+    if baseline.failed or baseline.opened is None:
+        raise RunError(f"{baseline.speech.name}: {baseline.failed}")
+    device = baseline.opened
+    result = InferenceResult(
+        machine=InferenceMachine(device.device_kind, device.device_name, device.device_memory, version("torch")),
+        batches=tuple(batches),
+        lengths=tuple(lengths),
+        tokens=tokens,
+        repeats=repeats,
+        models=tuple(_model(worker) for worker in workers),
+        rows=tuple(
+            _row(worker, worker.opened.cache_bytes[number], baseline, cell)
             for number, cell in enumerate(cells)
             for worker in workers
-            if not worker.failed
-        ],
-    }
-    write_atomic(out / "inference.json", to_json(summary, indent=1) + "\n")
-    return summary
+            if worker.opened and not worker.failed
+        ),
+    )
+    write_atomic(out / "inference.json", to_json(result, indent=1) + "\n")
+    return result
 
 
-def _require_room(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], tokens: int) -> None:
+def _require_room(models: Mapping[str, OpenedModel], cells: Sequence[tuple[int, int]], tokens: int) -> None:
     """Raises if a shape exceeds a model's context, or the memory, which holds all models at the same time."""
-    weights = sum(worker.about["weights_bytes"] for worker in workers)
-    for worker in workers:
-        positions, device = worker.about["positions"], worker.about["device"]
-        for (rows, length), cache in zip(cells, worker.about["cache_bytes"], strict=True):
+    weights = sum(model.weights_bytes for model in models.values())
+    for name, model in models.items():
+        positions, memory = model.positions, model.device_memory
+        for (rows, length), cache in zip(cells, model.cache_bytes, strict=True):
             if positions and length + tokens > positions:
                 raise RecipeError(
                     f"--lengths {length}: and {tokens} generated tokens are more than the {positions:,} positions of "
-                    f"{worker.speech.name}; use {positions - tokens} or less"
+                    f"{name}; use {positions - tokens} or less"
                 )
             # fp32 logits of the last position of each row.
-            logits = 4 * rows * worker.about["vocabulary"]
-            if (needed := weights + cache + logits) > device["memory"]:
+            logits = 4 * rows * model.vocabulary
+            if (needed := weights + cache + logits) > memory:
                 raise DoesNotFit(
-                    f"--batches {rows}: with prompts of {length} tokens the cache of {worker.speech.name} needs "
+                    f"--batches {rows}: with prompts of {length} tokens the cache of {name} needs "
                     f"{cache / 2**30:.2f} GiB on top of {weights / 2**30:.2f} GiB of weights, {needed / 2**30:.2f} "
-                    f"GiB in all, and {device['name']} has {device['memory'] / 2**30:.2f} GiB; use fewer sequences or "
+                    f"GiB in all, and {model.device_name} has {memory / 2**30:.2f} GiB; use fewer sequences or "
                     "sample.cache=int8"
                 )
 
@@ -218,48 +232,51 @@ def _take_turns(workers: Sequence[_Worker], cells: Sequence[tuple[int, int]], re
             first = number % len(workers)
             for worker in [*workers[first:], *workers[:first]]:
                 say(f"{worker.speech.name}, {cell[0]} x {cell[1]}{'' if number else ', first time'}", done, total)
-                if (turn := worker.ask(cell)) and number:
+                if (turn := worker.generate(cell)) and number:
                     worker.turns.setdefault(cell, []).append(turn)
                 done += 1
     say("done", total, total)
 
 
-def _model(worker: _Worker) -> JsonObject:
-    keys = ("parameters", "weights_bytes", "dtype", "loss", "startup_seconds", "beyond_weights_gib")
-    speech = worker.speech
-    return {
-        "name": speech.name,
-        "model": speech.model,
-        "engine": speech.engine,
-        **{key: worker.about.get(key) for key in keys},
-        "failed": worker.failed,
-    }
+def _model(worker: _Worker) -> InferenceModel:
+    speech, opened, ending = worker.speech, worker.opened, worker.ending
+    return InferenceModel(
+        name=speech.name,
+        model=speech.model,
+        engine=speech.engine,
+        parameters=opened.parameters if opened else None,
+        weights_bytes=opened.weights_bytes if opened else None,
+        dtype=opened.dtype if opened else None,
+        loss=ending.loss if ending else None,
+        startup_seconds=opened.startup_seconds if opened else None,
+        beyond_weights_gib=ending.beyond_weights_gib if ending else None,
+        failed=worker.failed,
+    )
 
 
-def _row(worker: _Worker, baseline: _Worker, cell: tuple[int, int], number: int) -> JsonObject:
+def _row(worker: _Worker, predicted_bytes: float, baseline: _Worker, cell: tuple[int, int]) -> InferenceRow:
     turns, others = worker.turns[cell], baseline.turns[cell]
     rows, length = cell
-    # Decoding alone: tokens after the first ones, over the time after them.
-    speeds = [turn["drawn"] / turn["rest"] for turn in turns]
     pairs = list(zip(turns, others, strict=True))
-    texts, theirs = turns[0]["texts"], others[0]["texts"]
-    return {
-        "name": worker.speech.name,
-        "rows": rows,
-        "length": length,
-        "first_token_seconds": _spread([turn["first"] for turn in turns]),
-        "prefill_tokens_per_second": _spread([rows * length / turn["first"] for turn in turns]),
-        "decode_tokens_per_second": _spread(speeds),
+    texts, theirs = turns[0].texts, others[0].texts
+    return InferenceRow(
+        name=worker.speech.name,
+        rows=rows,
+        length=length,
+        first_token_seconds=_spread([turn.first for turn in turns]),
+        prefill_tokens_per_second=_spread([rows * length / turn.first for turn in turns]),
+        # Decoding alone: tokens after the first ones, over the time after them.
+        decode_tokens_per_second=_spread([turn.drawn / turn.rest for turn in turns]),
         # Ratios per round, whose turns ran close in time: a slow phase of the machine cancels out.
-        "ratio": _spread([(a["drawn"] * b["rest"]) / (a["rest"] * b["drawn"]) for a, b in pairs]),
-        "first_token_ratio": _spread([a["first"] / b["first"] for a, b in pairs]),
+        ratio=_spread([(a.drawn * b.rest) / (a.rest * b.drawn) for a, b in pairs]),
+        first_token_ratio=_spread([a.first / b.first for a, b in pairs]),
         # Speculation runs one row at a time; otherwise each pass gives a token to every row.
-        "tokens_per_pass": turns[0]["drawn"] / turns[0]["passes"] / (1 if worker.speech.settings.speculates else rows),
-        "cache_bytes": turns[0]["cache_bytes"],
-        "cache_predicted_bytes": worker.about["cache_bytes"][number],
-        "same_text": sum(a == b for a, b in zip(texts, theirs, strict=True)) / rows,
-    }
+        tokens_per_pass=turns[0].drawn / turns[0].passes / (1 if worker.speech.settings.speculates else rows),
+        cache_bytes=turns[0].cache_bytes,
+        cache_predicted_bytes=predicted_bytes,
+        same_text=sum(a == b for a, b in zip(texts, theirs, strict=True)) / rows,
+    )
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"value": median(values), "low": min(values), "high": max(values)}
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(median(values), min(values), max(values))

@@ -3,8 +3,8 @@
 Opens its model once and then measures one shape per request: a line of JSON in, a line out. So contenders can alternate
 without reloading their models; a worker sleeps while another measures.
 
-A job: {model: path, settings: keys of Sample, dtype: or null, engine: preheat or transformers, tokens, cells: [[rows,
-length], ...], text: a file or null}.
+The job is an `InferenceJob`. A request is "begin", "end", or the rows and the length of a shape; the first answer is an
+`OpenedModel`, without a request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
+    from preheat.bench.messages import Ending, Generation, InferenceJob, OpenedModel
     from preheat.models.generation.generate import Timed
 
 __all__ = ["InferenceWorker", "main"]
@@ -43,33 +43,31 @@ class InferenceWorker:
         PreheatError: the model cannot be opened, or does not support the settings.
     """
 
-    def __init__(self, job: JsonObject):
+    def __init__(self, job: InferenceJob):
         from preheat.inference.load import load_draft_model, load_model
         from preheat.models.hf import facts, require_decoder_only
-        from preheat.recipe import Sample
 
-        self.job, self.tokens = job, int(job["tokens"])
-        self.settings = Sample(**job["settings"], max_new_tokens=self.tokens)
+        self.job, self.tokens, self.settings = job, job.tokens, job.settings
         # transformers' engine opens the model too, for its device, positions and tokenizer.
-        opened = load_model(job["model"])
+        opened = load_model(job.model)
         self.device, self.tokenizer = opened.build.device, opened.tokenizer
         self.positions = opened.build.model.positions
         self.model: PreTrainedModel = opened.build.trained[0]
         require_decoder_only(self.model, "preheat bench --inference")
-        if job["engine"] == "transformers":
+        if job.engine == "transformers":
             self.model = _plain(job, next(self.model.parameters()).device)
-        elif job["dtype"] is not None:
-            _cast(self.model, job["dtype"])
+        elif job.dtype is not None:
+            _cast(self.model, job.dtype)
         self.draft = (
             None if self.settings.draft_model is None else load_draft_model(self.settings.draft_model, self.tokenizer)
         )
-        if self.draft is not None and job["dtype"] is not None:
-            _cast(self.draft, job["dtype"])
+        if self.draft is not None and job.dtype is not None:
+            _cast(self.draft, job.dtype)
         self.facts = facts(self.model.config)
         self._text: list[int] = []
         self._baseline: int | None = None
 
-    def begin(self) -> JsonObject:
+    def begin(self) -> None:
         """Reads the text from which prompts are cut (a file, or Python's standard library), and starts measuring peak
         memory.
 
@@ -81,7 +79,7 @@ class InferenceWorker:
         from preheat.hardware.probe import begin_peak, can_begin_peak, peak_bytes
         from preheat.recipe import Data
 
-        file, cells = self.job["text"], self.job["cells"]
+        file, cells = self.job.text, self.job.cells
         for _, row in open_source(Data(source=file or "stdlib", layout="text")).rows():
             text = row["text"] if isinstance(row, dict) else row
             self._text += self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -97,7 +95,6 @@ class InferenceWorker:
         if can_begin_peak(self.device.kind):
             begin_peak(self.device.kind)
             self._baseline = peak_bytes(self.device.kind, since_begun=True)
-        return {}
 
     def _prompt(self, row: int, length: int) -> list[int]:
         """Returns the prompt of a row: consecutive sections of the text, which repeats at its end."""
@@ -105,8 +102,9 @@ class InferenceWorker:
         start = row % (len(self._text) // length) * length
         return self._text[start : start + length]
 
-    def about(self) -> JsonObject:
+    def about(self) -> OpenedModel:
         """Returns the sizes of the model and the predicted cache of each shape."""
+        from preheat.bench.messages import OpenedModel
         from preheat.models.generation.generate import patterned, settled
         from preheat.models.generation.kv_cache import room
         from preheat.planning.inference_cache import CACHES, cache_bytes
@@ -131,29 +129,26 @@ class InferenceWorker:
             if m
             for t in _tensors(m)
         }
-        return {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_bytes": sum(storages.values()),
-            "dtype": str(dtype).removeprefix("torch."),
-            "positions": self.positions,
-            "vocabulary": self.facts.vocabulary,
-            "device": {"kind": self.device.kind, "name": self.device.name, "memory": self.device.memory},
-            "cache_bytes": [cache(rows, length) for rows, length in self.job["cells"]],
-            "startup_seconds": time.perf_counter() - _BEGUN,
-        }
+        return OpenedModel(
+            parameters=sum(p.numel() for p in model.parameters()),
+            weights_bytes=sum(storages.values()),
+            dtype=str(dtype).removeprefix("torch."),
+            positions=self.positions,
+            vocabulary=self.facts.vocabulary,
+            device_kind=self.device.kind,
+            device_name=self.device.name,
+            device_memory=self.device.memory,
+            cache_bytes=[cache(rows, length) for rows, length in self.job.cells],
+            startup_seconds=time.perf_counter() - _BEGUN,
+        )
 
-    def measure(self, rows: int, length: int) -> JsonObject:
-        """Generates `rows` texts after prompts of `length` tokens.
-
-        Returns:
-            {first: seconds until the first tokens, rest: seconds from then to the last ones, passes: forward passes
-            after the first, drawn: tokens from these, cache_bytes, texts: the tokens of each row}.
-        """
+    def measure(self, rows: int, length: int) -> Generation:
+        """Generates `rows` texts after prompts of `length` tokens."""
         from preheat.models.generation.generate import Timed, generate
 
         prompts = [self._prompt(row, length) for row in range(rows)]
         timed = Timed()
-        if self.job["engine"] == "transformers":
+        if self.job.engine == "transformers":
             texts = self._transformers(prompts, timed)
         else:
             # Speculative decoding generates row by row, so that the accepted tokens of each row count.
@@ -173,8 +168,8 @@ class InferenceWorker:
                     timed=part,
                 )
             ]
-            return _joined(parts) | {"texts": texts}
-        return _joined([timed]) | {"texts": texts}
+            return _joined(parts, texts)
+        return _joined([timed], texts)
 
     def _transformers(self, prompts: list[list[int]], timed: Timed) -> list[list[int]]:
         import torch
@@ -184,7 +179,7 @@ class InferenceWorker:
         from preheat.models.token_mixers import pass_cache
 
         class Clock(StoppingCriteria):
-            def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+            def __call__(self, input_ids: Tensor, scores: Tensor, **options: bool) -> Tensor:
                 # Kernels run asynchronously, so a clock without this would measure launches.
                 input_ids[:, -1].tolist()  # waits for the device
                 timed.at.append(time.perf_counter())
@@ -205,15 +200,11 @@ class InferenceWorker:
         timed.cache_bytes = cache_nbytes(cache)
         return list(output[:, ids.shape[1] :].tolist())
 
-    def end(self) -> JsonObject:
-        """Measures the peak memory of all shapes and the loss.
-
-        Returns:
-            {beyond_weights_gib: peak memory above that of the opened model, None if the system does not report it;
-            loss: mean loss per token of the text, computed through the cache}.
-        """
+    def end(self) -> Ending:
+        """Measures the peak memory of all shapes and the loss."""
         import torch
 
+        from preheat.bench.messages import Ending
         from preheat.hardware.probe import peak_bytes
         from preheat.models.generation.generate import cached_loss
 
@@ -223,25 +214,28 @@ class InferenceWorker:
             if self._baseline is None
             else (peak_bytes(self.device.kind, since_begun=True) - self._baseline) / 2**30
         )
-        length = max(length for _, length in self.job["cells"])
+        length = max(length for _, length in self.job.cells)
         # [_ROWS, length]: the same rows for every contender with this tokenizer.
         rows = torch.tensor([self._prompt(row, length) for row in range(_ROWS)])
-        return {"beyond_weights_gib": beyond, "loss": cached_loss(self.model, rows, self.settings)}
+        return Ending(beyond, cached_loss(self.model, rows, self.settings))
 
 
-def _joined(parts: list[Timed]) -> JsonObject:
+def _joined(parts: list[Timed], texts: list[list[int]]) -> Generation:
     """Sums the timings of groups that were generated one after the other."""
-    return {
+    from preheat.bench.messages import Generation
+
+    return Generation(
         # Groups ran one after the other, so their times add up. The first pass of each is its prefill.
-        "first": sum(part.at[0] - part.begun for part in parts),
-        "rest": sum(part.at[-1] - part.at[0] for part in parts),
-        "passes": sum(len(part.at) - 1 for part in parts),
-        "drawn": sum(sum(part.tokens[1:]) for part in parts),
-        "cache_bytes": sum(part.cache_bytes for part in parts),
-    }
+        first=sum(part.at[0] - part.begun for part in parts),
+        rest=sum(part.at[-1] - part.at[0] for part in parts),
+        passes=sum(len(part.at) - 1 for part in parts),
+        drawn=sum(sum(part.tokens[1:]) for part in parts),
+        cache_bytes=sum(part.cache_bytes for part in parts),
+        texts=texts,
+    )
 
 
-def _plain(job: JsonObject, device: torch.device) -> PreTrainedModel:
+def _plain(job: InferenceJob, device: torch.device) -> PreTrainedModel:
     """Loads the folder's model with transformers alone.
 
     Raises:
@@ -252,18 +246,18 @@ def _plain(job: JsonObject, device: torch.device) -> PreTrainedModel:
 
     from preheat.errors import RunError
 
-    if not (Path(job["model"]) / "config.json").is_file():
+    if not (Path(job.model) / "config.json").is_file():
         raise RunError(
-            f"{job['model']}: engine=transformers opens Hugging Face folders only (no config.json); export the run"
+            f"{job.model}: engine=transformers opens Hugging Face folders only (no config.json); export the run"
         )
-    dtype = getattr(torch, DTYPES[job["dtype"] or "fp32"])
+    dtype = getattr(torch, DTYPES[job.dtype or "fp32"])
     model, info = AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=dtype, local_files_only=True, output_loading_info=True
+        job.model, dtype=dtype, local_files_only=True, output_loading_info=True
     )
     # transformers only warns, and the speed of random weights would look like a valid result.
     if missing := sorted(info["missing_keys"]):
         raise RunError(
-            f"{job['model']}: engine=transformers finds no weights for {len(missing)} tensors of the model "
+            f"{job.model}: engine=transformers finds no weights for {len(missing)} tensors of the model "
             f"({missing[0]}), and would initialize them at random; it does not open what `preheat compress` wrote: "
             "leave engine out, or name the original model"
         )
@@ -300,27 +294,32 @@ def _tensors(model: PreTrainedModel) -> list[Tensor]:
 
 
 def main() -> None:
+    from preheat.bench.messages import InferenceJob, encode
     from preheat.errors import PreheatError
+    from preheat.recipe import Sample
 
     # The original standard output stays open under another descriptor, and descriptor 1 leads to standard error.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries may print to standard output, which is for answers
 
-    def answer(values: JsonObject) -> None:
-        print(json.dumps(values), file=answers, flush=True)
+    def answer(text: str) -> None:
+        print(text, file=answers, flush=True)
 
+    values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        worker = InferenceWorker(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-        answer(worker.about())
+        worker = InferenceWorker(InferenceJob(**values | {"settings": Sample(**values["settings"])}))
+        answer(encode(worker.about()))
         for line in sys.stdin:
             request = json.loads(line)
-            answer(
-                {"begin": worker.begin, "end": worker.end}[request]()
-                if isinstance(request, str)
-                else worker.measure(*request)
-            )
+            if request == "begin":
+                worker.begin()
+                answer("{}")
+            elif request == "end":
+                answer(encode(worker.end()))
+            else:
+                answer(encode(worker.measure(*request)))
     except PreheatError as error:
-        answer({"failed": str(error).splitlines()[0], "code": error.exit_code})
+        answer(json.dumps({"failed": str(error).splitlines()[0], "code": error.exit_code}))
 
 
 if __name__ == "__main__":

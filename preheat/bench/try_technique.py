@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from preheat.bench.compare import NOISE, Contender, cosine_of, speed_of, take_turn
+from preheat.bench.messages import ZeroJob, ZeroTurn
 from preheat.bench.zero_trial import run_processes
 from preheat.core import Device, Phase, Technique, registry
-from preheat.core.json_types import JsonObject
+from preheat.core.bench import MeasuredTrialRow, TrialBatch, TrialResult, TrialRow
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
-from preheat.run.layout import MEMORY_KEYS
 from preheat.sanitize import memory, percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]
@@ -160,13 +161,8 @@ def _group(wish: TrialOptions) -> _Group | None:
     )
 
 
-def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> JsonObject:
+def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) -> TrialResult:
     """Trains a few steps without and with a technique, each in a process of its own.
-
-    Returns:
-        {technique, model_size, model, batch: {rows, length, accumulation_steps}, steps, rows: [{name,
-        tokens_per_second, ratio, peak_gib, loss, gradient_cosine, predicted, not_run, changes, notices}], verdicts:
-        summary of each comparison, notes: limits of this device, gpu: {name: peak_gib}, seconds}.
 
     Raises:
         RecipeError: the options contradict each other.
@@ -192,7 +188,7 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
     plain = _recipe(wish, wish.rows)
     # Builds the cached tokenizer and rows, so that no contender's time includes it.
     prepare(plain.data, length=wish.seq_len, seed=plain.seed)
-    rows: list[JsonObject] = []
+    rows: list[TrialRow] = []
     steps = 0
     zero = wish.benchmark or wish.technique == "zero"
     # Time that ZeRO needs after the other contenders.
@@ -214,22 +210,22 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
         zero_rows, steps_of_zero = _with_and_without_zero(wish, plain, limit - (time.monotonic() - start), say)
         rows, steps = [*rows, *zero_rows], steps or steps_of_zero
     # Rows that did not run are results as long as at least one row has figures.
-    if not any("tokens_per_second" in row for row in rows):
-        raise RunError("nothing could be run: " + "; ".join(f"{row['name']}: {row['not_run']}" for row in rows))
+    if not any(isinstance(row, MeasuredTrialRow) for row in rows):
+        raise RunError("nothing could be run: " + "; ".join(f"{row.name}: {row.not_run}" for row in rows))
     say("dry run for a GPU")
     gpu, more = _gpu(wish, group, plain)
-    return {
-        "technique": wish.technique,
-        "model_size": wish.model_size,
-        "model": SIZES[wish.model_size].words,
-        "batch": {"rows": wish.rows, "length": wish.seq_len, "accumulation_steps": wish.accumulation_steps},
-        "steps": steps,
-        "rows": rows,
-        "verdicts": [summary for row in rows if (summary := _changed(row, rows))],
-        "notes": [*_limits(wish), *more],
-        "gpu": gpu,
-        "seconds": time.monotonic() - start,
-    }
+    return TrialResult(
+        technique=wish.technique,
+        model_size=wish.model_size,
+        model=SIZES[wish.model_size].words,
+        batch=TrialBatch(wish.rows, wish.seq_len, wish.accumulation_steps),
+        steps=steps,
+        rows=tuple(rows),
+        verdicts=tuple(summary for row in rows if (summary := _changed(row, rows))),
+        notes=(*_limits(wish), *more),
+        gpu=gpu,
+        seconds=time.monotonic() - start,
+    )
 
 
 def _plan(group: _Group) -> None:
@@ -271,7 +267,7 @@ def _steps(group: _Group, left: float) -> int:
     return 2
 
 
-def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[JsonObject]:
+def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) -> list[TrialRow]:
     """Runs the contenders one after the other until about `until`; on a busy machine with fewer steps, but at least
     two."""
     with tempfile.TemporaryDirectory() as folder:
@@ -285,65 +281,73 @@ def _run(group: _Group, steps: int, until: float, say: Callable[[str], None]) ->
                 left -= 1
         files = [Path(folder) / f"{number}.safetensors" for number in range(len(group.contenders))]
         cosines = [cosine_of(files[0], file) for file in files]
-    rows: list[JsonObject] = []
     # A slow contender may take fewer steps: losses are compared at a step that all have taken.
-    common = min((len(turn["losses"]) for c in group.contenders for turn in c.turns), default=0)
-    for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True):
-        row: JsonObject = {
-            "name": c.name,
-            "against": "without",
-            "predicted": plan.predicted.known() if plan else None,
-            "not_run": c.failed,
-        }
-        if c.turns:
-            turn = c.turns[0]
-            row |= {
-                "tokens_per_second": speed_of(turn, 1),
-                **{key: turn[key] for key in MEMORY_KEYS if key in turn},
-                "loss": turn["losses"][common - 1],  # at the last step that all contenders took
-                "gradient_cosine": cosine,
-                "changes": turn["changes"],
-                "notices": turn["notices"],
-            }
-        rows.append(row)
-    compare(rows)
-    return rows
+    common = min((len(turn.losses) for c in group.contenders for turn in c.turns), default=0)
+    return compare(
+        [_row(c, plan, cosine, common) for c, plan, cosine in zip(group.contenders, group.plans, cosines, strict=True)]
+    )
 
 
-def compare(rows: list[JsonObject]) -> None:
-    """Adds to each row its speed ratio to its baseline, in place."""
-    by_name = {row["name"]: row for row in rows}
+def _row(c: Contender, plan: Plan | None, cosine: float | None, common: int) -> TrialRow:
+    """Returns the row of a contender, with the loss of step `common`."""
+    predicted = plan.predicted if plan else None
+    if not c.turns:
+        return TrialRow(name=c.name, against="without", predicted=predicted, not_run=c.failed)
+    turn = c.turns[0]
+    return MeasuredTrialRow(
+        name=c.name,
+        against="without",
+        predicted=predicted,
+        not_run=c.failed,
+        tokens_per_second=speed_of(turn, 1),
+        peak_gib=turn.memory["peak_gib"],
+        allocated_gib=turn.memory.get("allocated_gib"),
+        reserved_gib=turn.memory.get("reserved_gib"),
+        context_gib=turn.memory.get("context_gib"),
+        loss=turn.losses[common - 1],
+        gradient_cosine=cosine,
+        changes={technique: tuple(texts) for technique, texts in turn.changes.items()},
+        notices=tuple(turn.notices),
+    )
+
+
+def compare(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """Returns the rows with the ratio of their speed to that of their baseline."""
+    by_name = {row.name: row for row in rows}
+    compared: list[TrialRow] = []
     for row in rows:
-        base = by_name[row["against"]]
-        both = "tokens_per_second" in row and "tokens_per_second" in base
-        row["ratio"] = row["tokens_per_second"] / base["tokens_per_second"] if both else None
+        base = by_name[row.against]
+        if isinstance(row, MeasuredTrialRow) and isinstance(base, MeasuredTrialRow):
+            row = dataclasses.replace(row, ratio=row.tokens_per_second / base.tokens_per_second)
+        compared.append(row)
+    return compared
 
 
-def _changed(row: JsonObject, rows: list[JsonObject]) -> str:
+def _changed(row: TrialRow, rows: Sequence[TrialRow]) -> str:
     """Summarizes the comparison of a row with its baseline; empty for baselines."""
-    if row["name"] == row["against"]:
+    if row.name == row.against:
         return ""
-    base = next(r for r in rows if r["name"] == row["against"])
-    name = row["name"]
-    if "tokens_per_second" not in row:
-        return f"{name} was not run: {row['not_run']}"
-    if "tokens_per_second" not in base:
+    base = next(r for r in rows if r.name == row.against)
+    name = row.name
+    if not isinstance(row, MeasuredTrialRow):
+        return f"{name} was not run: {row.not_run}"
+    if not isinstance(base, MeasuredTrialRow):
         return (
-            f"{name}: {row['tokens_per_second']:,.0f} tokens/s in {row['peak_gib']:.2f} GiB; without it "
-            f"nothing runs: {base['not_run']}"
+            f"{name}: {row.tokens_per_second:,.0f} tokens/s in {row.peak_gib:.2f} GiB; without it "
+            f"nothing runs: {base.not_run}"
         )
-    speed, freed = row["ratio"], base["peak_gib"] - row["peak_gib"]
+    speed, freed = row.tokens_per_second / base.tokens_per_second, base.peak_gib - row.peak_gib
     # One turn of each does not allow a verdict.
     fast = f"{percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
     if abs(speed - 1) < NOISE:
         fast = "no difference in speed seen"
-    share = freed / base["peak_gib"] if base["peak_gib"] else 0.0
+    share = freed / base.peak_gib if base.peak_gib else 0.0
     space = (
         "no difference in memory seen"
         if abs(share) < 0.02
         else f"{percent(abs(share))} {'less' if freed > 0 else 'more'} memory"
     )
-    return f"{name}: {fast}, {space}, loss {row['loss']:.3f} against {base['loss']:.3f}"
+    return f"{name}: {fast}, {space}, loss {row.loss:.3f} against {base.loss:.3f}"
 
 
 def _limits(wish: TrialOptions) -> list[str]:
@@ -414,7 +418,7 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
 
 def _with_and_without_zero(
     wish: TrialOptions, plain: Recipe, left: float, say: Callable[[str], None]
-) -> tuple[list[JsonObject], int]:
+) -> tuple[list[TrialRow], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
     from preheat.planning.plan_request import plan_here
@@ -425,9 +429,6 @@ def _with_and_without_zero(
     # The plan of one process; each holds a replica of the model, so memory and time scale with their number.
     one = plan_here(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
-    results: list[JsonObject] = [
-        {"name": name, "against": names[0], "predicted": None, "not_run": "", "changes": {}} for name in names
-    ]
     seconds = one.seconds_per_step * PROCESSES * 1.5  # 1.5: shared cores, and communication of gradients and weights
     steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))
     why = ""
@@ -441,22 +442,35 @@ def _with_and_without_zero(
             f"a step would take {seconds:.0f} s, longer than a trial may take; lower --batch-size, --seq-len or "
             "--model-size"
         )
-    for row, stage in zip(results, (0, wish.zero_stage), strict=True):
-        row["not_run"] = why
-        if not why:
-            say(f"{row['name']}: {steps} steps")
-            job = {
-                "recipe": dump(recipe),
-                "steps": steps,
-                "world": PROCESSES,
-                "stage": stage,
-                "offload": wish.cpu_offload,
-            }
-            job["seconds"] = max(left / 2 - STARTUP, LEAST / 2)
-            row |= run_processes(job)
-    common = min((len(row["losses"]) for row in results if "losses" in row), default=0)
-    for row in results:
-        if "losses" in row:
-            row["loss"] = row.pop("losses")[common - 1]  # at the last step that both took
-    compare(results)
-    return results, steps
+    turns: list[list[ZeroTurn] | str] = []
+    for name, stage in zip(names, (0, wish.zero_stage), strict=True):
+        if why:
+            turns.append(why)
+            continue
+        say(f"{name}: {steps} steps")
+        seconds = max(left / 2 - STARTUP, LEAST / 2)
+        turns.append(run_processes(ZeroJob(dump(recipe), steps, PROCESSES, stage, wish.cpu_offload, seconds)))
+    common = min((len(turn[0].losses) for turn in turns if not isinstance(turn, str)), default=0)
+    results = [_zero_row(name, names[0], turn, common) for name, turn in zip(names, turns, strict=True)]
+    return compare(results), steps
+
+
+def _zero_row(name: str, against: str, processes: list[ZeroTurn] | str, common: int) -> TrialRow:
+    """Returns the row of a contender on several processes, with the loss of step `common`."""
+    if isinstance(processes, str):
+        return TrialRow(name=name, against=against, predicted=None, not_run=processes, changes={})
+    first = processes[0]
+    states = [f"{p.optimizer_gib * 1024:,.1f} MiB of states on process {rank}" for rank, p in enumerate(processes)]
+    return MeasuredTrialRow(
+        name=name,
+        against=against,
+        predicted=None,
+        not_run="",
+        # The first step includes allocations. Collectives keep the ranks in step, so one rank's times are enough.
+        tokens_per_second=first.tokens / median(first.seconds[1:]),
+        peak_gib=max(process.peak_gib for process in processes),
+        loss=first.losses[common - 1],  # at the last step that both took
+        gradient_cosine=None,
+        optimizer_gib=max(process.optimizer_gib for process in processes),
+        changes={"zero": tuple(states)},
+    )

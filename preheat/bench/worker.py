@@ -1,7 +1,6 @@
-"""One contender's turn: `python -m preheat.bench.worker JOB.json` trains a few steps and writes measurements as JSON.
+"""One contender's turn: `python -m preheat.bench.worker JOB.json RESULT.json` trains a few steps.
 
-A job: {recipe: YAML text, steps, gradient: file for a sample of the first step's gradients, or null, result: file for
-the measurements, seconds: after which no further step begins, or null}.
+The job is a `TurnJob`, the result a `Turn`, or {failed: the reason} after an expected error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.bench.messages import Turn, TurnJob
     from preheat.core.technique import Build
 
 __all__ = ["SAMPLE", "main", "take_steps"]
@@ -29,17 +28,12 @@ SAMPLE = 1 << 16
 """Maximum elements of each parameter's gradient to store for the comparison, evenly spaced."""
 
 
-def take_steps(job: JsonObject) -> JsonObject:
-    """Trains `job["steps"]` steps as `train` does, without evaluating, saving or reporting.
-
-    Returns:
-        {seconds: of each step, losses, startup_seconds: from the start of the process to the end of the first step,
-        peak_gib and on a GPU its parts (`preheat.hardware.gpu_memory`), tokens: of each step,
-        changes: {technique: [text]}, notices: what techniques reported about the run}.
-    """
+def take_steps(job: TurnJob) -> Turn:
+    """Trains `job.steps` steps as `train` does, without evaluating, saving or reporting."""
     import torch
 
     from preheat import recipe as recipes
+    from preheat.bench.messages import Turn
     from preheat.core import Searchable, Slot
     from preheat.core.run_records import Notice
     from preheat.data import batches
@@ -56,7 +50,7 @@ def take_steps(job: JsonObject) -> JsonObject:
     from preheat.training.session import reset_memory_baseline
 
     # As `preheat train` does up to the first step, so that a turn measures the same work.
-    recipe = recipes.parse(job["recipe"])
+    recipe = recipes.parse(job.recipe)
     device, threads = resolve_device(recipe)
     data = data_of(recipe)
     require_examples(recipe, data)
@@ -78,7 +72,7 @@ def take_steps(job: JsonObject) -> JsonObject:
     lr = peak_learning_rate(model_build)
     shape = model_build.slot(Slot.BATCH_SHAPE)
     # The order of the samples covers the steps of the turn, not those of the recipe.
-    samples = job["steps"] * recipe.batch.size
+    samples = job.steps * recipe.batch.size
 
     def order() -> Iterator[int]:
         rows_in_order: Iterator[int] = model_build.slot(Slot.SAMPLE_ORDER)(data.train, recipe.seed, 0, samples)
@@ -91,22 +85,22 @@ def take_steps(job: JsonObject) -> JsonObject:
         data.train,
         seed=recipe.seed,
         committed=0,
-        shape=lambda step: shape(step / job["steps"]),  # as in a full run
+        shape=lambda step: shape(step / job.steps),  # as in a full run
         order=order(),
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
         pin=device.kind == "cuda",
     )
     with closing(stream):
-        for step in range(job["steps"]):
+        for step in range(job.steps):
             begun = time.perf_counter()
             # Waiting for data counts: a loader that is too slow slows the run down, too.
             batch = next(stream)
             loss = gradients(model_build, batch, lr)
             # Gradients of step 0 are of equal weights in all contenders; later ones differ by the updates.
-            if step == 0 and job["gradient"]:
+            if step == 0 and job.gradient:
                 pause = time.perf_counter()
-                _keep_gradients(model_build, Path(job["gradient"]))
+                _keep_gradients(model_build, Path(job.gradient))
                 pause = time.perf_counter() - pause
                 begun, paused = begun + pause, paused + pause
             stats = update(model_build, lr)
@@ -116,17 +110,17 @@ def take_steps(job: JsonObject) -> JsonObject:
             losses.append(mean if finite else float("nan"))
             tokens.append(sum(b.tokens.numel() for b in batch))
             startup = startup or time.perf_counter() - _BEGUN - paused
-            if step and job.get("seconds") and sum(seconds) > job["seconds"]:  # after at least two steps
+            if step and job.seconds and sum(seconds) > job.seconds:  # after at least two steps
                 break
-    return {
-        "seconds": seconds,
-        "losses": losses,
-        "startup_seconds": startup,
-        **memory_peak(device.kind, imports).figures(),
-        "tokens": tokens,
-        "changes": {name: [c.what for c in changes] for name, changes in model_build.changes.items()},
-        "notices": [event.message for event in model_build.state.events if isinstance(event, Notice)],
-    }
+    return Turn(
+        seconds=seconds,
+        losses=losses,
+        startup_seconds=startup,
+        memory=memory_peak(device.kind, imports).figures(),
+        tokens=tokens,
+        changes={name: [c.what for c in changes] for name, changes in model_build.changes.items()},
+        notices=[event.message for event in model_build.state.events if isinstance(event, Notice)],
+    )
 
 
 def _keep_gradients(build: Build, path: Path) -> None:
@@ -144,15 +138,16 @@ def _keep_gradients(build: Build, path: Path) -> None:
 
 
 def main() -> None:
+    from preheat.bench.messages import TurnJob, encode
     from preheat.errors import PreheatError
 
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job, result = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        result = take_steps(job)
+        text = encode(take_steps(TurnJob(**json.loads(job.read_text(encoding="utf-8")))))
     except PreheatError as error:
         # An expected error is a result; anything else ends the process with a traceback, whose last line is reported.
-        result = {"failed": str(error).splitlines()[0]}
-    Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
+        text = json.dumps({"failed": str(error).splitlines()[0]})
+    result.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

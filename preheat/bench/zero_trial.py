@@ -13,23 +13,21 @@ import tempfile
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from preheat.core.json_types import JsonObject
+from preheat.bench.messages import ZeroJob, ZeroTurn, encode
 from preheat.hardware.child_processes import ended_by, last_error_line, local_group, tethered
 
 __all__ = ["main", "run_processes", "take_steps"]
 
 
-def run_processes(job: JsonObject) -> JsonObject:
-    """Runs one contender on its processes; returns the figures of a row, or the reason why it did not run."""
-    world = job["world"]
+def run_processes(job: ZeroJob) -> list[ZeroTurn] | str:
+    """Runs one contender; returns the measurements of each process, or the reason why it did not run."""
+    world = job.world
     # Without a limit each process would start a thread per core, and all would wait for each other.
     threads = max(1, (os.cpu_count() or 1) // world)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job | {"folder": folder, "threads": threads}), encoding="utf-8")
+        path.write_text(encode(job), encoding="utf-8")
         command = [sys.executable, "-m", "preheat.bench.zero_trial", str(path)]
         started: list[subprocess.Popen[bytes]] = []
         with ExitStack() as stack:
@@ -54,22 +52,9 @@ def run_processes(job: JsonObject) -> JsonObject:
             for process, error in zip(started, errors, strict=True):
                 if process.returncode:
                     last = last_error_line(error) if process.returncode > 0 else ""
-                    return {"not_run": last or f"a process {ended_by(process.returncode)}"}
-        results = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
-    first = results[0]
-    return {
-        # The first step includes allocations. Collectives keep the ranks in step, so one rank's times are enough.
-        "tokens_per_second": first["tokens"] / median(first["seconds"][1:]),
-        "peak_gib": max(f["peak_gib"] for f in results),
-        "losses": first["losses"],
-        "gradient_cosine": None,
-        "optimizer_gib": max(f["optimizer_gib"] for f in results),
-        "changes": {
-            "zero": [
-                f"{f['optimizer_gib'] * 1024:,.1f} MiB of states on process {rank}" for rank, f in enumerate(results)
-            ]
-        },
-    }
+                    return last or f"a process {ended_by(process.returncode)}"
+        results = [(Path(folder) / f"{rank}.json").read_text(encoding="utf-8") for rank in range(world)]
+        return [ZeroTurn(**json.loads(text)) for text in results]
 
 
 def _end(started: list[subprocess.Popen[bytes]]) -> None:
@@ -78,13 +63,12 @@ def _end(started: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def take_steps(job: JsonObject, rank: int) -> JsonObject:
+def take_steps(job: ZeroJob, rank: int, folder: Path) -> ZeroTurn:
     """Trains on one rank: the same model everywhere, own rows, averaged gradients; with stage 0, replicated optimizer
     states.
 
-    Returns:
-        {seconds, losses: over all processes, tokens: of a step over all processes, peak_gib, optimizer_gib: of this
-        process}.
+    Args:
+        folder: shared by the processes.
     """
     import torch
     import torch.distributed as dist
@@ -101,31 +85,30 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
     from preheat.ops.optim.zero import ZeROAdamW
     from preheat.training.session import reset_memory_baseline
 
-    torch.set_num_threads(job["threads"])
-    world, recipe = job["world"], recipes.parse(job["recipe"])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    world, recipe = job.world, recipes.parse(job.recipe)
     # A store in a file needs no free port.
-    dist.init_process_group("gloo", init_method=f"file://{job['folder']}/store", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed)
     imports = reset_memory_baseline(Device("cpu", "here", 0))
-    model: Any = hf.build_on_meta(hf.configure(recipe, vocabulary_size(data.tokenizer)))
+    model = hf.build_on_meta(hf.configure(recipe, vocabulary_size(data.tokenizer)))
     materialize(model, torch.device("cpu"))
     # Equal seeds give equal weights on all ranks, without a broadcast.
     WeightSource().fill(model, seed=recipe.seed)
     # Parameters outside of embedding and head, as the fit counts them.
     lr = size_dial.learning_rate(sum(p.numel() for p in model.base_model.layers.parameters()))
     groups = decay_groups(model.named_parameters(), recipe.optimizer.weight_decay)
-    settings: JsonObject = {"lr": lr, "betas": recipe.optimizer.betas}
-    stage = job["stage"]
-    optimizer: Any = (
-        ZeROAdamW(groups, **settings, stage=stage, cpu_offload=job["offload"], module=model)
-        if stage
-        else fused_adamw(groups, **settings, eps=1e-8)
+    betas = recipe.optimizer.betas
+    optimizer: torch.optim.Optimizer = (
+        ZeROAdamW(groups, lr=lr, betas=betas, stage=job.stage, cpu_offload=job.offload, module=model)
+        if job.stage
+        else fused_adamw(groups, lr=lr, betas=betas, eps=1e-8)
     )
     # Every rank reads the whole batch and takes its own micro-batch, so that `weight` covers all of them.
     shape = Shape(recipe.batch.size, recipe.batch.seq_len, recipe.batch.size // world)
     seconds, losses = [], []
     with closing(batches(data.train, seed=recipe.seed, committed=0, shape=lambda samples: shape)) as stream:
-        for _ in range(job["steps"]):
+        for _ in range(job.steps):
             start = time.perf_counter()
             parts = next(stream)
             mine, weight = parts[rank], sum(part.weight for part in parts)
@@ -142,7 +125,7 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
             # [tokens, vocabulary], the largest tensor of the step: freed before the optimizer's peak.
             del logits
             # torch's own function would see only the gradients that this process owns.
-            if stage:
+            if isinstance(optimizer, ZeROAdamW):
                 optimizer.clip_grad_norm_(recipe.optimizer.max_grad_norm)
             else:
                 for p in model.parameters():
@@ -157,27 +140,24 @@ def take_steps(job: JsonObject, rank: int) -> JsonObject:
             losses.append(float(mean))
             seconds.append(time.perf_counter() - start)
             # One rank's clock must not decide alone: the others would wait in the next collective.
-            late = torch.tensor(float(len(seconds) > 1 and sum(seconds) > job["seconds"]))
+            late = torch.tensor(float(len(seconds) > 1 and sum(seconds) > job.seconds))
             dist.all_reduce(late)  # so that all ranks stop at the same step
             if late:
                 break
     state_bytes = (
-        optimizer.state_bytes() if stage else sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+        optimizer.state_bytes()
+        if isinstance(optimizer, ZeROAdamW)
+        else sum(t.nbytes for s in optimizer.state.values() for t in s.values())
     )
     peak = max(peak_resident_bytes() - imports, 0)
     dist.destroy_process_group()
-    return {
-        "seconds": seconds,
-        "losses": losses,
-        "tokens": shape.rows * shape.length,
-        "peak_gib": peak / 2**30,
-        "optimizer_gib": state_bytes / 2**30,
-    }
+    return ZeroTurn(seconds, losses, shape.rows * shape.length, peak / 2**30, state_bytes / 2**30)
 
 
 def main() -> None:
-    job, rank = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])
-    (Path(job["folder"]) / f"{rank}.json").write_text(json.dumps(take_steps(job, rank)), encoding="utf-8")
+    path, rank = Path(sys.argv[1]), int(sys.argv[2])
+    job = ZeroJob(**json.loads(path.read_text(encoding="utf-8")))
+    path.with_name(f"{rank}.json").write_text(encode(take_steps(job, rank, path.parent)), encoding="utf-8")
 
 
 if __name__ == "__main__":

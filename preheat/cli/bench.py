@@ -10,6 +10,8 @@ import typer
 from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
 from preheat.cli.views.console import Json, Set
 
+    from preheat.core.bench import BenchResult
+
 __all__ = ["bench"]
 
 

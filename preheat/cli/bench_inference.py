@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.core.json_types import JsonObject
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.bench_options import InferenceBenchOptions
+    from preheat.core.bench import InferenceResult
 
 __all__ = ["measure_inference"]
 
@@ -24,6 +25,7 @@ def measure_inference(options: InferenceBenchOptions) -> None:
     """Measures text generation of several models side by side."""
     from preheat.bench.inference import bench_inference
     from preheat.cli.views.console import console, emit
+    from preheat.files import strict
     from preheat.inference.load import require_model
     from preheat.report import write_inference
 
@@ -31,17 +33,19 @@ def measure_inference(options: InferenceBenchOptions) -> None:
         require_model(model)
     contenders = _contenders(options.what, options.variant, options.set)
     folder = options.out or Path("bench") / (Path(options.what[0]).resolve().name + "-inference")
-    settings: JsonObject = {
-        "batches": _numbers("--batches", options.batches, 1),
-        "lengths": _numbers("--lengths", options.lengths, 2),
-        "tokens": options.tokens,
-        "repeats": options.repeats,
-        "text": options.text,
-        "out": folder,
-    }
+    measure = partial(
+        bench_inference,
+        contenders,
+        batches=_numbers("--batches", options.batches, 1),
+        lengths=_numbers("--lengths", options.lengths, 2),
+        tokens=options.tokens,
+        repeats=options.repeats,
+        text=options.text,
+        out=folder,
+    )
     screen = console()
     if options.json:
-        results = bench_inference(contenders, **settings)
+        result = measure()
     else:
         from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -50,20 +54,18 @@ def measure_inference(options: InferenceBenchOptions) -> None:
         columns = ("{task.description}", BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
         with bar(screen, *columns) as progress:
             task = progress.add_task("starting", total=None)
-            results = bench_inference(
-                contenders,
-                **settings,
-                say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            result = measure(
+                say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
             )
-    results["report"] = str(write_inference(folder))
+    report = write_inference(folder)
     if options.json:
-        emit(results)
+        emit({**strict(result), "report": str(report)})
         return
-    screen.print(_table(results, wide=screen.width >= 160))
-    for model in results["models"]:
-        if model["failed"]:
-            screen.print(f"{model['name']}: {model['failed']}", style="red", soft_wrap=True)
-    screen.print(f"report: {results['report']}", soft_wrap=True)
+    screen.print(_table(result, wide=screen.width >= 160))
+    for measured in result.models:
+        if measured.failed:
+            screen.print(f"{measured.name}: {measured.failed}", style="red", soft_wrap=True)
+    screen.print(f"report: {report}", soft_wrap=True)
 
 
 def _numbers(name: str, text: str, least: int) -> list[int]:
@@ -114,7 +116,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     return contenders
 
 
-def _table(results: JsonObject, wide: bool) -> Table:
+def _table(result: InferenceResult, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only speed and cache size."""
     from rich.table import Table
 
@@ -128,22 +130,22 @@ def _table(results: JsonObject, wide: bool) -> Table:
     more = ("low to high", "prefill/s", "a pass", "predicted", "same text") if wide else ()
     for title in ("sequences x tokens", "first token", "tokens/s", "times the first", "cache", *more):
         table.add_column(title, justify="right", no_wrap=True)
-    for row in results["rows"]:
-        first, speed, ratio = row["first_token_seconds"], row["decode_tokens_per_second"], row["ratio"]
+    for row in result.rows:
+        first, speed, ratio = row.first_token_seconds, row.decode_tokens_per_second, row.ratio
         table.add_row(
-            row["name"].replace(", ", ",").replace(",", ", "),  # allows a line break between settings
-            f"{row['rows']} x {row['length']}",
-            f"{first['value'] * 1e3:,.1f} ms",
-            rate(speed["value"]),
-            f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
-            size(row["cache_bytes"]),
+            row.name.replace(", ", ",").replace(",", ", "),  # allows a line break between settings
+            f"{row.rows} x {row.length}",
+            f"{first.value * 1e3:,.1f} ms",
+            rate(speed.value),
+            f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+            size(row.cache_bytes),
             *(
                 (
-                    f"{rate(speed['low'])} to {rate(speed['high'])}",
-                    rate(row["prefill_tokens_per_second"]["value"]),
-                    f"{row['tokens_per_pass']:.2f}",
-                    size(row["cache_predicted_bytes"]),
-                    f"{row['same_text']:.0%}",
+                    f"{rate(speed.low)} to {rate(speed.high)}",
+                    rate(row.prefill_tokens_per_second.value),
+                    f"{row.tokens_per_pass:.2f}",
+                    size(row.cache_predicted_bytes),
+                    f"{row.same_text:.0%}",
                 )
                 if wide
                 else ()

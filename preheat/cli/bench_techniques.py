@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.cli.options.recipe_argument import load_recipe
-from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from preheat.cli.options.bench_options import TechniqueBenchOptions
+    from preheat.core.bench import BenchResult
 
 __all__ = ["compare_techniques"]
 
@@ -34,6 +34,8 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     # Imported after the recipe is checked, since these import torch.
     from preheat.bench.compare import ablation, chosen
     from preheat.bench.compare import bench as run
+    from preheat.core.bench import FailedRow
+    from preheat.files import strict
     from preheat.report import write_bench
 
     names = [name.strip() for name in (options.techniques or "").split(",") if name.strip()]
@@ -59,22 +61,22 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
                 say=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )
     page = write_bench(folder)
-    result["report"] = str(page)
     if options.json:
-        emit(result)
+        emit({**strict(result), "report": str(page)})
         return
-    screen.print(_table(result["rows"], wide=screen.width >= 110))
-    for verdict in result["verdicts"]:
-        screen.print(f"- {verdict['message']}", soft_wrap=True)
-    for row in result["rows"]:
-        if row["failed"]:
-            screen.print(f"{row['name']} was not run: {row['failed']}", soft_wrap=True)
-        for notice in row.get("notices", ()):
-            screen.note(f"{row['name']}: {notice}")
+    screen.print(_table(result, wide=screen.width >= 110))
+    for verdict in result.verdicts:
+        screen.print(f"- {verdict.message}", soft_wrap=True)
+    for row in result.rows:
+        if isinstance(row, FailedRow):
+            screen.print(f"{row.name} was not run: {row.failed}", soft_wrap=True)
+        else:
+            for notice in row.notices:
+                screen.note(f"{row.name}: {notice}")
     screen.print(f"report: {page}", soft_wrap=True)
 
 
-def _table(rows: list[JsonObject], wide: bool) -> Table:
+def _table(result: BenchResult, wide: bool) -> Table:
     """Returns the result table; a narrow terminal gets only the columns that the verdicts mention."""
     from rich.table import Table
 
@@ -87,20 +89,18 @@ def _table(rows: list[JsonObject], wide: bool) -> Table:
     more = ("low to high", "start-up", "cosine") if wide else ()
     for title in ("tokens/s", "times plain", "peak", "loss", *more):
         table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        if row["failed"]:
-            continue  # printed below the table as a full sentence
-        cosine = row["gradient_cosine"]
+    for row in result.measured.values():  # others are printed below the table as full sentences
+        cosine = row.gradient_cosine
         table.add_row(
-            row["name"],
-            rate(row["tokens_per_second"]),
-            f"{row['ratio']:.2f} ({ratio_range(row)})",
-            memory(row["peak_gib"]),
-            f"{row['loss']:.3f}",
+            row.name,
+            rate(row.tokens_per_second),
+            f"{row.ratio:.2f} ({ratio_range(row)})",
+            memory(row.peak_gib),
+            f"{row.loss:.3f}",
             *(
                 (
-                    f"{rate(row['spread'][0])} to {rate(row['spread'][1])}",
-                    f"{row['startup_seconds']:.1f} s",
+                    f"{rate(row.spread[0])} to {rate(row.spread[1])}",
+                    f"{row.startup_seconds:.1f} s",
                     "-" if cosine is None else f"{cosine:.6f}",
                 )
                 if wide

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.views.console import Json
-from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from preheat.core.bench import TrialResult
 
 __all__ = ["try_"]
 
@@ -100,11 +101,10 @@ def try_(
     if json:
         emit(result)
         return
-    batch = result["batch"]
     screen.print(
         (
-            f"{result['model_size']}: {result['model']}; micro-batches of {batch['rows']} sequences of "
-            f"{batch['length']:,} tokens, {result['steps']} steps"
+            f"{result.model_size}: {result.model}; micro-batches of {result.batch.rows} sequences of "
+            f"{result.batch.length:,} tokens, {result.steps} steps"
         ),
         soft_wrap=True,
     )
@@ -114,48 +114,43 @@ def try_(
         style="dim",
         soft_wrap=True,
     )
-    for row in result["rows"]:
-        if row["predicted"] and row["not_run"]:
-            expected = row["predicted"]
-            screen.print(
-                (
-                    f"- {row['name']}: predicted here {rate(expected['tokens_per_second'])} tokens/s in "
-                    f"{memory(expected['peak_gib'])}"
-                ),
-                soft_wrap=True,
-            )
-    for line in result["verdicts"]:
+    for row in result.rows:
+        if row.predicted and row.not_run:
+            speed, peak = rate(row.predicted.tokens_per_second), memory(row.predicted.peak_gib)
+            screen.print(f"- {row.name}: predicted here {speed} tokens/s in {peak}", soft_wrap=True)
+    for line in result.verdicts:
         screen.print(f"- {line}", soft_wrap=True)
-    for row in result["rows"]:
-        for notice in row.get("notices", ()):
-            screen.note(f"{row['name']}: {notice}")
-    for line in result["notes"]:
+    for row in result.rows:
+        for notice in row.notices or ():
+            screen.note(f"{row.name}: {notice}")
+    for line in result.notes:
         screen.note(line)
 
 
-def _table(result: JsonObject) -> Table:
+def _table(result: TrialResult) -> Table:
     from rich.table import Table
 
     from preheat.cli.views.console import rate
+    from preheat.core.bench import MeasuredTrialRow
     from preheat.sanitize import memory
 
-    zero = any("optimizer_gib" in row for row in result["rows"])
+    zero = any(isinstance(row, MeasuredTrialRow) and row.optimizer_gib is not None for row in result.rows)
     titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, justify="left" if title == "contender" else "right", no_wrap=True)
-    for row in result["rows"]:
-        on_gpu = result["gpu"].get(row["name"])
+    for row in result.rows:
+        on_gpu = result.gpu.get(row.name)
         # A contender that would need too much by its prediction is not run.
         cells = ["not run", "-", "-", "-", "-", "-"]
-        if "tokens_per_second" in row:
+        if isinstance(row, MeasuredTrialRow):
             cells = [
-                rate(row["tokens_per_second"]),
-                "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
-                memory(row["peak_gib"]),
-                f"{row['loss']:.3f}",
-                "-" if row["gradient_cosine"] is None else f"{row['gradient_cosine']:.6f}",
-                memory(row["optimizer_gib"]) if "optimizer_gib" in row else "-",
+                rate(row.tokens_per_second),
+                "-" if row.ratio is None else f"{row.ratio:.2f}",
+                memory(row.peak_gib),
+                f"{row.loss:.3f}",
+                "-" if row.gradient_cosine is None else f"{row.gradient_cosine:.6f}",
+                "-" if row.optimizer_gib is None else memory(row.optimizer_gib),
             ]
-        table.add_row(row["name"], *(cells if zero else cells[:-1]), "-" if on_gpu is None else memory(on_gpu))
+        table.add_row(row.name, *(cells if zero else cells[:-1]), "-" if on_gpu is None else memory(on_gpu))
     return table

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from preheat.core.device import Device, MachineUse
 from preheat.core.field_types import Numerics
+from preheat.core.json_types import Omitted, Record
 
 __all__ = [
     "Alternative",
@@ -213,7 +214,7 @@ class LongestContext:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Predicted(Record):
     """The predictions of what a run measures; memory in GiB. None on a CPU, except for the peak and the speed.
 
     Attributes:
@@ -225,9 +226,9 @@ class Predicted:
 
     peak_gib: float
     tokens_per_second: float
-    allocated_gib: float | None = None
-    reserved_gib: float | None = None
-    context_gib: float | None = None
+    allocated_gib: Omitted[float] = None
+    reserved_gib: Omitted[float] = None
+    context_gib: Omitted[float] = None
 
     def known(self) -> dict[str, float]:
         """Returns the predictions by name, without those that are None."""

@@ -46,7 +46,7 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    return page.write_figures(source, "preheat compress", ("chosen", "variants"), _page)
+    return page.write_figures(source, "preheat compress", JsonObject, _page)
 
 
 def _page(result: JsonObject) -> str:

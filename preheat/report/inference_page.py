@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from preheat.core.json_types import JsonObject
+from preheat.core.bench import InferenceModel, InferenceResult, InferenceRow, Spread
 from preheat.report import page, svg
-from preheat.report.formatting import escape, grouped, headline, loss, number, percent, sizes
+from preheat.report.formatting import escape, grouped, headline, loss, percent, sizes
 from preheat.report.page import LegendEntry, number_cell, series_colour
 
 __all__ = ["write_inference"]
@@ -23,71 +23,68 @@ def write_inference(folder: str | Path) -> Path:
         RunError: there is no inference.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "inference.json"
-    return page.write_figures(
-        source, "preheat bench --inference", ("models", "rows", "machine", "batches", "lengths"), _page
-    )
+    return page.write_figures(source, "preheat bench --inference", InferenceResult, _page)
 
 
-def _page(result: JsonObject) -> str:
-    models, machine = result["models"], result["machine"]
-    names = " · ".join(headline(model["name"]) for model in models)
+def _page(result: InferenceResult) -> str:
+    names = " · ".join(headline(model.name) for model in result.models)
     return page.document(
         f"{names} · preheat bench --inference",
         f"""{page.header("preheat bench --inference", names, _headline(result))}
 {page.section("speed", "Speed", page.two_columns(*_figures(result)))}
-{page.section("shapes", "Every shape", _shapes(result["rows"]))}
-{page.section("models", "Models", _models(models))}
-<footer>{escape(result["repeats"])} rounds in alternation on {escape(machine["name"])}, each model in a process of \
+{page.section("shapes", "Every shape", _shapes(result.rows))}
+{page.section("models", "Models", _models(result.models))}
+<footer>{escape(result.repeats)} rounds in alternation on {escape(result.machine.name)}, each model in a process of \
 its own, every shape written once before it was
-timed; {escape(result["tokens"])} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
+timed; {escape(result.tokens)} tokens after each prompt, the likeliest each time. Median over the rounds, below it \
 the lowest and the highest; ratios within a
-round, to {escape(models[0]["name"])}. Cache: bytes of keys and values at the end, next to the closed form. Loss: nats \
-a token of the prompts' text, read through the cache. Memory on top of the weights: the
+round, to {escape(result.models[0].name)}. Cache: bytes of keys and values at the end, next to the closed form. Loss: \
+nats a token of the prompts' text, read through the cache. Memory on top of the weights: the
 most that generation took. Where tokens are proposed, sequences are generated one after the other and their seconds \
 added. All figures as data: inference.json.</footer>""",
     )
 
 
-def _headline(result: JsonObject) -> str:
-    first, ran = result["models"][0]["name"], {row["name"] for row in result["rows"]}
+def _headline(result: InferenceResult) -> str:
+    first, ran = result.models[0].name, {row.name for row in result.rows}
     # One model: its speed; several: the fastest against the first.
     if len(ran) < 2:
-        row = result["rows"][0]
+        row = result.rows[0]
         return (
-            f"{first}: {grouped(row['decode_tokens_per_second']['value'])} tokens/s of {row['rows']} sequences after "
-            f"{row['length']} tokens."
+            f"{first}: {grouped(row.decode_tokens_per_second.value)} tokens/s of {row.rows} sequences after "
+            f"{row.length} tokens."
         )
-    shape = result["rows"][0]["rows"], result["rows"][0]["length"]
-    same = [row for row in result["rows"] if (row["rows"], row["length"]) == shape and row["name"] != first]
-    best = max(same, key=lambda row: row["ratio"]["value"])
+    shape = result.rows[0].rows, result.rows[0].length
+    same = [row for row in result.rows if (row.rows, row.length) == shape and row.name != first]
+    best = max(same, key=lambda row: row.ratio.value)
     return (
-        f"Sequences at a time {shape[0]}, prompts of {shape[1]} tokens: {best['name']} writes "
-        f"{best['ratio']['value']:.2f} times as fast as {first}, the first token "
-        f"after {best['first_token_ratio']['value']:.2f} times its time."
+        f"Sequences at a time {shape[0]}, prompts of {shape[1]} tokens: {best.name} writes "
+        f"{best.ratio.value:.2f} times as fast as {first}, the first token "
+        f"after {best.first_token_ratio.value:.2f} times its time."
     )
 
 
-def _figures(result: JsonObject) -> list[str]:
+def _figures(result: InferenceResult) -> list[str]:
     """Draws tokens/s by batch size (longest prompts) and time to first token by prompt length (largest batch)."""
-    rows, batches, lengths = result["rows"], result["batches"], result["lengths"]
+    # One of the two sizes varies, and the other is at its largest.
+    longest, most = result.lengths[-1], result.batches[-1]
+    speeds = [(row.name, row.rows, row.decode_tokens_per_second.value) for row in result.rows if row.length == longest]
+    delays = [(row.name, row.length, row.first_token_seconds.value * 1e3) for row in result.rows if row.rows == most]
     figures = []
-    for key, title, unit, scale, at, fixed, most in (
-        ("decode_tokens_per_second", "Decode", "tokens/s", 1.0, "rows", "length", lengths[-1]),
-        ("first_token_seconds", "Time to first token", "milliseconds", 1e3, "length", "rows", batches[-1]),
+    for title, unit, measured, at, fixed in (
+        ("Decode", "tokens/s", speeds, "rows", f"length {longest}"),
+        ("Time to first token", "milliseconds", delays, "length", f"rows {most}"),
     ):
-        # One of the two sizes varies, and the other is at its largest.
-        selected = [row for row in rows if row[fixed] == most]
-        names = list(dict.fromkeys(row["name"] for row in selected))
         lines = []
-        for n, name in enumerate(names):
-            points = sorted((row[at], row[key]["value"] * scale) for row in selected if row["name"] == name)
+        for n, name in enumerate(dict.fromkeys(name for name, _, _ in measured)):
+            points = sorted((size, value) for owner, size, value in measured if owner == name)
             x, y = zip(*points, strict=True)
             lines.append(svg.Curve(name, x, y, series_colour(n), "points"))
         points_text = "; ".join(
             f"{line.name} " + ", ".join(f"{v:.3g} at {n}" for n, v in zip(line.x, line.y, strict=True))
             for line in lines
         )
-        caption = f"By {at}, both axes by factors; {fixed} {most}."
+        caption = f"By {at}, both axes by factors; {fixed}."
         drawing = svg.by_size(
             f"inference-{at}", lines, f"{title} in {unit} by {at}: {points_text}", format=lambda v: f"{v:g}", label=at
         )
@@ -96,17 +93,12 @@ def _figures(result: JsonObject) -> list[str]:
     return figures
 
 
-def _spread(metric: dict[str, float], show: Callable[[float], str]) -> str:
-    return number_cell(show(metric["value"]), f"{show(metric['low'])} to {show(metric['high'])}")
+def _spread(metric: Spread, show: Callable[[float], str]) -> str:
+    return number_cell(show(metric.value), f"{show(metric.low)} to {show(metric.high)}")
 
 
-def _gib(size: object) -> float | None:
-    finite = number(size)
-    return None if finite is None else finite / 2**30
-
-
-def _shapes(rows: Sequence[JsonObject]) -> str:
-    unit, caches = sizes([_gib(row[key]) for row in rows for key in ("cache_bytes", "cache_predicted_bytes")])
+def _shapes(rows: Sequence[InferenceRow]) -> str:
+    unit, caches = sizes([size / 2**30 for row in rows for size in (row.cache_bytes, row.cache_predicted_bytes)])
     titles = (
         "model",
         "sequences x tokens",
@@ -120,41 +112,39 @@ def _shapes(rows: Sequence[JsonObject]) -> str:
     )
     shown = [
         page.named_row(
-            row["name"],
-            number_cell(f"{row['rows']} x {row['length']}"),
-            _spread(row["first_token_seconds"], lambda v: f"{v * 1e3:,.1f}"),
-            _spread(row["prefill_tokens_per_second"], grouped),
-            _spread(row["decode_tokens_per_second"], lambda v: grouped(v, 0 if v >= 100 else 1)),
-            _spread(row["ratio"], lambda v: f"{v:.2f}"),
-            number_cell(f"{row['tokens_per_pass']:.2f}"),
+            row.name,
+            number_cell(f"{row.rows} x {row.length}"),
+            _spread(row.first_token_seconds, lambda v: f"{v * 1e3:,.1f}"),
+            _spread(row.prefill_tokens_per_second, grouped),
+            _spread(row.decode_tokens_per_second, lambda v: grouped(v, 0 if v >= 100 else 1)),
+            _spread(row.ratio, lambda v: f"{v:.2f}"),
+            number_cell(f"{row.tokens_per_pass:.2f}"),
             number_cell(caches[2 * n], f"predicted {caches[2 * n + 1]}"),
-            number_cell(percent(row["same_text"])),
+            number_cell(percent(row.same_text)),
         )
         for n, row in enumerate(rows)
     ]
     return page.table(titles, shown)
 
 
-def _models(models: Sequence[JsonObject]) -> str:
-    weights, extra = zip(
-        # A model that failed keeps its row, so that indices stay aligned with `models`.
-        *((None, None) if m["failed"] else (_gib(m["weights_bytes"]), m["beyond_weights_gib"]) for m in models),
-        strict=True,
-    )
+def _models(models: Sequence[InferenceModel]) -> str:
+    # A model that failed keeps its row, so that indices stay aligned with `models`.
+    weights = [None if m.failed or m.weights_bytes is None else m.weights_bytes / 2**30 for m in models]
+    extra = [None if m.failed else m.beyond_weights_gib for m in models]
     unit, texts = sizes([*weights, *extra])
     titles = ("model", "parameters", f"weights, {unit}", "in", "loss", f"other, {unit}", "start-up")
     rows = []
     for n, model in enumerate(models):
-        if model["failed"]:
-            rows.append(page.failed_row(model["name"], model["failed"], len(titles)))
+        if model.failed:
+            rows.append(page.failed_row(model.name, model.failed, len(titles)))
             continue
         cells = (
-            grouped(model["parameters"]),
+            grouped(model.parameters),
             texts[n],
-            model["dtype"],
-            loss(model["loss"]),
+            model.dtype or "",
+            loss(model.loss),
             texts[len(models) + n],
-            f"{model['startup_seconds']:.1f} s",
+            f"{model.startup_seconds:.1f} s",
         )
-        rows.append(page.named_row(model["name"], *map(number_cell, cells)))
+        rows.append(page.named_row(model.name, *map(number_cell, cells)))
     return page.table(titles, rows)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from preheat.core.json_types import JsonObject
 from preheat.errors import RunError
-from preheat.files import parse_json, write_user_file
-from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, mapping, nbsp_units
+from preheat.files import parse_json, read_record, write_user_file
+from preheat.report.formatting import MISSING, NOT_FINITE, escape, headline, nbsp_units
 from preheat.sanitize import shorten
 
 __all__ = [
@@ -47,6 +46,7 @@ __all__ = [
 GENERATOR = '<meta name="generator" content="preheat">'
 """Marker in the head of each page: preheat overwrites only files that contain it."""
 
+_Result = TypeVar("_Result")
 _MOST_ROWS = 400  # of a table: keeps the page small
 
 
@@ -89,40 +89,30 @@ def write_page(page: str, path: str | Path, *, fix: str = "name another file wit
     return write_user_file(path, page, marks=[GENERATOR], fix=fix)
 
 
-def write_figures(source: Path, command: str, keys: Iterable[str], draw: Callable[[JsonObject], str]) -> Path:
+def write_figures(source: Path, command: str, kind: type[_Result], draw: Callable[[_Result], str]) -> Path:
     """Writes the page of a JSON file of figures next to it and returns its path.
 
     Args:
         command: the command that writes the file, for error messages.
-        keys: required keys, whose values must be non-empty lists or mappings.
-        draw: figures to HTML.
+        kind: the record in the file.
+        draw: the record to HTML.
 
     Raises:
         RunError: there is no such file, it is damaged, or the page cannot be written.
     """
-    figures = _read_figures(source, command, keys)
-    # The file may come from another version or have been edited: any failure to draw it means that it is damaged.
     try:
-        page = draw(figures)
-    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
-        # A row lacks a key or holds a value of the wrong type.
-        kind = f"{type(error).__name__}: {shorten(str(error))}"
-        raise RunError(f"{source}: is damaged ({kind}); run {command} again") from error
-    return write_page(page, source.with_suffix(".html"), fix="make the folder writable or free some room")
-
-
-def _read_figures(source: Path, command: str, keys: Iterable[str]) -> JsonObject:
-    try:
-        figures = parse_json(source.read_bytes())
+        result = read_record(kind, parse_json(source.read_bytes()))
     except FileNotFoundError:
         raise RunError(f"{source}: no such file; {command} writes it") from None
     except ValueError as error:
         raise RunError(f"{source}: is damaged ({shorten(str(error))}); run {command} again") from None
-    # Empty values count as missing, because every page takes the first of each list.
-    lacking = [key for key in keys if not mapping(figures).get(key)]
-    if lacking:
-        raise RunError(f"{source}: is damaged (it has no {lacking[0]}); run {command} again")
-    return mapping(figures)
+    # The file may have been edited: its records are of the right types, but may contradict each other.
+    try:
+        page = draw(result)
+    except (ArithmeticError, LookupError, ValueError) as error:
+        reason = f"{type(error).__name__}: {shorten(str(error))}"
+        raise RunError(f"{source}: is damaged ({reason}); run {command} again") from error
+    return write_page(page, source.with_suffix(".html"), fix="make the folder writable or free some room")
 
 
 # --- blocks

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
 from preheat.bench.compare import verdicts
+from preheat.bench.messages import TurnJob
 from preheat.bench.worker import take_steps
+from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow
 from preheat.recipe import dump, load, override
 from preheat.report.bench_page import _waterfalls
 
 from .conftest import Command
 
 
-def row(name: str, speeds: list[float], peak: float, failed: str = "") -> dict[str, Any]:
-    fits = not failed.startswith("does not fit")
-    return {"name": name, "speeds": speeds, "peak_gib": peak, "failed": failed, "fits": fits}
+def row(name: str, speeds: list[float], peak: float) -> MeasuredRow:
+    ends = (min(speeds), max(speeds))
+    return MeasuredRow(
+        name=name,
+        techniques=("idle", "large"),
+        predicted=None,
+        tokens_per_second=speeds[0],
+        speeds=tuple(speeds),
+        spread=ends,
+        ratio=1.0,
+        ratio_spread=ends,
+        mfu=None,
+        peak_gib=peak,
+        startup_seconds=1.0,
+        loss=5.0,
+        gradient_cosine=None,
+        changes={},
+        notices=(),
+    )
 
 
-def said(rows: list[dict[str, Any]], *names: str) -> dict[str, str]:
-    return {v["technique"]: v["message"] for v in verdicts(rows, names, 16.0)}
+def said(rows: list[MeasuredRow | FailedRow], *names: str) -> dict[str, str]:
+    return {v.technique: v.message for v in verdicts(rows, names, 16.0)}
 
 
 def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
@@ -33,7 +50,13 @@ def test_verdicts_say_what_is_gained_and_what_is_noise() -> None:
         row("without fast", [50.0, 52.0, 51.0], 4.0),
         row("without idle", [101.0, 103.0, 103.0], 4.01),
         row("without small", [100.0, 106.0, 101.0], 6.0),
-        row("without needed", [], 0.0, "does not fit: needs 20.00 GiB, has 16.00 GiB"),
+        FailedRow(
+            name="without needed",
+            techniques=(),
+            failed="does not fit: needs 20.00 GiB, has 16.00 GiB",
+            fits=False,
+            predicted=None,
+        ),
     ]
     words = said(rows, "slow", "fast", "idle", "small", "needed")
     assert words["slow"] == "slow costs 23 % speed and frees 3.00 GiB: not needed here, 9.0 GiB are free without it"
@@ -57,21 +80,19 @@ def test_there_is_no_verdict_on_speed_without_repeats_or_where_intervals_overlap
         row("without x", [1.0], 4.0),
     ]
     (verdict, _) = verdicts(noisy, ["idle", "x"], 16.0)
-    assert verdict["within_noise"] is True
-    assert "no difference in speed seen" in verdict["message"]
+    assert verdict.within_noise is True
+    assert "no difference in speed seen" in verdict.message
 
 
 def test_a_difference_that_cannot_be_measured_is_drawn_as_none() -> None:
-    def figures(name: str, speed: float, peak: float) -> dict[str, Any]:
-        return {**row(name, [speed] * 2, peak), "tokens_per_second": speed, "techniques": ["idle", "large"]}
-
     rows = [
-        figures("plain", 100, 0.5),
-        figures("all", 200, 0.3),
-        figures("without idle", 201, 0.3 + 1.5e-5),
-        figures("without large", 101, 0.5),
+        row("plain", [100.0] * 2, 0.5),
+        row("all", [200.0] * 2, 0.3),
+        row("without idle", [201.0] * 2, 0.3 + 1.5e-5),
+        row("without large", [101.0] * 2, 0.5),
     ]
-    page = _waterfalls({"rows": rows, "verdicts": verdicts(rows, ["idle", "large"], 16.0)})
+    judged = tuple(verdicts(rows, ["idle", "large"], 16.0))
+    page = _waterfalls(BenchResult("n", Machine("m", "cpu", 1, "2"), 3, 2, 16.0, tuple(rows), judged, {}))
     assert "Peak memory in MiB: from 512 plain to 307 with all; idle no difference seen, large \u2212205" in page
     assert "idle no difference seen, large +0.099" in page
     assert "overlap no difference seen" in page
@@ -111,8 +132,8 @@ def test_a_turn_has_the_notices_of_its_techniques(preheat: Command, monkeypatch:
     monkeypatch.chdir(preheat.folder)
     recipe = override(load("r.yaml"), "techniques={lora: {}, compile: {limit: 2}}")
     with torch.compiler.set_stance("default", force_backend="eager"):
-        turn = take_steps({"recipe": dump(recipe), "steps": 1, "gradient": None})
-    (notice,) = turn["notices"]
+        turn = take_steps(TurnJob(dump(recipe), 1))
+    (notice,) = turn.notices
     assert notice.startswith("techniques.compile.limit: 2 graphs are compiled")
 
 

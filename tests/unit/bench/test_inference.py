@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from preheat.bench.inference import _require_room
 from preheat.bench.inference_worker import InferenceWorker, _plain
+from preheat.bench.messages import InferenceJob
 from preheat.errors import DataError, DoesNotFit, RecipeError, RunError
+from preheat.recipe import Sample
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +21,9 @@ def model(data_folder: Path) -> str:
     return str(data_folder / "stories260K-hf")
 
 
-def _job(model: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "settings": settings,
-        "dtype": None,
-        "engine": "preheat",
-        "tokens": 8,
-        "cells": [[2, 24]],
-        "text": None,
-    } | more
+def _job(model: str, settings: dict[str, Any], **more: Any) -> InferenceJob:
+    sample = Sample(**settings, max_new_tokens=8)
+    return replace(InferenceJob(model, sample, None, "preheat", 8, [(2, 24)], None), **more)
 
 
 @pytest.mark.parametrize(
@@ -48,21 +43,21 @@ def test_a_contender_measures_itself(
         settings = {"draft_model": model}
     speaker = InferenceWorker(_job(model, settings, dtype=dtype, text=text))
     about = speaker.about()
-    assert about["weights_bytes"] == pytest.approx(
+    assert about.weights_bytes == pytest.approx(
         (2 if dtype else 8 if "draft_model" in settings else 4) * 260_032, rel=0.01
     )
-    assert speaker.begin() == {}
+    speaker.begin()
     found = speaker.measure(2, 24)
-    assert found["first"] > 0 < found["rest"]
-    assert [len(t) for t in found["texts"]] == [8, 8]
-    assert found["drawn"] == 14, "all but the first token of each row"
+    assert found.first > 0 < found.rest
+    assert [len(t) for t in found.texts] == [8, 8]
+    assert found.drawn == 14, "all but the first token of each row"
     if "draft_model" in settings:  # each row by itself: 1, 5 and 2 tokens
-        assert found["passes"] == 4
-        assert found["texts"] == _texts(model, text)
+        assert found.passes == 4
+        assert found.texts == _texts(model, text)
     else:
-        assert found["passes"] == 7
-        assert found["cache_bytes"] == about["cache_bytes"][0]
-    assert 1.5 < speaker.end()["loss"] < 2.6 + 2 * ("window" in settings), (
+        assert found.passes == 7
+        assert found.cache_bytes == about.cache_bytes[0]
+    assert 1.5 < speaker.end().loss < 2.6 + 2 * ("window" in settings), (
         "1.8 on whole stories; short rows and windows cost"
     )
 
@@ -72,8 +67,8 @@ def test_transformers_by_itself_writes_the_same_texts(model: str, data_folder: P
     theirs = InferenceWorker(_job(model, {}, engine="transformers", text=text))
     theirs.begin()
     found = theirs.measure(2, 24)
-    assert found["texts"] == _texts(model, text)
-    assert (found["passes"], found["drawn"], found["cache_bytes"]) == (7, 14, theirs.about()["cache_bytes"][0])
+    assert found.texts == _texts(model, text)
+    assert (found.passes, found.drawn, found.cache_bytes) == (7, 14, theirs.about().cache_bytes[0])
 
 
 def test_transformers_by_itself_draws_no_weights_that_a_folder_does_not_name(model: str, tmp_path: Path) -> None:
@@ -92,22 +87,21 @@ def test_transformers_by_itself_draws_no_weights_that_a_folder_does_not_name(mod
 def _texts(model: str, text: str) -> list[list[int]]:
     plain = InferenceWorker(_job(model, {}, text=text))
     plain.begin()
-    return list(plain.measure(2, 24)["texts"])
+    return plain.measure(2, 24).texts
 
 
 def test_shapes_that_cannot_be_are_said_before_they_are_tried(model: str, tmp_path: Path) -> None:
     for cell, error, words in (
         (
-            [1, 600],
+            (1, 600),
             RecipeError,
             "--lengths 600: and 8 generated tokens are more than the 512 positions of tiny; use 504 or less",
         ),
-        ([1 << 26, 64], DoesNotFit, "--batches 67108864: with prompts of 64 tokens the cache of tiny needs"),
+        ((1 << 26, 64), DoesNotFit, "--batches 67108864: with prompts of 64 tokens the cache of tiny needs"),
     ):
         speaker = InferenceWorker(_job(model, {}, cells=[cell]))
-        worker: Any = SimpleNamespace(speech=SimpleNamespace(name="tiny"), about=speaker.about())
         with pytest.raises(error) as found:
-            _require_room([worker], [tuple(cell)], 8)
+            _require_room({"tiny": speaker.about()}, [cell], 8)
         assert words in str(found.value)
     (tmp_path / "short.txt").write_text("Once upon a time.")
     with pytest.raises(DataError, match=r"short.txt: has \d+ tokens, and a prompt has 24"):

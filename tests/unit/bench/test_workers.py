@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from preheat.bench import inference, zero_trial
+from preheat.bench.messages import InferenceJob, ZeroJob
 from preheat.core import Device
 from preheat.errors import RunError
 from preheat.hardware import benchmark_rates, link_rates
 from preheat.hardware.benchmark_rates import grid_of
+from preheat.recipe import Sample
 
 LOUD = "import signal, sys; signal.alarm(20); sys.stderr.write('x' * 200_000 + '\\n'); "
 
@@ -24,10 +26,12 @@ def test_a_worker_of_an_inference_benchmark_that_ended_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs(monkeypatch, inference, "import sys; print('{}', flush=True); sys.exit('out of luck')")
-    with inference._Worker(inference.InferenceContender("a", "m"), {}, tmp_path) as worker:
-        assert worker.ask() == {}
+    job = InferenceJob("m", Sample(), None, "preheat", 8, [(1, 8)], None)
+    with inference._Worker(inference.InferenceContender("a", "m"), job, tmp_path) as worker:
+        worker.begin()
+        assert not worker.failed
         worker._process.wait()
-        assert worker.ask({"rows": 1}) == {}
+        assert worker.generate((1, 8)) is None
         assert worker.failed == "out of luck"
 
 
@@ -37,7 +41,7 @@ def test_a_rank_of_a_zero_trial_may_write_much_to_stderr(monkeypatch: pytest.Mon
     rank_1 = "done.touch(); sys.exit('out of luck')"
     code = f"{LOUD}{wait}\nif sys.argv[2] == '1':\n  {rank_1}\nwhile not done.exists(): time.sleep(0.01)"
     runs(monkeypatch, zero_trial, code)
-    assert zero_trial.run_processes({"world": 2}) == {"not_run": "out of luck"}
+    assert zero_trial.run_processes(ZeroJob("", 2, 2, 1, False, 9.0)) == "out of luck"
 
 
 def test_a_calibration_may_write_much_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

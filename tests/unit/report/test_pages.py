@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from preheat.core.bench import BenchResult, InferenceResult
 from preheat.core.plan import PlanFigures
 from preheat.errors import RunError
 from preheat.files import read_record
@@ -42,7 +43,7 @@ SMALL = {"peak_gib": 0.02, "tokens_per_second": 4000.0}
 
 
 def bench_row(name: str) -> dict[str, Any]:
-    return {"name": name, "techniques": ["lora"], "failed": "", "predicted": SMALL, **SMALL, "speeds": [1.0, 2.0], "spread": [1.0, 2.0], "ratio": 1.0, "ratio_spread": [1.0, 1.0],
+    return {"name": name, "techniques": ["lora"], "failed": "", "fits": True, "mfu": 0.1, "changes": {"lora": ["c"]}, "predicted": SMALL, **SMALL, "speeds": [1.0, 2.0], "spread": [1.0, 2.0], "ratio": 1.0, "ratio_spread": [1.0, 1.0],
             "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"]}  # fmt: skip
 
 
@@ -57,8 +58,10 @@ def draw_plan(data: dict[str, Any]) -> str:
 
 PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bench": (
-        bench_page._page,
-        {"name": "n", "steps": 3, "repeats": 2, "verdicts": [{"technique": "lora", "within_noise": True, "message": "v"}], "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "failed": "why"}]},
+        lambda data: bench_page._page(read_record(BenchResult, data)),
+        {"name": "n", "machine": {"name": "m", "kind": "cpu", "threads": 1, "torch": "2"}, "steps": 3, "repeats": 2, "available_gib": None, "recipe": {},
+         "verdicts": [{"technique": "lora", "speed": 1.0, "within_noise": True, "freed_gib": 0.1, "message": "v"}],
+         "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "techniques": [], "failed": "why", "predicted": None}]},
     ),
     "compress": (
         compress_page._page,
@@ -74,10 +77,10 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "examples": [{"row": 0, "compared": False, "padding": 3, "documents": [{"where": "rows.jsonl:1", "spans": [["a", True, 1], ["b", False, 1]], "tokens": 2, "trained": 1, "label": "l"}]}]},
     ),
     "inference": (
-        inference_page._page,
-        {"machine": {"name": "m"}, "batches": [1], "lengths": [32], "tokens": 4, "repeats": 3,
-         "models": [{"name": "a", "parameters": 5, "weights_bytes": 9, "dtype": "float32", "loss": 5.0, "startup_seconds": 1.0, "beyond_weights_gib": 0.1, "failed": ""},
-                    {"name": "b", "failed": "why"}],
+        lambda data: inference_page._page(read_record(InferenceResult, data)),
+        {"machine": {"name": "m", "kind": "cpu", "memory": 9, "torch": "2"}, "batches": [1], "lengths": [32], "tokens": 4, "repeats": 3,
+         "models": [{"name": "a", "model": "p", "engine": "preheat", "parameters": 5, "weights_bytes": 9, "dtype": "float32", "loss": 5.0, "startup_seconds": 1.0, "beyond_weights_gib": 0.1, "failed": ""},
+                    {"name": "b", "model": "q", "engine": "preheat", **dict.fromkeys(("parameters", "weights_bytes", "dtype", "loss", "startup_seconds", "beyond_weights_gib")), "failed": "why"}],
          "rows": [{"name": "a", "rows": 1, "length": 32, "first_token_seconds": SPREAD, "prefill_tokens_per_second": SPREAD, "decode_tokens_per_second": SPREAD, "ratio": SPREAD,
                    "first_token_ratio": SPREAD, "tokens_per_pass": 1.0, "cache_bytes": 9, "cache_predicted_bytes": 9.0, "same_text": 1.0}]},
     ),
