@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from preheat.cli.views.console import Json
-from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from preheat.core.nettest import NettestResult
 
 __all__ = ["nettest"]
 
@@ -58,6 +59,7 @@ def nettest(
 
     from preheat.cli.views.console import console, emit
     from preheat.errors import RecipeError, nearest
+    from preheat.files import strict
     from preheat.hardware import nettest as net
 
     unknown = [name for name in collectives or () if name not in net.COLLECTIVES]
@@ -93,21 +95,22 @@ def nettest(
             store=store,
             tell=lambda what, done: status.update(f"measuring {what} ({done:.0%})"),
         )
-    if not result:
+    if result is None:
         return  # another rank prints the result
+    page = None
     if html is not None:
         from preheat.report.nettest_page import write_net
 
-        result["html"] = str(write_net(result, html))
+        page = str(write_net(result, html))
     if json:
-        emit(result)
+        emit({**strict(result), **({"html": page} if page else {})})
         return
     screen = console()
     for part in _renderables(result):
         screen.print(part)
-    for path in (result["stored"], result.get("html")):
+    for label, path in (("stored in", result.stored), ("page:", page)):
         if path:
-            screen.print(f"{'stored in' if path == result['stored'] else 'page:'} {path}", soft_wrap=True, style="dim")
+            screen.print(f"{label} {path}", soft_wrap=True, style="dim")
 
 
 def _backend(nproc: int | None) -> str:
@@ -120,14 +123,14 @@ def _backend(nproc: int | None) -> str:
     return "nccl" if torch.cuda.device_count() >= wanted else "gloo"
 
 
-def _renderables(result: JsonObject) -> list[RenderableType]:
+def _renderables(result: NettestResult) -> list[RenderableType]:
     from rich.table import Table
 
     from preheat.report.nettest_page import against_words, seconds, size
 
-    hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
+    hosts = f"{result.hosts} hosts" if result.hosts > 1 else "one host"
     table = Table(
-        title=f"{result['devices']} processes on {hosts}, {result['backend']}, {result['hardware']}",
+        title=f"{result.devices} processes on {hosts}, {result.backend}, {result.hardware}",
         title_justify="left",
     )
     for name, side in (
@@ -140,17 +143,17 @@ def _renderables(result: JsonObject) -> list[RenderableType]:
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     shown = ""
-    for row in result["rows"]:
+    for row in result.rows:
         # The name of a collective appears in the first of its rows only.
-        name = "" if row["collective"] == shown else row["collective"].replace("_", "-")
+        name = "" if row.collective == shown else row.collective.replace("_", "-")
         if name and shown:
             table.add_section()
-        shown = row["collective"]
-        between = f"{seconds(row['low'])} to {seconds(row['high'])}"
-        rates = [f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
-        table.add_row(name, size(row["bytes"]), seconds(row["seconds"]), between, *rates)
+        shown = row.collective
+        between = f"{seconds(row.low)} to {seconds(row.high)}"
+        rates = [f"{rate / 1e9:.3g}" for rate in (row.algorithm_bandwidth, row.bus_bandwidth)]
+        table.add_row(name, size(row.bytes), seconds(row.seconds), between, *rates)
     parts: list[RenderableType] = [table]
-    if result["pairs"]:
+    if result.pairs:
         pairs = Table(title="point to point, half of there and back", title_justify="left")
         for name, side in (
             ("pair", "left"),
@@ -160,21 +163,16 @@ def _renderables(result: JsonObject) -> list[RenderableType]:
             ("GB/s", "right"),
         ):
             pairs.add_column(name, justify=side)  # type: ignore[arg-type]
-        for pair in result["pairs"]:
-            ranks = " and ".join(map(str, pair["ranks"]))
-            pairs.add_row(
-                pair["kind"],
-                ranks,
-                ", ".join(pair["hosts"]),
-                seconds(pair["latency"]),
-                f"{pair['bandwidth'] / 1e9:.3g}",
-            )
+        for pair in result.pairs:
+            ranks = " and ".join(map(str, pair.ranks))
+            rate = f"{pair.bandwidth / 1e9:.3g}"
+            pairs.add_row(pair.kind, ranks, ", ".join(pair.hosts), seconds(pair.latency), rate)
         parts.append(pairs)
     # An upper end beyond twice the median points to other work on the machine.
-    busy = sum(row["high"] > 2 * row["seconds"] for row in result["rows"])
+    busy = sum(row.high > 2 * row.seconds for row in result.rows)
     if busy:
         parts.append(
-            f"note: {busy} of {len(result['rows'])} rows have times beyond twice their median: other processes used "
+            f"note: {busy} of {len(result.rows)} rows have times beyond twice their median: other processes used "
             "the cores or the network; measure again when these are idle"
         )
     return [*parts, against_words(result)]

@@ -14,8 +14,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
+from preheat.core.nettest import CollectiveRow, Measurement, Pair, PairRow
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.child_processes import all_here, launched_store, local_group, local_store
 from preheat.hardware.link_rates import LinkRate
@@ -23,12 +24,11 @@ from preheat.hardware.probe import probe
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
-
-    from preheat.core.json_types import JsonObject
+    from torch.distributed import Store, Work
 
 __all__ = ["LISTENING", "Task", "Told", "measure"]
 
+_Value = TypeVar("_Value")
 Told = Callable[[str, float], None]
 """Called on rank 0 with the name of the next measurement and the progress (0 to 1)."""
 
@@ -77,13 +77,13 @@ class _Topology:
         return self.hosts[self.rank]
 
 
-def measure(task: Task, tell: Told | None = None) -> JsonObject:
+def measure(task: Task, tell: Told | None = None) -> Measurement | None:
     """Runs the benchmark among the ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (as set by torchrun).
 
     All ranks must call it.
 
     Returns:
-        On rank 0 {hardware, torch, devices, hosts, names, rows: LinkRates as values, pairs}; on other ranks {}.
+        The measurements on rank 0; None on other ranks.
 
     Raises:
         RecipeError: sizes exceed memory, or there are fewer GPUs than processes.
@@ -118,21 +118,23 @@ def measure(task: Task, tell: Told | None = None) -> JsonObject:
         name = probe("cuda" if task.backend == "nccl" else "cpu").name
         # Every rank has the same times (`slowest`), so one report is enough.
         if place.rank != 0:
-            return {}
-        return {
-            "hardware": name,
-            "torch": torch.__version__,
-            "backend": task.backend,
-            "devices": place.world,
-            "hosts": len(set(place.hosts)),
-            "names": list(dict.fromkeys(place.names)),
-            "rows": [
-                asdict(row) | {"algorithm_bandwidth": row.algorithm_bandwidth, "bus_bandwidth": row.bus_bandwidth}
+            return None
+        return Measurement(
+            hardware=name,
+            torch=torch.__version__,
+            backend=task.backend,
+            devices=place.world,
+            hosts=len(set(place.hosts)),
+            names=tuple(dict.fromkeys(place.names)),
+            rows=tuple(
+                CollectiveRow(
+                    **asdict(row), algorithm_bandwidth=row.algorithm_bandwidth, bus_bandwidth=row.bus_bandwidth
+                )
                 for row in rows
-            ],
-            "pairs": pairs,
-            "seconds": time.perf_counter() - begun,
-        }
+            ),
+            pairs=tuple(pairs),
+            seconds=time.perf_counter() - begun,
+        )
     except dist.DistBackendError as error:
         raise RunError(f"a process stopped answering within {task.timeout:g} s: {_first(error)}") from None
     finally:
@@ -214,8 +216,7 @@ def _topology() -> _Topology:
     # torchrun's GROUP_RANK separates containers that have the same host name.
     mine = (os.environ.get("GROUP_RANK", name), name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     world = dist.get_world_size()
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, mine)
+    gathered = _gather(mine, world)
     # Hosts in the order of their first rank.
     keys = list(dict.fromkeys(key for key, _, _ in gathered))
     # If hosts share a name, their keys are appended.
@@ -231,16 +232,21 @@ def _topology() -> _Topology:
     )
 
 
-def _room(task: Task, place: _Topology, device: torch.device) -> None:
-    """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
+def _gather(value: _Value, world: int) -> list[_Value]:
+    """Returns the values of all ranks."""
     import torch.distributed as dist
 
+    gathered = [value] * world
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _room(task: Task, place: _Topology, device: torch.device) -> None:
+    """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
     # Processes on one host share its memory; a GPU belongs to one process.
     sharing = place.local if device.type == "cpu" else 1
     # Hosts may differ: all ranks compare with the smallest memory, so that none waits for ranks that have stopped.
-    gathered: list[Any] = [None] * place.world
-    dist.all_gather_object(gathered, (probe(device.type).memory, sharing))
-    has, sharing = min(gathered, key=lambda pair: pair[0] / pair[1])
+    has, sharing = min(_gather((probe(device.type).memory, sharing), place.world), key=lambda pair: pair[0] / pair[1])
     needs = _BUFFERS * max(task.sizes) * sharing
     if needs > 0.8 * has:
         most = int(0.8 * has / _BUFFERS / sharing)
@@ -256,7 +262,7 @@ def _real(size: int, place: _Topology) -> int:
     return max(1, size // (4 * place.world)) * 4 * place.world
 
 
-def _call(name: str, size: int, place: _Topology, device: torch.device) -> Callable[[], object]:
+def _call(name: str, size: int, place: _Topology, device: torch.device) -> Callable[[], Work | None]:
     """Returns a function that calls the collective once, on its own buffers."""
     import torch
     import torch.distributed as dist
@@ -347,7 +353,7 @@ def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[int(0.1 * (len(ordered) - 1))], ordered[round(0.9 * (len(ordered) - 1))]
 
 
-def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None, done: float) -> list[JsonObject]:
+def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None, done: float) -> list[Pair]:
     """Measures point-to-point round trips: a pair in each host, then between hosts around a ring.
 
     Returns all pairs on rank 0, an empty list on other ranks. The pairs of a round have no device in common, so they
@@ -371,7 +377,7 @@ def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None
         around[1::2],
         around[len(around) - len(around) % 2 :],
     ]
-    measured: list[JsonObject] = []
+    measured: list[Pair] = []
     for n, round_ in enumerate(pairs for pairs in rounds if pairs):
         if tell is not None and place.rank == 0:
             tell("pairs", done + (1 - done) * n / 4)
@@ -379,23 +385,24 @@ def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None
         mine = next((pair for pair in round_ if place.rank in pair), None)
         own = [] if mine is None else _there_and_back(task, place, device, mine)
         dist.barrier()
-        gathered: list[Any] = [None] * place.world
-        dist.all_gather_object(gathered, own)
+        gathered = _gather(own, place.world)
         # Both ranks of a pair have times; those of the leading rank count.
         for a, b in round_:
             rows = gathered[a]
-            measured.append({
-                "kind": "in a host" if place.hosts[a] == place.hosts[b] else "between hosts",
-                "ranks": [a, b],
-                "hosts": list(dict.fromkeys([place.names[a], place.names[b]])),
-                "latency": rows[0]["seconds"],
-                "bandwidth": rows[-1]["bytes"] / rows[-1]["seconds"],
-                "rows": rows,
-            })  # fmt: skip
+            measured.append(
+                Pair(
+                    kind="in a host" if place.hosts[a] == place.hosts[b] else "between hosts",
+                    ranks=(a, b),
+                    hosts=tuple(dict.fromkeys([place.names[a], place.names[b]])),
+                    latency=rows[0].seconds,
+                    bandwidth=rows[-1].bytes / rows[-1].seconds,
+                    rows=tuple(rows),
+                )
+            )
     return measured if place.rank == 0 else []
 
 
-def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tuple[int, int]) -> list[JsonObject]:
+def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tuple[int, int]) -> list[PairRow]:
     """Measures half the round-trip time by size; the first rank of the pair tells the other when to stop."""
     import torch
     import torch.distributed as dist
@@ -435,5 +442,5 @@ def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tu
         # At least three samples remain if the budget ended during the warm-up.
         timed = seconds[min(task.warmup, len(seconds) - 3) :]
         median, low, high = _spread(timed)
-        rows.append({"bytes": message.numel() * 4, "seconds": median, "low": low, "high": high})
+        rows.append(PairRow(message.numel() * 4, median, low, high))
     return rows

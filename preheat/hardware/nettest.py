@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from preheat.core.nettest import Expected, Measurement, NettestResult
 from preheat.errors import RecipeError, RunError
-from preheat.files import to_json
+from preheat.files import read_record, to_json
 from preheat.hardware.catalogue import accelerator
 from preheat.hardware.child_processes import LOOPBACK, ended_by, last_error_line, listen, local_group, tethered
 from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
@@ -24,9 +24,6 @@ from preheat.hardware.probe import parse_memory
 
 if TYPE_CHECKING:
     from typing import IO
-
-    from preheat.core.json_types import JsonObject
-
 
 __all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
 
@@ -61,7 +58,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 def nettest(
     task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
-) -> JsonObject:
+) -> NettestResult | None:
     """Measures collectives between processes.
 
     Args:
@@ -71,7 +68,7 @@ def nettest(
         store: store the measurements for planning.
 
     Returns:
-        The result of `collective_bench.measure`, with `expected` and `stored`; {} on ranks other than 0.
+        The measurements, compared with the catalogue; None on ranks other than 0.
 
     Raises:
         RecipeError, RunError: only one process, sizes beyond memory, a port in use, or an unreachable rendezvous.
@@ -79,57 +76,47 @@ def nettest(
     if processes is None:
         if int(os.environ["WORLD_SIZE"]) < 2:
             raise RecipeError("WORLD_SIZE: torchrun started 1 process, which has no other to send to; start 2 or more")
-        result = measure(task, tell)
+        measured = measure(task, tell)
     else:
         if processes < 2:
             raise RecipeError(
                 f"--nproc: {processes} process has no other to send to; use --nproc 2 or more, or start it with "
                 "torchrun on each host"
             )
-        result = _run_processes(task, processes, port, tell)
-    if not result:
-        return result
-    result["expected"] = expected(result)
+        measured = _run_processes(task, processes, port, tell)
+    if measured is None:
+        return None
     # Rows also have the derived bandwidths, which are not stored.
-    fields = {field.name for field in dataclasses.fields(LinkRate)}
-    rows = [LinkRate(**{key: value for key, value in row.items() if key in fields}) for row in result["rows"]]
-    result["stored"] = str(store_links(result["hardware"], result["torch"], rows)) if store else None
-    return result
+    fields = [field.name for field in dataclasses.fields(LinkRate)]
+    rows = [LinkRate(**{name: getattr(row, name) for name in fields}) for row in measured.rows]
+    stored = str(store_links(measured.hardware, measured.torch, rows)) if store else None
+    return NettestResult(**vars(measured), expected=expected(measured), stored=stored)
 
 
-def expected(result: JsonObject) -> JsonObject:
+def expected(measured: Measurement) -> Expected:
     """Returns the catalogue's link bandwidths in bytes/s in one direction, and the fraction of them that was measured.
 
     Bus bandwidth within a host is compared with the link between devices, across hosts with the network bandwidth per
-    device. None if the catalogue has no figure, as for CPUs.
+    device.
     """
     # The best size of each collective: small ones are limited by latency, not by the link.
-    best = {
-        name: max(row["bus_bandwidth"] for row in result["rows"] if row["collective"] == name)
-        for name in _names(result["rows"])
-    }
+    best: dict[str, float] = {}
+    for row in measured.rows:
+        best[row.collective] = max(row.bus_bandwidth, best.get(row.collective, 0.0))
     link = network = None
-    if result["backend"] == "nccl":
+    if measured.backend == "nccl":
         try:
-            known = accelerator(result["hardware"])
+            known = accelerator(measured.hardware)
             link, network = known.link, known.network
             if link is not None and known.link_each:
-                link *= result["devices"] - 1  # each device has a link to every other
+                link *= measured.devices - 1  # each device has a link to every other
         except RecipeError:
             pass  # GPUs that are not in the catalogue have no expected figures
-    reference = link if result["hosts"] == 1 else network
-    return {
-        "in_host": link,
-        "between_hosts": network,
-        "share": {name: value / reference if reference else None for name, value in best.items()},
-    }
+    reference = link if measured.hosts == 1 else network
+    return Expected(link, network, {name: value / reference if reference else None for name, value in best.items()})
 
 
-def _names(rows: Iterable[JsonObject]) -> list[str]:
-    return list(dict.fromkeys(row["collective"] for row in rows))
-
-
-def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> JsonObject:
+def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> Measurement:
     """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
     with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         # The parent opens the socket and rank 0 inherits it, so no other process can take the port in between.
@@ -176,7 +163,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
             failed = [rank for rank, process in enumerate(started) if process.returncode]
             if failed:
                 _raise_error_of(failed[0], started[failed[0]].returncode, error_files[failed[0]])
-            return dict(json.loads(result.read_text(encoding="utf-8")))
+            return read_record(Measurement, json.loads(result.read_text(encoding="utf-8")))
         finally:
             for process in started:
                 # Also on Ctrl-C: no rank may outlive this call.
@@ -236,9 +223,7 @@ def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
 
 
 def _child() -> None:
-    values: JsonObject = json.loads(sys.argv[1])
-    # JSON has lists for tuples.
-    task = Task(**(values | {"collectives": tuple(values["collectives"]), "sizes": tuple(values["sizes"])}))
+    task = read_record(Task, json.loads(sys.argv[1]))
 
     def tell(what: str, done: float) -> None:
         sys.stdout.write(json.dumps([what, done]) + "\n")

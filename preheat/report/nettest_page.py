@@ -1,13 +1,14 @@
 """HTML page of `preheat nettest`: bus bandwidth and time by message size, pairs of ranks, all figures.
 
-{rows, pairs, expected, ...} ──write_net──▶ page.html
+NettestResult ──write_net──▶ page.html
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from preheat.core.json_types import JsonObject
+from preheat.core.nettest import CollectiveRow, NettestResult
 from preheat.report import page, svg
 from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, cell, number_cell, series_colour
@@ -40,21 +41,21 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def against_words(result: JsonObject) -> str:
+def against_words(result: NettestResult) -> str:
     """Returns a sentence that compares the best bus bandwidth of each collective with the catalogue's link rate."""
-    expected = result["expected"]
-    link_rate = expected["in_host" if result["hosts"] == 1 else "between_hosts"]
-    where = "between neighbours in a host" if result["hosts"] == 1 else "of a device to other hosts"
-    if link_rate is None:
+    where = "between neighbours in a host" if result.hosts == 1 else "of a device to other hosts"
+    if result.link_rate is None:
         return (
-            f"The catalogue has no figure for links {where} of {result['hardware']} over {result['backend']}; nothing "
+            f"The catalogue has no figure for links {where} of {result.hardware} over {result.backend}; nothing "
             "to compare these with."
         )
-    shares = ", ".join(f"{name.replace('_', '-')} {share:.0%}" for name, share in expected["share"].items())
-    return f"The catalogue gives {link_rate / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."
+    shares = ", ".join(f"{name.replace('_', '-')} {share:.0%}" for name, share in result.expected.share.items())
+    return (
+        f"The catalogue gives {result.link_rate / 1e9:,.0f} GB/s {where}; of that the best bus bandwidth is: {shares}."
+    )
 
 
-def write_net(result: JsonObject, path: str | Path) -> Path:
+def write_net(result: NettestResult, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Raises:
@@ -63,94 +64,81 @@ def write_net(result: JsonObject, path: str | Path) -> Path:
     return page.write_page(_page(result), path)
 
 
-def _page(result: JsonObject) -> str:
-    hosts = f"{result['hosts']} hosts" if result["hosts"] > 1 else "one host"
-    title = f"{result['devices']} processes on {hosts} over {result['backend']}"
-    names = list(dict.fromkeys(row["collective"] for row in result["rows"]))
-    figures = (
-        _figure(result, names, *which)
-        for which in (
-            (
-                "bus_bandwidth",
-                1e-9,
-                "Bus bandwidth, GB/s",
-                "What a link carries, whatever the number of devices; the best size of each: ",
-            ),
-            (
-                "seconds",
-                1e3,
-                "Time, milliseconds",
-                "Flat where latency rules, straight where bandwidth does; the smallest size of each: ",
-            ),
-        )
-    )
+def _page(result: NettestResult) -> str:
+    hosts = f"{result.hosts} hosts" if result.hosts > 1 else "one host"
+    title = f"{result.devices} processes on {hosts} over {result.backend}"
+    by_collective: dict[str, list[CollectiveRow]] = {}
+    for row in result.rows:
+        by_collective.setdefault(row.collective, []).append(row)
+    figures = (_bandwidths(by_collective, result.link_rate), _times(by_collective))
     return page.document(
         f"{title} · preheat nettest",
-        f"""{page.header("preheat nettest", title, f"{result['hardware']}. {against_words(result)}")}
+        f"""{page.header("preheat nettest", title, f"{result.hardware}. {against_words(result)}")}
 {page.section("plots", "By size", page.two_columns(*figures))}
 {page.section("pairs", "Point to point", _pairs(result))}
 {page.section("figures", "Every figure", _rows(result))}
 <footer>Median over the samples of the slowest process of each, with the tenths at both ends. Size and bus bandwidth \
 as nccl-tests count them. torch
-{escape(result["torch"])}.</footer>""",
+{escape(result.torch)}.</footer>""",
     )
 
 
-def _figure(
-    result: JsonObject,
-    names: list[str],
-    key: str,
-    scale: float,
-    title: str,
-    about: str,
-) -> str:
-    lines = []
-    parts = []
-    for n, name in enumerate(names):
-        rows = [row for row in result["rows"] if row["collective"] == name]
-        lines.append(
-            Curve(name, [row["bytes"] for row in rows], [row[key] * scale for row in rows], series_colour(n), "points")
-        )
-        # Bandwidth is best at some large size, latency at the smallest.
-        best = max(row[key] for row in rows) * scale if key == "bus_bandwidth" else rows[0][key] * scale
-        parts.append(f"{name.replace('_', '-')} {best:.3g}")
-    link_rate = result["expected"]["in_host" if result["hosts"] == 1 else "between_hosts"]
-    if key == "bus_bandwidth" and link_rate:
-        lines.append(Curve("catalogue", [0.0], [link_rate * scale], style="named"))
-    caption = about + ", ".join(parts) + "."
-    drawing = svg.by_size(f"net-{key.replace('_', '-')}", lines, f"{title}. {caption}", format=size)
-    legend = [LegendEntry(name.replace("_", "-"), series_colour(n)) for n, name in enumerate(names)]
+def _bandwidths(by_collective: Mapping[str, Sequence[CollectiveRow]], link_rate: float | None) -> str:
+    lines, parts = [], []
+    for n, (name, rows) in enumerate(by_collective.items()):
+        rates = [row.bus_bandwidth / 1e9 for row in rows]
+        lines.append(Curve(name, [row.bytes for row in rows], rates, series_colour(n), "points"))
+        parts.append(f"{name.replace('_', '-')} {max(rates):.3g}")
+    if link_rate:
+        lines.append(Curve("catalogue", [0.0], [link_rate / 1e9], style="named"))
+    about = "What a link carries, whatever the number of devices; the best size of each: "
+    return _figure("net-bus-bandwidth", "Bus bandwidth, GB/s", f"{about}{', '.join(parts)}.", lines, by_collective)
+
+
+def _times(by_collective: Mapping[str, Sequence[CollectiveRow]]) -> str:
+    lines, parts = [], []
+    for n, (name, rows) in enumerate(by_collective.items()):
+        times = [row.seconds * 1e3 for row in rows]
+        lines.append(Curve(name, [row.bytes for row in rows], times, series_colour(n), "points"))
+        parts.append(f"{name.replace('_', '-')} {times[0]:.3g}")
+    about = "Flat where latency rules, straight where bandwidth does; the smallest size of each: "
+    return _figure("net-seconds", "Time, milliseconds", f"{about}{', '.join(parts)}.", lines, by_collective)
+
+
+def _figure(name: str, title: str, caption: str, lines: Sequence[Curve], collectives: Iterable[str]) -> str:
+    drawing = svg.by_size(name, lines, f"{title}. {caption}", format=size)
+    legend = [LegendEntry(key.replace("_", "-"), series_colour(n)) for n, key in enumerate(collectives)]
     return page.figure(title, caption, drawing, legend)
 
 
-def _pairs(result: JsonObject) -> str:
-    if not result["pairs"]:
+def _pairs(result: NettestResult) -> str:
+    if not result.pairs:
         return ""
     rows = (
         page.named_row(
-            pair["kind"],
-            cell(f"{pair['ranks'][0]:d} and {pair['ranks'][1]:d}"),
-            cell(escape(", ".join(pair["hosts"]))),
-            number_cell(seconds(pair["latency"])),
-            number_cell(f"{pair['bandwidth'] / 1e9:.3g}"),
+            pair.kind,
+            cell(f"{pair.ranks[0]} and {pair.ranks[1]}"),
+            cell(escape(", ".join(pair.hosts))),
+            number_cell(seconds(pair.latency)),
+            number_cell(f"{pair.bandwidth / 1e9:.3g}"),
         )
-        for pair in result["pairs"]
+        for pair in result.pairs
     )
     return page.small("Half the time of a message there and back.") + page.table(
         ("pair", "ranks", "hosts", "latency", "GB/s"), rows, text=(0, 1, 2)
     )
 
 
-def _rows(result: JsonObject) -> str:
+def _rows(result: NettestResult) -> str:
     rows = (
         page.named_row(
-            row["collective"].replace("_", "-"),
-            number_cell(size(row["bytes"])),
-            number_cell(seconds(row["seconds"])),
-            number_cell(f"{seconds(row['low'])} to {seconds(row['high'])}"),
-            number_cell(f"{row['algorithm_bandwidth'] / 1e9:.3g}"),
-            number_cell(f"{row['bus_bandwidth'] / 1e9:.3g}"),
+            row.collective.replace("_", "-"),
+            number_cell(size(row.bytes)),
+            number_cell(seconds(row.seconds)),
+            number_cell(f"{seconds(row.low)} to {seconds(row.high)}"),
+            number_cell(f"{row.algorithm_bandwidth / 1e9:.3g}"),
+            number_cell(f"{row.bus_bandwidth / 1e9:.3g}"),
         )
-        for row in result["rows"]
+        for row in result.rows
     )
     return page.table(("collective", "size", "time", "10 to 90 %", "GB/s", "bus GB/s"), rows)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from preheat.core.nettest import CollectiveRow, Expected, Measurement
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import collective_bench
 from preheat.hardware.link_rates import LinkRate, bus_factor, load_links, seconds_of, store_links
@@ -180,12 +181,12 @@ def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, m
 
 
 def test_what_is_measured_is_held_against_the_catalogue() -> None:
-    rows = [{"collective": "all_reduce", "bus_bandwidth": 300e9}, {"collective": "all_reduce", "bus_bandwidth": 360e9}]
-    here = {"hardware": "NVIDIA H100 80GB HBM3", "backend": "nccl", "devices": 8, "hosts": 1, "rows": rows}
-    assert expected(here) == {"in_host": 450e9, "between_hosts": 50e9, "share": {"all_reduce": 0.8}}
-    assert expected(here | {"hosts": 2})["share"]["all_reduce"] == pytest.approx(7.2)
-    assert expected(here | {"backend": "gloo"})["share"] == {"all_reduce": None}
-    assert expected(here | {"hardware": "a GPU that nobody knows"})["in_host"] is None
+    rows = tuple(CollectiveRow("all_reduce", "nccl", 8, 1, 4, 1.0, 1.0, 1.0, 1.0, bus) for bus in (300e9, 360e9))
+    here = Measurement("NVIDIA H100 80GB HBM3", "2", "nccl", 8, 1, ("h",), rows, (), 1.0)
+    assert expected(here) == Expected(450e9, 50e9, {"all_reduce": 0.8})
+    assert expected(replace(here, hosts=2)).share["all_reduce"] == pytest.approx(7.2)
+    assert expected(replace(here, backend="gloo")).share == {"all_reduce": None}
+    assert expected(replace(here, hardware="a GPU that nobody knows")).in_host is None
 
 
 def test_sizes() -> None:

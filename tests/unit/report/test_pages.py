@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from preheat.core.bench import BenchResult, InferenceResult
+from preheat.core.nettest import NettestResult
 from preheat.core.plan import PlanFigures
 from preheat.errors import RunError
 from preheat.files import read_record
@@ -85,10 +86,10 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
                    "first_token_ratio": SPREAD, "tokens_per_pass": 1.0, "cache_bytes": 9, "cache_predicted_bytes": 9.0, "same_text": 1.0}]},
     ),
     "net": (
-        nettest_page._page,
-        {"devices": 2, "hosts": 1, "backend": "gloo", "hardware": "h", "torch": "2", "expected": {"in_host": 1e9, "between_hosts": None, "share": {"all_reduce": 0.5}},
-         "rows": [{"collective": "all_reduce", "bytes": 1024, "seconds": 0.1, "low": 0.1, "high": 0.2, "algorithm_bandwidth": 1e6, "bus_bandwidth": 1e6}],
-         "pairs": [{"kind": "k", "ranks": [0, 1], "hosts": ["h", "h"], "latency": 0.1, "bandwidth": 1e6}]},
+        lambda data: nettest_page._page(read_record(NettestResult, data)),
+        {"devices": 2, "hosts": 1, "backend": "gloo", "hardware": "h", "torch": "2", "names": ["h"], "seconds": 1.0, "stored": None, "expected": {"in_host": 1e9, "between_hosts": None, "share": {"all_reduce": 0.5}},
+         "rows": [{"collective": "all_reduce", "backend": "gloo", "devices": 2, "hosts": 1, "bytes": 1024, "seconds": 0.1, "low": 0.1, "high": 0.2, "algorithm_bandwidth": 1e6, "bus_bandwidth": 1e6}],
+         "pairs": [{"kind": "k", "ranks": [0, 1], "hosts": ["h", "h"], "latency": 0.1, "bandwidth": 1e6, "rows": [{"bytes": 4, "seconds": 0.1, "low": 0.1, "high": 0.2}]}]},
     ),
     "plan": (
         draw_plan,
