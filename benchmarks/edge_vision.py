@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 import transformers
 from PIL import Image
 
-from preheat.compress.chain import load_chain
+from preheat.compress.chain import Chain, load_chain
 from preheat.compress.pipeline import run_chain
+from preheat.core.compression import ImageResult, ImageStep
 
 SIZE = 32
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # teacher, student
@@ -95,7 +97,7 @@ def _stub(family: str, beside: Path) -> Path:
     return place
 
 
-def chain(folder: Path, name: str, *steps: str) -> Any:
+def chain(folder: Path, name: str, *steps: str) -> Chain:
     file = folder / f"{name}.yaml"
     file.write_text("\n".join([f"name: {name}", "chain:", *(f"  - {step}" for step in steps)]) + "\n")
     return load_chain(file)
@@ -103,21 +105,22 @@ def chain(folder: Path, name: str, *steps: str) -> Any:
 
 def run(
     family: str, folder: Path, images: Path, *, passes: int, to: list[str], turns: int, seed: int
-) -> list[tuple[str, dict[str, Any]]]:
+) -> list[tuple[str, ImageStep]]:
     """(step, what is told of it) of the three arms."""
     large, small = FAMILIES[family]
     new_model(family, large, folder / "teacher-new")
     new_model(family, small, folder / "student-new")
-    how: dict[str, Any] = {
-        "data": images,
-        "turns": turns,
-        "seed": seed,
-        "say": lambda words: print(f"{family}: {words}", flush=True),
-    }
+
+    def run_steps(model: str, steps: Chain, out: str) -> ImageResult:
+        say = partial(print, f"{family}:", flush=True)
+        result = run_chain(folder / model, steps, folder / out, data=images, turns=turns, seed=seed, say=say)
+        assert isinstance(result, ImageResult), "these models are image classifiers"
+        return result
+
     plain = f"{{train: {passes}, rate: 1.0}}"
-    teacher = run_chain(folder / "teacher-new", chain(folder, "teacher", plain), folder / "teacher", **how)
-    by = f"distillation: {{teacher: {teacher['path']}, mixture: 0.7, temperature: 2.0}}"
-    alone = run_chain(folder / "student-new", chain(folder, "alone", plain), folder / "alone", **how)
+    teacher = run_steps("teacher-new", chain(folder, "teacher", plain), "teacher")
+    by = f"distillation: {{teacher: {teacher.path}, mixture: 0.7, temperature: 2.0}}"
+    alone = run_steps("student-new", chain(folder, "alone", plain), "alone")
     taught = chain(
         folder,
         "taught",
@@ -126,11 +129,11 @@ def run(
         f"{{train: {max(1, passes // 4)}, rate: 0.25, techniques: {{{by}}}}}",
         *(f"{{export: {name}, settings: {{dtype: {kind}}}}}" for name in to for kind in ("float32", "int8")),
     )
-    student = run_chain(folder / "student-new", taught, folder / "taught", **how)
+    student = run_steps("student-new", taught, "taught")
     return [
-        ("teacher, on labels", teacher["variants"][0]),
-        ("student, on labels alone", alone["variants"][0]),
-        *((f"student: {step['method']}", step) for step in student["variants"]),
+        ("teacher, on labels", teacher.variants[0]),
+        ("student, on labels alone", alone.variants[0]),
+        *((f"student: {step.method}", step) for step in student.variants),
     ]
 
 
@@ -177,15 +180,11 @@ def main() -> None:
             ]
             lines.append("|---|---|---|---|---|---|---|" + "---|" * options.timed)
             for name, step in steps:
-                told, logits = step["after"], step.get("logits")
-                within = (
-                    f"{logits['largest'] / max(logits['scale'], 1.0):.2g} | {logits['agreement']:.1%}"
-                    if logits
-                    else " | "
-                )
+                told, logits = step.after, step.logits
+                within = f"{logits.largest / max(logits.scale, 1.0):.2g} | {logits.agreement:.1%}" if logits else " | "
                 lines.append(
-                    f"| {name} | {told['accuracy']:.1%} | {told['loss']:.4f} | {told['parameters']:,} | {told['bytes']:,} | {within} |"
-                    + (f" {told['milliseconds']:.2f} |" if options.timed else "")
+                    f"| {name} | {told.accuracy:.1%} | {told.loss:.4f} | {told.parameters:,} | {told.bytes:,} | {within} |"
+                    + (f" {told.milliseconds:.2f} |" if options.timed else "")
                 )
     print("\n".join(lines))
     if options.out is not None:

@@ -96,7 +96,7 @@ def main() -> None:
                 run = folder / re.sub(r"\W+", "-", f"{what} {seed}")
                 ends.append(float(train(recipe, out=run)["validation_loss"]))
             try:
-                exported = f"{huggingface.write(run, run / 'hf')['max_logit_difference']:.1g}"
+                exported = f"{huggingface.write(run, run / 'hf').max_logit_difference:.1g}"
             except RunError:
                 exported = "refused"
             spread = f" ({min(ends):.4f} to {max(ends):.4f})" if len(ends) > 1 else ""

@@ -52,7 +52,7 @@ def check(method: str, run: Path, where: Where) -> dict[str, Any]:
         raise Wrong(f"refused: {error}", {}) from None
     original: Any = load_model(run, device="cpu").build.trained[0]
     here: Any = load_model(folder, device=where.kind).build.trained[0]  # type: ignore[arg-type]
-    figures = {"perplexity rise": summary["variants"][0]["perplexity_rise"]} | compare(here, original)
+    figures = {"perplexity rise": summary.variants[0].perplexity_rise} | compare(here, original)
     return within(figures, {"rounding to int8": CLIPPED} if method == "int8_static" else {})
 
 

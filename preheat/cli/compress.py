@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.views.console import Json
-from preheat.core.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from preheat.core.compression import CompressionResult, ImageResult
 
 __all__ = ["compress"]
 
@@ -183,33 +184,33 @@ def _progress(*, json: bool) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _show(result: JsonObject, target: Path, *, json: bool) -> None:
+def _show(result: CompressionResult | ImageResult, target: Path, *, json: bool) -> None:
     """Prints the result: a table, notes and exports, or one JSON object."""
     from preheat.cli.views.console import console, emit
+    from preheat.core.compression import ImageResult
 
     if json:
         emit(result)
         return
     screen = console()
-    # Results of image classifiers have no choice among variants.
-    images = "chosen" not in result
-    screen.print(_image_table(result) if images else _table(result))
-    for variant in result["variants"]:
-        screen.print(f"{variant['name']}: {variant['what']}", soft_wrap=True, style="dim")
-    for note in result.get("notes", ()):
-        screen.print(f"note: {note}", soft_wrap=True)
-    for export in result.get("exports", ()):
-        screen.print(
-            (
-                f"wrote {export['path']} ({export['bytes'] / 2**20:.1f} MiB); its logits differ by at most "
-                f"{export['max_logit_difference']:.2g} (largest {export['largest_logit']:.3g})"
-            ),
-            soft_wrap=True,
-        )
-    why, file = (
-        (result["data"], "compress.json") if images else (f"chosen as {result['chosen_because']}", "compress.html")
-    )
-    screen.print(f"wrote {result['path']}; {why}; all of it: {target / file}", soft_wrap=True)
+    screen.print(_image_table(result) if isinstance(result, ImageResult) else _table(result))
+    for variant in result.variants:
+        screen.print(f"{variant.name}: {variant.what}", soft_wrap=True, style="dim")
+    if isinstance(result, ImageResult):
+        why, file = result.data, "compress.json"
+    else:
+        why, file = f"chosen as {result.chosen_because}", "compress.html"
+        for note in result.notes:
+            screen.print(f"note: {note}", soft_wrap=True)
+        for export in result.exports or ():
+            screen.print(
+                (
+                    f"wrote {export.path} ({export.bytes / 2**20:.1f} MiB); its logits differ by at most "
+                    f"{export.max_logit_difference:.2g} (largest {export.largest_logit:.3g})"
+                ),
+                soft_wrap=True,
+            )
+    screen.print(f"wrote {result.path}; {why}; all of it: {target / file}", soft_wrap=True)
 
 
 def _list_methods() -> None:
@@ -225,33 +226,33 @@ def _list_methods() -> None:
     raise RecipeError("\n".join(["--method: name one (or a budget with --bits):", *lines]))
 
 
-def _table(result: JsonObject) -> Table:
+def _table(result: CompressionResult) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for n, title in enumerate(("", "perplexity", "rise", "MiB", "tokens/s", "x bf16", "first ms")):
         table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
-    first = result["variants"][0]["before"]
+    first = result.variants[0].before
     for name, figures, before, rise in [
         ("bf16", first, first, None),
-        *((v["name"], v["after"], v["before"], v["perplexity_rise"]) for v in result["variants"]),
+        *((v.name, v.after, v.before, v.perplexity_rise) for v in result.variants),
     ]:
         # Relative to the measurement of bf16 that belongs to this variant.
-        faster = figures["decode_tokens_per_second"] / before["decode_tokens_per_second"]
+        faster = figures.decode_tokens_per_second / before.decode_tokens_per_second
         table.add_row(
             name,
-            f"{figures['perplexity']:.4f}",
+            f"{figures.perplexity:.4f}",
             "" if rise is None else f"{rise:+.2%}",
-            f"{figures['bytes'] / 2**20:.2f}",
-            f"{figures['decode_tokens_per_second']:.1f}",
+            f"{figures.bytes / 2**20:.2f}",
+            f"{figures.decode_tokens_per_second:.1f}",
             f"{faster:.2f}",
-            f"{1e3 * figures['first_token_seconds']:.1f}",
-            style="bold" if name == result["chosen"] else None,
+            f"{1e3 * figures.first_token_seconds:.1f}",
+            style="bold" if name == result.chosen else None,
         )
     return table
 
 
-def _image_table(result: JsonObject) -> Table:
+def _image_table(result: ImageResult) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -260,17 +261,17 @@ def _image_table(result: JsonObject) -> Table:
     ):
         table.add_column(title, justify="right" if n else "left", no_wrap=n > 0, overflow="fold")
     for name, figures, logits in [
-        ("before", result["before"], None),
-        *((step["name"], step["after"], step.get("logits")) for step in result["variants"]),
+        ("before", result.before, None),
+        *((step.name, step.after, step.logits) for step in result.variants),
     ]:
         table.add_row(
             name,
-            f"{figures['accuracy']:.1%}",
-            f"{figures['loss']:.4f}",
-            f"{figures['parameters']:,}",
-            f"{figures['bytes'] / 2**20:.2f}",
-            f"{figures['agreement']:.1%}" if "agreement" in figures else "",
-            f"{figures['milliseconds']:.2f}",
-            f"{logits['largest'] / max(logits['scale'], 1.0):.2g}" if logits else "",
+            f"{figures.accuracy:.1%}",
+            f"{figures.loss:.4f}",
+            f"{figures.parameters:,}",
+            f"{figures.bytes / 2**20:.2f}",
+            "" if figures.agreement is None else f"{figures.agreement:.1%}",
+            f"{figures.milliseconds:.2f}",
+            f"{logits.largest / max(logits.scale, 1.0):.2g}" if logits else "",
         )
     return table

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from preheat.cli.views.console import Base, Json
-from preheat.core.json_types import JsonObject
+from preheat.core.export import ExportResult
 
 __all__ = ["export"]
 
@@ -81,34 +81,31 @@ def export(
     if json:
         emit(result)
         return
-    what = f"{result['adapted']} maps' adapters, for {result['base']}" if to == "peft" else result["dtype"]
-    what += f", {result['merged']} adapters merged" if result.get("merged") else ""
+    what = result.dtype or f"{result.adapted} maps' adapters, for {result.base}"
+    what += f", {result.merged} adapters merged" if result.merged else ""
     console().print(
-        f"wrote {result['path']} ({result['bytes'] / 2**20:.1f} MiB; {what}); read back by {result['read_by']}, "
-        "its logits "
-        f"differ by at most {result['max_logit_difference']:.2g} over {result['tokens']} tokens "
-        f"(largest logit {result['largest_logit']:.3g}; accepted: {result['tolerance']:g} times that), by "
-        f"{result['mean_logit_difference']:.2g} in the mean; "
-        f"same most likely token at {result['top1_agreement']:.1%}" + _perplexity(result),
+        f"wrote {result.path} ({result.bytes / 2**20:.1f} MiB; {what}); read back by {result.read_by}, its logits "
+        f"differ by at most {result.max_logit_difference:.2g} over {result.tokens} tokens "
+        f"(largest logit {result.largest_logit:.3g}; accepted: {result.tolerance:g} times that), by "
+        f"{result.mean_logit_difference:.2g} in the mean; "
+        f"same most likely token at {result.top1_agreement:.1%}" + _perplexity(result),
         soft_wrap=True,
     )
     # A second check, if llama.cpp itself is installed.
-    if other := result.get("llama_cpp"):
+    if other := result.llama_cpp:
         console().print(
-            f"run by llama.cpp ({other['version']}): logarithms of probabilities differ by at most "
-            f"{other['max_logprob_difference']:.2g}; same most "
-            f"likely token at {other['top1_agreement']:.1%} of {other['places']} positions",
+            f"run by llama.cpp ({other.version}): logarithms of probabilities differ by at most "
+            f"{other.max_logprob_difference:.2g}; same most "
+            f"likely token at {other.top1_agreement:.1%} of {other.places} positions",
             soft_wrap=True,
         )
-    if result["note"]:
-        console().print(f"note: {result['note']}", soft_wrap=True)
+    if result.note:
+        console().print(f"note: {result.note}", soft_wrap=True)
 
 
-def _perplexity(result: JsonObject) -> str:
+def _perplexity(result: ExportResult) -> str:
     from preheat.compress.model_card import before_and_after
 
-    return (
-        f"; perplexity {before_and_after(result)}, on {result['perplexity_of']}"
-        if result["before"]["perplexity"] is not None
-        else ""
-    )
+    if result.before.perplexity is None:
+        return ""
+    return f"; perplexity {before_and_after(result)}, on {result.perplexity_of}"

@@ -4,25 +4,84 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from preheat.compress.calibration_text import Texts
 from preheat.compress.export import verify
-from preheat.compress.latency import speeds
+from preheat.compress.latency import Speed, speeds
+from preheat.core.compression import CompressedVariant, Figures, TimedFigures
 from preheat.inference.load import LoadedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
     from preheat.evaluation.results import Result
 
-__all__ = ["Baseline", "held_logits", "quality"]
+__all__ = ["Baseline", "Comparison", "Untimed", "held_logits", "quality"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model before and after compression; see `CompressedVariant`."""
+
+    before: Figures
+    after: Figures
+    max_logit_difference: float
+    largest_logit: float
+    top_1_agreement: float
+    perplexity_rise: float
+    perplexity_rise_interval: tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """A `CompressedVariant` before the models are timed, which takes turns between all of them."""
+
+    name: str
+    method: str
+    settings: Mapping[str, Any]
+    what: str
+    bytes: int
+    comparison: Comparison
+    detail: str | None = None
+    notes: tuple[str, ...] | None = None
+    quantized: bool | None = None
+
+    def timed(self, speeds: Mapping[str, Speed]) -> CompressedVariant:
+        """Adds the times of the original model, `before`, and of this variant."""
+        comparison = self.comparison
+        return CompressedVariant(
+            name=self.name,
+            method=self.method,
+            settings=self.settings,
+            what=self.what,
+            detail=self.detail,
+            notes=self.notes,
+            quantized=self.quantized,
+            bytes=self.bytes,
+            before=_timed(comparison.before, speeds["before"]),
+            after=_timed(comparison.after, speeds[self.name]),
+            max_logit_difference=comparison.max_logit_difference,
+            largest_logit=comparison.largest_logit,
+            top_1_agreement=comparison.top_1_agreement,
+            perplexity_rise=comparison.perplexity_rise,
+            perplexity_rise_interval=comparison.perplexity_rise_interval,
+        )
+
+
+def _timed(figures: Figures, speed: Speed) -> TimedFigures:
+    return TimedFigures(
+        **vars(figures),
+        prompt_tokens=speed.prompt,
+        first_token_seconds=speed.first_token,
+        decode_tokens_per_second=speed.decode,
+        decode_interval=(speed.low, speed.high),
+    )
 
 
 @dataclass
@@ -65,14 +124,10 @@ class Baseline:
         plain = _half(model)
         return cls(plain, result, _bytes(plain), dtype, logits, texts, measured)
 
-    def against(self, compressed: LoadedModel) -> tuple[JsonObject, PreTrainedModel]:
+    def against(self, compressed: LoadedModel) -> tuple[Comparison, PreTrainedModel]:
         """Compares a compressed model with this one; returns the figures, and the model to time.
 
         What is not quantized is cast to bf16 in the model that is timed.
-
-        Returns:
-            {before, after: {loss, perplexity, perplexity_interval, rows, tokens, bytes}, max_logit_difference,
-            largest_logit, top_1_agreement, perplexity_rise, perplexity_rise_interval}, and the model
         """
         from preheat.ops.quantization.serialization import quantized_modules
 
@@ -83,37 +138,24 @@ class Baseline:
         after = quality(compressed, self.texts, self.measured)
         # Both are timed in bf16; quantized maps keep their own formats.
         timed = model if quantized_modules(model) else _half(model)
-        row = {
-            "before": {**_told(self.quality), "bytes": self.bytes, "dtype": "bfloat16"},
-            "after": {**_told(after), "bytes": _bytes(timed)},
-            "max_logit_difference": difference.largest,
-            "largest_logit": difference.scale,
-            "top_1_agreement": same / difference.tokens,
-            **_rise(self.quality, after),
-        }
-        return row, timed
+        rise, rise_interval = _rise(self.quality, after)
+        comparison = Comparison(
+            before=_figures(self.quality, self.bytes, "bfloat16"),
+            after=_figures(after, _bytes(timed)),
+            max_logit_difference=difference.largest,
+            largest_logit=difference.scale,
+            top_1_agreement=same / difference.tokens,
+            perplexity_rise=rise,
+            perplexity_rise_interval=rise_interval,
+        )
+        return comparison, timed
 
-    def time(self, rows: Sequence[JsonObject], models: Mapping[str, PreTrainedModel], *, turns: int) -> None:
-        """Times the models in alternating turns and adds the figures to `rows`, in place.
-
-        Args:
-            rows: figures of the variants, with their `name`.
-            models: by that name; this model is "before".
-            turns: timed turns per model.
-        """
+    def time(self, models: Mapping[str, PreTrainedModel], *, turns: int) -> dict[str, Speed]:
+        """Times models, by name, in alternating turns; `turns` of each are timed."""
         # At least two tokens, at most 128, and one fewer than the row.
         first = self.texts.calibration[0]
         prompt = first[:, : max(2, min(128, first.shape[1] - 1))]
-        for name, speed in speeds(models, prompt, turns=turns).items():
-            for row in rows:
-                # The original model's times belong to every row.
-                if name in ("before", row["name"]):
-                    row["before" if name == "before" else "after"] |= {
-                        "prompt_tokens": speed.prompt,
-                        "first_token_seconds": speed.first_token,
-                        "decode_tokens_per_second": speed.decode,
-                        "decode_interval": [speed.low, speed.high],
-                    }
+        return speeds(models, prompt, turns=turns)
 
 
 def _half(model: PreTrainedModel) -> PreTrainedModel:
@@ -151,25 +193,26 @@ def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     )
 
 
-def _told(result: Result) -> JsonObject:
-    from preheat.evaluation.results import described
+def _figures(result: Result, bytes: int, dtype: str | None = None) -> Figures:
+    from preheat.evaluation.bootstrap import interval
 
-    data = described(result)
-    loss, perplexity = (data.metrics[key] for key in ("loss", "perplexity"))
-    return {
-        "loss": loss.value,
-        "perplexity": perplexity.value,
-        "perplexity_interval": [perplexity.low, perplexity.high],
-        "rows": data.rows,
-        "tokens": data.tokens,
-    }
+    loss, perplexity = result.metrics["loss"], result.metrics["perplexity"]
+    assert result.tokens is not None, "results on text count their tokens"
+    return Figures(
+        loss=loss.value,
+        perplexity=perplexity.value,
+        perplexity_interval=interval(perplexity) or (None, None),
+        rows=result.rows,
+        tokens=result.tokens,
+        bytes=bytes,
+        dtype=dtype,
+    )
 
 
-def _rise(before: Result, after: Result) -> JsonObject:
+def _rise(before: Result, after: Result) -> tuple[float, tuple[float | None, float | None]]:
     """Returns the relative rise of perplexity with its 95 % interval (paired bootstrap over the rows)."""
-    from preheat.evaluation.results import compared
+    from preheat.evaluation.bootstrap import difference
 
-    loss = compared(before, after).metrics["loss"]
-    low, high = (None if v is None else math.expm1(v) for v in (loss.low, loss.high))
+    value, bounds = difference(before.metrics["loss"], after.metrics["loss"])
     # perplexity = exp(loss), so the relative rise is exp(difference of losses) - 1.
-    return {"perplexity_rise": math.expm1(loss.value), "perplexity_rise_interval": [low, high]}
+    return math.expm1(value), (math.expm1(bounds[0]), math.expm1(bounds[1])) if bounds else (None, None)

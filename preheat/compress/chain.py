@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
@@ -27,7 +27,7 @@ from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import read
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.core.compression import CompressionResult, ImageResult
 
 __all__ = ["START", "Chain", "Step", "Steps", "load_chain", "located"]
 
@@ -171,21 +171,19 @@ class Steps(ABC, Generic[Subject]):
     def export(self, step: Step, number: int) -> tuple[str, str]: ...
 
     @abstractmethod
-    def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, Subject]:
-        """Compares what the last step wrote with the model that the chain began with.
+    def measure(self, step: Step, name: str, what: str) -> Subject:
+        """Compares what the last step wrote with the model that the chain began with; returns the model, for `time`.
 
         Args:
-            row: {name, method, settings} of the step.
+            name: of the folder that the step wrote.
             what: the step's description.
-
-        Returns:
-            The row with its figures; and the model, for `time`.
         """
 
     @abstractmethod
-    def time(self, rows: Sequence[JsonObject], models: Mapping[str, Subject], turns: int) -> None:
-        """Times the models, "before" and those of `rows` by name, and adds the figures to `rows`, in place."""
+    def summarize(self, models: Mapping[str, Subject], turns: int) -> CompressionResult | ImageResult:
+        """Times the models and writes the model cards that need the figures of all steps; returns all figures.
 
-    @abstractmethod
-    def summarize(self, rows: Sequence[JsonObject]) -> JsonObject:
-        """Returns the contents of compress.json; writes the model cards that need the figures of all steps."""
+        Args:
+            models: "before" and those that `measure` returned, by name.
+            turns: timed turns per model.
+        """

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.compress import model_card, save_load
 from preheat.compress.atomic_folder import NewFolder, require_new
-from preheat.compress.before_after import Baseline, held_logits
+from preheat.compress.before_after import Baseline, Untimed, held_logits
 from preheat.compress.calibration import require_rows
 from preheat.compress.calibration_text import Texts, find_texts
 from preheat.compress.export import verify
 from preheat.compress.registry import Method, methods
 from preheat.compress.unfinished_run import unfinished
+from preheat.core.compression import CompressedVariant, CompressionResult
+from preheat.core.export import ExportResult
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
@@ -28,8 +30,6 @@ from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "Variant",
@@ -111,7 +111,7 @@ def read_variant(text: str, overrides: Sequence[str] = ()) -> Variant:
     return read_variants([text], None, overrides)[0]
 
 
-def _parsed(text: str) -> tuple[str, JsonObject]:
+def _parsed(text: str) -> tuple[str, dict[str, object]]:
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # commas inside a list do not separate
     return name, dict(_setting(pair, f"--method {text}") for pair in pairs)
 
@@ -181,7 +181,7 @@ def compress(
     notes: Sequence[str] = (),
     page: Page = lambda folder: None,
     say: Say = lambda message: None,
-) -> JsonObject:
+) -> CompressionResult:
     """Compresses a model by each of the variants; starts from fp32 weights with adapters merged.
 
     One variant is written to the folder `out`, several to subfolders by name. Each is written under a temporary name,
@@ -200,11 +200,6 @@ def compress(
         notes: further notes for `notes`.
         page: called with the folder before it is renamed, to write a page from its compress.json.
         say: progress callback.
-
-    Returns:
-        {path, bytes, before, after, max_logit_difference, chosen, variants: [...], notes: [...]}; the top-level
-        figures are those of the chosen variant. `bytes` is the size of its weight files; `before` and `after` count
-        the bytes of the weights with everything that is not quantized in bf16.
 
     Raises:
         RecipeError, DataError, RunError: as the methods; `out` exists; the folder does not reproduce the model's
@@ -227,31 +222,32 @@ def compress(
     say("measuring the original model")
     before = Baseline.of(opened, texts, measured=measured)
     # All models stay in memory until the timing, which takes turns between them.
-    figures, timed = [], {"before": before.plain}
+    untimed, models = [], {"before": before.plain}
     with NewFolder(out) as root:
         folders = [root if len(variants) == 1 else root / variant.name for variant in variants]
         for variant, folder in zip(variants, folders, strict=True):
             folder.mkdir(exist_ok=True)
-            row, timed[variant.name] = _compress_variant(variant, opened, before, folder, say)
-            figures.append(row)
+            figures, models[variant.name] = _compress_variant(variant, opened, before, folder, say)
+            untimed.append(figures)
         say("timing")
         # In turns at the end, so that a change of the machine's load affects all models alike.
-        before.time(figures, timed, turns=turns)
+        speeds = before.time(models, turns=turns)
+        compressed = [figures.timed(speeds) for figures in untimed]
         warning = unfinished(source, opened.step)
         # The cards contain the times, so they come after the timing.
-        for row, variant, folder in zip(figures, variants, folders, strict=True):
+        for row, variant, folder in zip(compressed, variants, folders, strict=True):
             text = model_card.of_compressed(
                 row,
                 source=str(source),
                 texts=texts,
                 reads=variant.method.reads_rows,
-                quantized=row["quantized"],
-                said=once([warning, *row["notes"]]),
+                said=once([warning, *(row.notes or ())]),
             )
             (folder / "README.md").write_text(text, encoding="utf-8")
-        choice = _chosen(figures, within)
-        summary = summed(out if len(figures) == 1 else out / choice[0], figures, choice, str(source), texts)
-        summary["notes"] = once([warning, *(note for row in figures for note in row["notes"]), *notes])
+        choice = _chosen(compressed, within)
+        all_notes = once([warning, *(note for row in compressed for note in row.notes or ()), *notes])
+        chosen_folder = out if len(variants) == 1 else out / choice[0]
+        summary = summed(chosen_folder, compressed, choice, str(source), texts, all_notes)
         (root / "compress.json").write_text(to_json(summary, indent=1), encoding="utf-8")
         # Before the rename, so that the folder appears complete or not at all.
         page(root)
@@ -308,7 +304,7 @@ def require_modules(model: PreTrainedModel, chosen: Sequence[Method]) -> None:
 
 def _compress_variant(
     variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say
-) -> tuple[JsonObject, PreTrainedModel]:
+) -> tuple[Untimed, PreTrainedModel]:
     """Applies one variant, writes and reopens it, and compares; returns its figures, and the model to time."""
     from preheat.ops.quantization.serialization import quantized_modules
 
@@ -331,51 +327,61 @@ def _compress_variant(
             "written; nothing was written; please report it"
         )
     say(f"{name}: measuring")
-    row, timed = before.against(reopened)
-    quantized = bool(quantized_modules(reopened.build.trained[0]))
-    row = {
-        "name": name,
-        "method": method.name(),
-        "settings": dataclasses.asdict(method),
-        "what": change.what,
-        "detail": change.detail,
-        "notes": notes,
-        "quantized": quantized,
-        "bytes": save_load.weight_bytes(folder),
-        **row,
-    }
+    comparison, timed = before.against(reopened)
+    row = Untimed(
+        name=name,
+        method=method.name(),
+        settings=dataclasses.asdict(method),
+        what=change.what,
+        bytes=save_load.weight_bytes(folder),
+        comparison=comparison,
+        detail=change.detail,
+        notes=tuple(notes),
+        quantized=bool(quantized_modules(reopened.build.trained[0])),
+    )
     return row, timed
 
 
-def _chosen(figures: Sequence[JsonObject], within: float) -> tuple[str, str]:
+def _chosen(variants: Sequence[CompressedVariant], within: float) -> tuple[str, str]:
     """Returns the name of the variant to use, and why."""
     # Within the limit the smallest wins; beyond it only quality counts.
-    near = [v for v in figures if v["perplexity_rise"] <= within]
+    near = [v for v in variants if v.perplexity_rise <= within]
     if near:
-        best = min(near, key=lambda v: v["after"]["bytes"])
-        return best["name"], f"the smallest whose perplexity is at most {within:.0%} higher"
-    best = min(figures, key=lambda v: v["perplexity_rise"])
-    return best["name"], f"none is within {within:.0%}: the one with the lowest perplexity"
+        best = min(near, key=lambda v: v.after.bytes)
+        return best.name, f"the smallest whose perplexity is at most {within:.0%} higher"
+    best = min(variants, key=lambda v: v.perplexity_rise)
+    return best.name, f"none is within {within:.0%}: the one with the lowest perplexity"
 
 
-def summed(path: Path, figures: Sequence[JsonObject], choice: tuple[str, str], source: str, texts: Texts) -> JsonObject:
-    """Summarizes the results as data: the figures of the chosen variant at the top level, then all variants.
+def summed(
+    path: Path,
+    variants: Sequence[CompressedVariant],
+    choice: tuple[str, str],
+    source: str,
+    texts: Texts,
+    notes: Sequence[str],
+    exports: Sequence[ExportResult] | None = None,
+) -> CompressionResult:
+    """Summarizes the results: the figures of the chosen variant at the top level, then all variants.
 
     Args:
         path: folder of the chosen variant.
         choice: its name, and why it was chosen.
+        exports: of a chain.
     """
-    chosen = next(v for v in figures if v["name"] == choice[0])
-    return {
-        "path": str(path),
-        "bytes": chosen["bytes"],
-        "before": chosen["before"],
-        "after": chosen["after"],
-        "max_logit_difference": chosen["max_logit_difference"],
-        "chosen": chosen["name"],
-        "chosen_because": choice[1],
-        "source": source,
-        "texts": texts.description,
-        "calibration_rows": len(texts.calibration),
-        "variants": list(figures),
-    }
+    chosen = next(v for v in variants if v.name == choice[0])
+    return CompressionResult(
+        path=str(path),
+        bytes=chosen.bytes,
+        before=chosen.before,
+        after=chosen.after,
+        max_logit_difference=chosen.max_logit_difference,
+        chosen=chosen.name,
+        chosen_because=choice[1],
+        source=source,
+        texts=texts.description,
+        calibration_rows=len(texts.calibration),
+        variants=tuple(variants),
+        notes=tuple(notes),
+        exports=None if exports is None else tuple(exports),
+    )

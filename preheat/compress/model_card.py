@@ -17,7 +17,8 @@ from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts
-    from preheat.core.json_types import JsonObject
+    from preheat.core.compression import CompressedVariant, ImageResult
+    from preheat.core.export import ExportResult
 
 __all__ = ["before_and_after", "of_compressed", "of_image_step", "version_of", "write_export"]
 
@@ -72,9 +73,7 @@ def _table(rows: Sequence[Sequence[str]], rule: str = "---") -> str:
     return "\n".join([lines[0].replace("|  |", "| |"), "|" + f"{rule}|" * len(rows[0]), *lines[1:]])
 
 
-def of_compressed(
-    row: JsonObject, *, source: str, texts: Texts, reads: bool, quantized: bool, said: Sequence[str] = ()
-) -> str:
+def of_compressed(row: CompressedVariant, *, source: str, texts: Texts, reads: bool, said: Sequence[str] = ()) -> str:
     """Returns the card of a compressed model: method, source, data and measurements.
 
     Args:
@@ -82,21 +81,20 @@ def of_compressed(
         source: the model that was compressed.
         texts: calibration and held-out rows.
         reads: True if the method used the calibration sequences.
-        quantized: True if the weights are in a format that only preheat reads.
         said: further notes.
     """
     from preheat.compress.calibration import describe
 
-    before, after = row["before"], row["after"]
-    low, high = after["perplexity_interval"]
+    before, after = row.before, row.after
+    low, high = after.perplexity_interval
     between = f" (95 % of bootstrap resamples: {low:.4f} to {high:.4f})" if low is not None else ""
-    settings = ", ".join(f"{key} {value!r}" for key, value in row["settings"].items()) or "none"
+    settings = ", ".join(f"{key} {value!r}" for key, value in row.settings.items()) or "none"
     calibration = describe(texts.calibration) if reads else "not used by this method"
-    speeds = [figures["decode_tokens_per_second"] for figures in (before, after)]
-    first = [1e3 * figures["first_token_seconds"] for figures in (before, after)]
+    speeds = [figures.decode_tokens_per_second for figures in (before, after)]
+    first = [1e3 * figures.first_token_seconds for figures in (before, after)]
     name = Path(source).name
     sections = [
-        f"What: {row['what']}.{' ' + row['detail'] + '.' if row['detail'] else ''}",
+        f"What: {row.what}.{' ' + row.detail + '.' if row.detail else ''}",
         f"From: `{name}`, adapters merged, in fp32. Settings: {settings}.",
         *(f"Note: {note}." for note in said),
         f"Calibration: {calibration}. Data: {texts.description}.",
@@ -105,37 +103,37 @@ def of_compressed(
                 ("", "before", "after"),
                 (
                     "perplexity on held-out text",
-                    f"{before['perplexity']:.4f}",
-                    f"{after['perplexity']:.4f} ({row['perplexity_rise']:+.2%})",
+                    f"{before.perplexity:.4f}",
+                    f"{after.perplexity:.4f} ({row.perplexity_rise:+.2%})",
                 ),
-                ("loss, nats a token", f"{before['loss']:.4f}", f"{after['loss']:.4f}"),
-                ("weights", f"{before['bytes']:,} bytes in bf16", f"{after['bytes']:,} bytes"),
+                ("loss, nats a token", f"{before.loss:.4f}", f"{after.loss:.4f}"),
+                ("weights", f"{before.bytes:,} bytes in bf16", f"{after.bytes:,} bytes"),
                 (
                     "decoding, one sequence, tokens/s",
                     f"{speeds[0]:.1f} in bf16",
                     f"{speeds[1]:.1f} ({speeds[1] / speeds[0]:.2f}x)",
                 ),
                 (
-                    f"first token after {after['prompt_tokens']} tokens, ms",
+                    f"first token after {after.prompt_tokens} tokens, ms",
                     f"{first[0]:.1f} in bf16",
                     f"{first[1]:.1f}",
                 ),
             ]
         ),
-        f"Measured: perplexity over {after['tokens']:,} held-out tokens in {after['rows']} sequences{between}, before "
+        f"Measured: perplexity over {after.tokens:,} held-out tokens in {after.rows} sequences{between}, before "
         "in the precision that it was trained in.\nTimes are medians of turns taken alternately with the same model in "
         "bf16, by transformers' own forward with a KV cache, on the machine that\nwrote this. Logits differ by at "
-        f"most {row['max_logit_difference']:.3g} (largest {row['largest_logit']:.3g}), and the likeliest token is "
-        f"the\nsame at {row['top_1_agreement']:.1%} of the positions. The written model was read back and reproduces "
+        f"most {row.max_logit_difference:.3g} (largest {row.largest_logit:.3g}), and the likeliest token is "
+        f"the\nsame at {row.top_1_agreement:.1%} of the positions. The written model was read back and reproduces "
         "its in-memory logits exactly.",
     ]
     return _card(
         source,
-        f"{name}, compressed by {row['method']}",
+        f"{name}, compressed by {row.method}",
         sections,
-        library="preheat" if quantized else "transformers",
+        library="preheat" if row.quantized else "transformers",
         pipeline="text-generation",
-        tags=("compressed", row["method"]),
+        tags=("compressed", row.method),
         closing=(
             'Use: `preheat generate FOLDER --prompt "…"`, `preheat eval FOLDER --data TEXT`. '
             f"Written by {version_of('preheat')}."
@@ -143,44 +141,44 @@ def of_compressed(
     )
 
 
-def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
+def of_image_step(summary: ImageResult, number: int, folder: Path) -> str:
     """Returns the card of one step of an image classifier's chain: method, source, images and measurements.
 
     Args:
-        summary: of the chain, see `vision.steps.ImageSteps`.
+        summary: of the chain.
         number: index of the step in it.
         folder: that the step wrote.
     """
-    steps = summary["variants"][: number + 1]
     # Exports do not change the model, so earlier exports are not among the steps that led to this one.
-    steps = [s for s in steps[:-1] if "logits" not in s] + [steps[-1]]
+    last = summary.variants[number]
+    steps = [*(step for step in summary.variants[:number] if step.logits is None), last]
     # The exported file, if the step wrote one; models of transformers have no `model.*` in `_USES`.
     suffix = next((file.suffix for file in folder.glob("model.*") if file.suffix in _USES), "")
-    models = [("before", summary["before"]), *((s["method"], s["after"]) for s in steps)]
+    models = [("before", summary.before), *((step.method, step.after) for step in steps)]
     comparison = ""
-    if (difference := steps[-1].get("logits")) is not None:
+    if (difference := last.logits) is not None:
         comparison = (
-            f"Compared with the original model, over {difference['images']} calibration images: scores differ by at "
-            f"most {difference['largest']:.3g} (largest {difference['scale']:.3g}), by {difference['mean']:.3g} in "
-            f"the mean; the first class is the same at {difference['agreement']:.1%}."
+            f"Compared with the original model, over {difference.images} calibration images: scores differ by at "
+            f"most {difference.largest:.3g} (largest {difference.scale:.3g}), by {difference.mean:.3g} in "
+            f"the mean; the first class is the same at {difference.agreement:.1%}."
         )
-    name = Path(summary["source"]).resolve().name
+    name = Path(summary.source).resolve().name
     sections = [
         f"From the image classifier `{name}`:",
-        "\n".join(f"{n}. {step['method']}: {step['what']}." for n, step in enumerate(steps, 1)),
-        f"Images: {summary['data']}.",
+        "\n".join(f"{n}. {step.method}: {step.what}." for n, step in enumerate(steps, 1)),
+        f"Images: {summary.data}.",
         _table(
             [
                 ("", "accuracy", "loss", "parameters", "bytes", "as before", "ms an image"),
                 *(
                     (
                         method,
-                        f"{figures['accuracy']:.1%}",
-                        f"{figures['loss']:.4f}",
-                        f"{figures['parameters']:,}",
-                        f"{figures['bytes']:,}",
-                        f"{figures['agreement']:.1%}" if "agreement" in figures else "",
-                        f"{figures['milliseconds']:.2f}",
+                        f"{figures.accuracy:.1%}",
+                        f"{figures.loss:.4f}",
+                        f"{figures.parameters:,}",
+                        f"{figures.bytes:,}",
+                        "" if figures.agreement is None else f"{figures.agreement:.1%}",
+                        f"{figures.milliseconds:.2f}",
                     )
                     for method, figures in models
                 ),
@@ -194,8 +192,8 @@ def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
         f"Use:\n\n```\n{_IMAGE}{_USES[suffix]}\n```",
     ]
     return _card(
-        summary["source"],
-        f"{name}: {steps[-1]['method']}",
+        summary.source,
+        f"{name}: {last.method}",
         sections,
         library={".onnx": "onnx", ".pte": "executorch"}.get(suffix, "transformers"),
         pipeline="image-classification",
@@ -208,7 +206,7 @@ def of_image_step(summary: JsonObject, number: int, folder: Path) -> str:
 def write_export(
     folder: Path,
     run: str | Path,
-    summary: JsonObject,
+    summary: ExportResult,
     *,
     title: str,
     use: str,
@@ -220,7 +218,7 @@ def write_export(
     Args:
         folder: of the export, while it is written.
         run: the exported run, whose recipe, data and metrics are included; or a model's or an adapter's folder.
-        summary: result of the writer.
+        summary: the writer's result.
         title: the format and dtype, as in "GGUF, q8_0".
         use: a command or a few lines of Python that use it.
         library: the library that loads it, by the hub's name.
@@ -230,7 +228,7 @@ def write_export(
         "\n".join(_origin(Path(run), summary)),
         "## Compared with the original model",
         _compared(summary),
-        f"Note: {summary['note']}." if summary["note"] else "",
+        f"Note: {summary.note}." if summary.note else "",
         f"## Use\n\n```\n{use}\n```",
     ]
     text = _card(
@@ -253,8 +251,8 @@ def version_of(package: str) -> str:
     return f"{package} {preheat.__version__ if package == 'preheat' else version(package)}"
 
 
-def _origin(run: Path, summary: JsonObject) -> list[str]:
-    merged = f", {summary['merged']} adapters merged" if summary.get("merged") else ""
+def _origin(run: Path, summary: ExportResult) -> list[str]:
+    merged = f", {summary.merged} adapters merged" if summary.merged else ""
     # A checkpoint's folder is RUN/checkpoints/NAME.
     run = run.parent.parent if run.parent.name == "checkpoints" else run
     if not (run / "recipe.yaml").is_file():
@@ -301,33 +299,30 @@ def _measured(reader: Reader) -> list[str]:
     return lines
 
 
-def before_and_after(summary: JsonObject) -> str:
+def before_and_after(summary: ExportResult) -> str:
     """Returns an export's perplexities, with their precisions if these differ.
 
-    Example:
-        >>> before_and_after({"before": {"perplexity": 5.1, "computes_in": "bf16"}, "after": {"perplexity": 5.2},
-        ...                   "dtype": "f16"})
-        '5.1 before (computed in bf16), 5.2 after (f16 weights)'
+    As in "5.1 before (computed in bf16), 5.2 after (f16 weights)".
     """
-    before, after = summary["before"], summary["after"]
+    before, after = summary.before, summary.after
     # The run's own evaluation may compute in another precision than the exported file.
-    computed = f" (computed in {before['computes_in']})" if "computes_in" in before else ""
+    computed = f" (computed in {before.computes_in})" if before.computes_in else ""
     # An adapter has no file of weights in a precision of its own.
-    weights = f" ({summary['dtype']} weights)" if computed and "dtype" in summary else ""
-    return f"{before['perplexity']:.5g} before{computed}, {after['perplexity']:.5g} after{weights}"
+    weights = f" ({summary.dtype} weights)" if computed and summary.dtype else ""
+    return f"{before.perplexity:.5g} before{computed}, {after.perplexity:.5g} after{weights}"
 
 
-def _compared(summary: JsonObject) -> str:
+def _compared(summary: ExportResult) -> str:
     """Returns a table with `verify.figures`."""
     rows = [
-        ("positions compared", f"{summary['tokens']:,}, of prose, code, arithmetic and JSON"),
+        ("positions compared", f"{summary.tokens:,}, of prose, code, arithmetic and JSON"),
         (
             "largest difference of a logit",
-            f"{summary['max_logit_difference']:.3g} (largest logit {summary['largest_logit']:.3g})",
+            f"{summary.max_logit_difference:.3g} (largest logit {summary.largest_logit:.3g})",
         ),
-        ("mean difference of a logit", f"{summary['mean_logit_difference']:.3g}"),
-        ("same most likely token", f"{summary['top1_agreement']:.1%} of positions"),
+        ("mean difference of a logit", f"{summary.mean_logit_difference:.3g}"),
+        ("same most likely token", f"{summary.top1_agreement:.1%} of positions"),
     ]
-    if summary["before"]["perplexity"] is not None:
-        rows.append((f"perplexity on {summary['perplexity_of']}", before_and_after(summary)))
-    return f"Read back by {summary['read_by']}:\n\n" + _table([("", ""), *rows], " --- ")
+    if summary.before.perplexity is not None:
+        rows.append((f"perplexity on {summary.perplexity_of}", before_and_after(summary)))
+    return f"Read back by {summary.read_by}:\n\n" + _table([("", ""), *rows], " --- ")

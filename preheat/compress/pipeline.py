@@ -14,7 +14,7 @@ from preheat.files import to_json, write_user_file
 from preheat.models.image_classifiers import is_classifier
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.core.compression import CompressionResult, ImageResult
 
 __all__ = ["run_chain"]
 
@@ -30,7 +30,7 @@ def run_chain(
     seed: int = 0,
     page: Page = lambda folder: None,
     say: Say = lambda message: None,
-) -> JsonObject:
+) -> CompressionResult | ImageResult:
     """Runs a chain on a trained model and writes a subfolder for each step: a model, a run or an export.
 
     `out` and the finished steps are kept if a later step fails.
@@ -46,16 +46,14 @@ def run_chain(
         say: progress callback.
 
     Returns:
-        The contents of `out`/compress.json. For language models as `compress.compress`, for the last step; `variants`
-        are the steps, `notes` lists what was skipped and why, `exports` the results of the export writers. For image
-        classifiers see `vision.steps.ImageSteps`.
+        The contents of `out`/compress.json; `variants` are the steps.
 
     Raises:
         RecipeError, DataError, RunError: before the first step if the error can be known by then.
 
     Example:
         >>> summary = run_chain("mobilenet", load_chain("edge-vision"), "out", data="digits")       # doctest: +SKIP
-        >>> summary["variants"][-1]["after"]["accuracy"]                                            # doctest: +SKIP
+        >>> summary.variants[-1].after.accuracy                                                     # doctest: +SKIP
         0.972
     """
     out = Path(out)
@@ -68,7 +66,6 @@ def run_chain(
         steps = TextSteps(source, chain, out, data=None if data is None else str(data), measured=measured, say=say)
     # Kept until the end, because all models are timed in alternating turns.
     models = {"before": steps.begin()}
-    rows: list[JsonObject] = []
     for number, (step, path) in enumerate(zip(chain.steps, chain.locations, strict=True), 1):
         progress, label = f"step {number} of {len(chain.steps)}", steps.label(step)
         say(f"{progress}: {label}")
@@ -77,12 +74,9 @@ def run_chain(
             # Exports of language models are compared by their writers.
             if step.export is None or steps.measures_exports:
                 say(f"{progress}: measuring")
-                row = {"name": name, "method": label, "settings": dict(step.settings)}
-                row, models[name] = steps.measure(row, what)
-                rows.append(row)
+                models[name] = steps.measure(step, name, what)
     say("timing")
-    steps.time(rows, models, turns)
-    summary = steps.summarize(rows)
+    summary = steps.summarize(models, turns)
     # Written last: a folder without it shows a chain that did not finish.
     write_user_file(
         out / "compress.json", to_json(summary, indent=1), fix="free disk space; the steps' folders are intact"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.compress import compress
-from preheat.compress.before_after import Baseline
+from preheat.compress.before_after import Baseline, Untimed
 from preheat.compress.calibration_text import find_texts
 from preheat.compress.chain import START, Chain, Step, Steps, located
 from preheat.compress.compress import Say, Variant
@@ -29,7 +29,8 @@ from preheat.recipe.validate import RecipeReader
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
+    from preheat.core.compression import CompressionResult
+    from preheat.core.export import ExportResult
 
 __all__ = ["TextSteps"]
 
@@ -82,7 +83,8 @@ class TextSteps(Steps["PreTrainedModel"]):
         self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len or None
         self.rate = peak_learning_rate(opened.build)
         self.notes: list[str] = []
-        self.exports: list[JsonObject] = []
+        self.exports: list[ExportResult] = []
+        self._rows: list[Untimed] = []
         self._opened = opened
         self._step_of_source = opened.step
         # Last, because it needs `start`, `tokens` and `rate`.
@@ -117,13 +119,13 @@ class TextSteps(Steps["PreTrainedModel"]):
         # One row and one turn, because `measure` measures all steps alike afterwards.
         summary = compress.compress(self.place, [variant], self._out / name, texts=self.texts, measured=1, turns=1)
         self.place = self._out / name
-        self.notes += summary["notes"]
-        return name, summary["variants"][0]["what"]
+        self.notes += summary.notes
+        return name, summary.variants[0].what
 
     def export(self, step: Step, number: int) -> tuple[str, str]:
         name = f"{number}-{step.export}"
         self.exports.append(registry.write(str(step.export), self.place, self._out / name, **step.settings))
-        self.notes.append(self.exports[-1]["note"])
+        self.notes.append(self.exports[-1].note)
         return name, ""
 
     def train(self, step: Step, number: int) -> tuple[str, str]:
@@ -150,18 +152,18 @@ class TextSteps(Steps["PreTrainedModel"]):
         names = ", ".join(name for name in step.techniques if name not in skipped) or "no further technique"
         return name, f"trained {result['steps']} steps with {names}; loss {result['validation_loss']:.4f}"
 
-    def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, PreTrainedModel]:
-        figures, timed = self._before.against(load_model(self.place))
-        return figures | row | {"what": what, "bytes": figures["after"]["bytes"]}, timed
+    def measure(self, step: Step, name: str, what: str) -> PreTrainedModel:
+        comparison, timed = self._before.against(load_model(self.place))
+        settings = dict(step.settings)
+        self._rows.append(Untimed(name, self.label(step), settings, what, comparison.after.bytes, comparison))
+        return timed
 
-    def time(self, rows: Sequence[JsonObject], models: Mapping[str, PreTrainedModel], turns: int) -> None:
-        self._before.time(rows, models, turns=turns)
-
-    def summarize(self, rows: Sequence[JsonObject]) -> JsonObject:
-        choice = (rows[-1]["name"], "the last step of the chain")
-        summary = compress.summed(self.place, rows, choice, str(self._source), self.texts)
+    def summarize(self, models: Mapping[str, PreTrainedModel], turns: int) -> CompressionResult:
+        speeds = self._before.time(models, turns=turns)
+        rows = [row.timed(speeds) for row in self._rows]
+        choice = (rows[-1].name, "the last step of the chain")
         notes = compress.once([unfinished(self._source, self._step_of_source), *self.notes])
-        return summary | {"notes": notes, "exports": self.exports}
+        return compress.summed(self.place, rows, choice, str(self._source), self.texts, notes, self.exports)
 
     def _require_possible(self, device: str) -> None:
         """Raises RecipeError for errors of training steps that do not depend on the model.

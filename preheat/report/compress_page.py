@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.core.json_types import JsonObject
+from preheat.core.compression import CompressedVariant, CompressionResult, TimedFigures
 from preheat.report import page
 from preheat.report.formatting import escape
 from preheat.report.page import LegendEntry, number_cell, series_colour
@@ -46,49 +46,47 @@ def write_compress(folder: str | Path) -> Path:
         RunError: there is no compress.json, it is damaged, or the page cannot be written.
     """
     source = Path(folder) / "compress.json"
-    return page.write_figures(source, "preheat compress", JsonObject, _page)
+    return page.write_figures(source, "preheat compress", CompressionResult, _page)
 
 
-def _page(result: JsonObject) -> str:
-    chosen = next(v for v in result["variants"] if v["name"] == result["chosen"])
-    before, after = chosen["before"], chosen["after"]
-    faster = after["decode_tokens_per_second"] / before["decode_tokens_per_second"]
+def _page(result: CompressionResult) -> str:
+    chosen = result.chosen_variant
+    before, after = chosen.before, chosen.after
+    faster = after.decode_tokens_per_second / before.decode_tokens_per_second
     headline = (
-        f"{chosen['name']}: {after['bytes'] / before['bytes']:.0%} of bf16's bytes, {faster:.2f} times its tokens "
-        "a second, "
-        f"perplexity {_rise(chosen['perplexity_rise'])}; chosen as {result['chosen_because']}."
+        f"{chosen.name}: {after.bytes / before.bytes:.0%} of bf16's bytes, {faster:.2f} times its tokens a second, "
+        f"perplexity {_rise(chosen.perplexity_rise)}; chosen as {result.chosen_because}."
     )
-    done = page.bullets(f"<b>{escape(v['name'])}</b>: {escape(v['what'])}" for v in result["variants"])
+    done = page.bullets(f"<b>{escape(v.name)}</b>: {escape(v.what)}" for v in result.variants)
     charts = page.two_columns(_pareto(result, "size"), _pareto(result, "time"))
-    notes = page.bullets(map(escape, result["notes"])) if result.get("notes") else ""
+    notes = page.bullets(map(escape, result.notes)) if result.notes else ""
     return page.document(
-        f"{result['source']} · preheat compress",
-        f"""{page.header("preheat compress", Path(result["source"]).name, headline)}
+        f"{result.source} · preheat compress",
+        f"""{page.header("preheat compress", Path(result.source).name, headline)}
 {page.section("pareto", "Quality against size and speed", charts)}
 {page.section("variants", "Every variant", _table(result))}
 {page.section("what", "Steps", done)}
 {page.section("notes", "Notes", notes)}
-<footer>Data: {escape(result["texts"])}; {result["calibration_rows"]} calibration sequences, \
-{after["tokens"]:,} held-out tokens. Bytes: of the weights. Times: medians of turns taken alternately with the same \
-model in bf16, one sequence, a prompt of {after["prompt_tokens"]} tokens. All figures as data: \
-compress.json.</footer>""",
+<footer>Data: {escape(result.texts)}; {result.calibration_rows} calibration sequences, {after.tokens:,} held-out \
+tokens. Bytes: of the weights. Times: medians of
+turns taken alternately with the same model in bf16, one sequence, a prompt of {after.prompt_tokens} tokens. All \
+figures as data: compress.json.</footer>""",
     )
 
 
-def _points(result: JsonObject, by: str) -> list[tuple[str, float, float]]:
+def _points(result: CompressionResult, by: str) -> list[tuple[str, float, float]]:
     """Returns (name, MiB or milliseconds per token, perplexity) of each variant; the original model comes first."""
 
-    def at(figures: JsonObject) -> float:
-        value: float = figures["bytes"] / 2**20 if by == "size" else 1e3 / figures["decode_tokens_per_second"]
-        return value
+    def at(figures: TimedFigures) -> float:
+        return figures.bytes / 2**20 if by == "size" else 1e3 / figures.decode_tokens_per_second
 
-    first = result["variants"][0]["before"]
-    return [("bf16", at(first), first["perplexity"])] + [
-        (v["name"], at(v["after"]), v["after"]["perplexity"]) for v in result["variants"]
+    first = result.variants[0].before
+    return [("bf16", at(first), first.perplexity)] + [
+        (v.name, at(v.after), v.after.perplexity) for v in result.variants
     ]
 
 
-def _pareto(result: JsonObject, by: str) -> str:
+def _pareto(result: CompressionResult, by: str) -> str:
     points = _points(result, by)
     best = front([(x, y) for _, x, y in points])
     right = max(x for _, x, _ in points)
@@ -115,7 +113,7 @@ def _pareto(result: JsonObject, by: str) -> str:
         )
         for n, (name, x, y) in enumerate(points):
             colour = SENTINEL[colours[n]]
-            filled = name == result["chosen"]
+            filled = name == result.chosen
             axes.plot(
                 [x],
                 [y],
@@ -171,7 +169,7 @@ def _rise(share: float) -> str:
     return f"{share:+.2%}" if share < 10 else f"×{1 + share:,.0f}"
 
 
-def _table(result: JsonObject) -> str:
+def _table(result: CompressionResult) -> str:
     titles = (
         "variant",
         "perplexity",
@@ -183,23 +181,22 @@ def _table(result: JsonObject) -> str:
         "largest logit difference",
         "top-1 the same",
     )
-    first = result["variants"][0]["before"]
+    first = result.variants[0].before
     rows = [_row("bf16", first, first, None)] + [
-        _row(v["name"] + (" (chosen)" if v["name"] == result["chosen"] else ""), v["after"], v["before"], v)
-        for v in result["variants"]
+        _row(v.name + (" (chosen)" if v.name == result.chosen else ""), v.after, v.before, v) for v in result.variants
     ]
     return page.table(titles, rows)
 
 
-def _row(name: str, figures: JsonObject, before: JsonObject, variant: JsonObject | None) -> str:
+def _row(name: str, figures: TimedFigures, before: TimedFigures, variant: CompressedVariant | None) -> str:
     cells = [
-        f"{figures['perplexity']:.4f}",
-        _rise(variant["perplexity_rise"]) if variant else "",
-        f"{figures['bytes'] / 2**20:.2f}",
-        f"{figures['decode_tokens_per_second']:.1f}",
-        f"{figures['decode_tokens_per_second'] / before['decode_tokens_per_second']:.2f}" if variant else "",
-        f"{1e3 * figures['first_token_seconds']:.1f}",
-        f"{variant['max_logit_difference']:.3g}" if variant else "",
-        f"{variant['top_1_agreement']:.1%}" if variant else "",
+        f"{figures.perplexity:.4f}",
+        _rise(variant.perplexity_rise) if variant else "",
+        f"{figures.bytes / 2**20:.2f}",
+        f"{figures.decode_tokens_per_second:.1f}",
+        f"{figures.decode_tokens_per_second / before.decode_tokens_per_second:.2f}" if variant else "",
+        f"{1e3 * figures.first_token_seconds:.1f}",
+        f"{variant.max_logit_difference:.3g}" if variant else "",
+        f"{variant.top_1_agreement:.1%}" if variant else "",
     ]
     return page.named_row(name, *map(number_cell, cells))

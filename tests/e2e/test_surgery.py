@@ -58,7 +58,7 @@ def test_pooled_heads_recover_and_the_export_is_a_plain_llama(
     assert jumped > before + 0.3
     after = train(recipe, out=tmp_path / "run")["validation_loss"]
     assert after < before + 0.5 * (jumped - before)
-    assert huggingface.write(tmp_path / "run", tmp_path / "hf")["max_logit_difference"] == 0
+    assert huggingface.write(tmp_path / "run", tmp_path / "hf").max_logit_difference == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     config = loaded.config
     assert (config.num_key_value_heads, config.max_position_embeddings, config.rope_parameters["rope_type"]) == (

@@ -27,7 +27,7 @@ from preheat.errors import RunError
 from preheat.models.hf import facts
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.core.export import ExportResult
 
 __all__ = ["compile_package", "replay", "write"]
 
@@ -41,7 +41,7 @@ logits = model(row, torch.ones_like(row))"""
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
-) -> JsonObject:
+) -> ExportResult:
     """Writes `out`/model.pt2, tokenizer, configuration and a model card.
 
     Args:
@@ -49,9 +49,6 @@ def write(
         dtype: float32 or bfloat16, of weights and activations.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
-
-    Returns:
-        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: no C++ compiler; the difference exceeds the bound.

@@ -23,6 +23,7 @@ from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
+from preheat.core.export import ExportResult
 from preheat.errors import RecipeError, RunError
 from preheat.models.hf import facts, head
 from preheat.models.torchao_import import quiet_torchao
@@ -30,7 +31,6 @@ from preheat.models.torchao_import import quiet_torchao
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["lower", "quantize", "replay", "write"]
 
@@ -54,7 +54,7 @@ def write(
     tolerance: float | None = None,
     base: str | None = None,
     length: int | None = None,
-) -> JsonObject:
+) -> ExportResult:
     """Writes `out`/model.pte, tokenizer, configuration and a model card.
 
     Args:
@@ -63,9 +63,6 @@ def write(
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
         length: size of the cache in positions; None: the model's, up to 2,048.
-
-    Returns:
-        {path, bytes, dtype, length, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: executorch is not installed; an operator is not supported; the difference exceeds the bound.
@@ -97,16 +94,18 @@ def write(
             difference = verify.compare(wanted, replay(file, rows), rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             model.copy_settings(folder)
-            summary = {"path": str(out), "bytes": verify.size(folder, file.name), "dtype": dtype, "length": length}
-            summary |= {
-                "merged": model.merged,
-                "read_by": model_card.version_of("executorch"),
-                **verify.figures(difference, bound),
-            }
-            summary |= {
-                **model.held_out_text.perplexities(difference, partial(replay, file), longest=length - 1),
-                "note": "; ".join(notes),
-            }
+            perplexity = model.held_out_text.perplexities(difference, partial(replay, file), longest=length - 1)
+            summary = ExportResult(
+                path=str(out),
+                bytes=verify.size(folder, file.name),
+                dtype=dtype,
+                length=length,
+                merged=model.merged,
+                read_by=model_card.version_of("executorch"),
+                **vars(verify.figures(difference, bound)),
+                **vars(perplexity),
+                note="; ".join(notes),
+            )
             use = model.use(_LOAD, _STEP, positions=length)
         model_card.write_export(
             folder, run, summary, title=f"ExecuTorch program, {dtype}", use=use, library="executorch"

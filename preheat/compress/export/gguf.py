@@ -21,6 +21,7 @@ from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import gguf_reader, llama_cpp, verify
 from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
 from preheat.compress.export.merged_model import Plain, configuration_of, plain, require
+from preheat.core.export import ExportResult, LlamaCppComparison
 from preheat.errors import RunError
 from preheat.hardware.child_processes import tethered
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["require_supported", "write"]
 
@@ -47,7 +47,7 @@ _HINT = "use --dtype q8_0 or f16, or raise --tolerance"
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "f16", tolerance: float | None = None, base: str | None = None
-) -> JsonObject:
+) -> ExportResult:
     """Writes `out`/NAME-DTYPE.gguf and a model card.
 
     Args:
@@ -58,16 +58,12 @@ def write(
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
 
-    Returns:
-        {path, file, bytes, dtype, types: {type: tensors}, merged, read_by, note}, `verify.figures`, and llama_cpp:
-        {version, max_logprob_difference, mean_logprob_difference, top1_agreement, places} if it ran the file
-
     Raises:
         RunError: a model, tokenizer or rope scaling that llama.cpp does not support; no `gguf` package or tool; no
             matrix of the layers can have the dtype; the difference exceeds the bound.
 
     Example:
-        >>> write("runs/demo", "demo-gguf", dtype="q8_0")["top1_agreement"]      # doctest: +SKIP
+        >>> write("runs/demo", "demo-gguf", dtype="q8_0").top1_agreement         # doctest: +SKIP
         0.997
     """
     out = Path(out)
@@ -96,49 +92,47 @@ def write(
             verify.refuse_beyond(difference, bound, str(out), _HINT)
             llama_cpp_figures = _by_llama_cpp(model, file, dtype, tolerance)
             notes = [*model.notes, *_notes(model, types, dtype)]
-            if not llama_cpp_figures:
+            if llama_cpp_figures is None:
                 notes.append(
                     f"compared by {model_card.version_of('transformers')} alone: llama.cpp did not run the "
                     "file, since its wheel is not installed "
                     "here (pip install 'preheat[llama-cpp]')"
                 )
-            summary = {
-                "path": str(out),
-                "file": file.name,
-                "bytes": file.stat().st_size,
-                "dtype": dtype,
-                "types": types,
-            }
-            summary |= {"merged": model.merged, "read_by": model_card.version_of("transformers"), **llama_cpp_figures}
-            summary |= {
-                **verify.figures(difference, bound),
-                **model.held_out_text.by(reloaded, difference),
-                "note": "; ".join(notes),
-            }
-        use = f"llama-cli -m {summary['file']} -p 'Once upon a time'"
+            summary = ExportResult(
+                path=str(out),
+                file=file.name,
+                bytes=file.stat().st_size,
+                dtype=dtype,
+                types=types,
+                merged=model.merged,
+                read_by=model_card.version_of("transformers"),
+                llama_cpp=llama_cpp_figures,
+                **vars(verify.figures(difference, bound)),
+                **vars(model.held_out_text.by(reloaded, difference)),
+                note="; ".join(notes),
+            )
+        use = f"llama-cli -m {summary.file} -p 'Once upon a time'"
         model_card.write_export(folder, run, summary, title=f"GGUF, {dtype}", use=use, library="gguf")
     return summary
 
 
-def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> JsonObject:
-    """Compares logprobs with llama.cpp's, if it is installed."""
+def _by_llama_cpp(model: Plain, file: Path, dtype: str, tolerance: float | None) -> LlamaCppComparison | None:
+    """Compares logprobs with llama.cpp's; None if it is not installed."""
     if not llama_cpp.installed():
-        return {}
+        return None
     difference = llama_cpp.compare(file, model.tokenizer, model.rows, model.reference_logits)
     bound = verify.BOUNDS["llama.cpp"][dtype]
     # llama.cpp computes in its own precision, so a user's tolerance can only widen this bound.
     if tolerance is not None:
         bound = verify.Bound(max(tolerance, bound.largest))
     verify.refuse_beyond(difference, bound, f"{file.name}, run by llama.cpp", _HINT)
-    return {
-        "llama_cpp": {
-            "version": model_card.version_of("xllamacpp"),
-            "max_logprob_difference": difference.largest,
-            "mean_logprob_difference": difference.mean,
-            "top1_agreement": difference.agreement,
-            "places": difference.tokens,
-        }
-    }
+    return LlamaCppComparison(
+        version=model_card.version_of("xllamacpp"),
+        max_logprob_difference=difference.largest,
+        mean_logprob_difference=difference.mean,
+        top1_agreement=difference.agreement,
+        places=difference.tokens,
+    )
 
 
 def _block(dtype: str) -> int:

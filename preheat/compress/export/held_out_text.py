@@ -14,6 +14,7 @@ from torch import Tensor
 from preheat.compress.export.verify import Difference
 from preheat.compress.unfinished_run import unfinished
 from preheat.core import Tag
+from preheat.core.export import HeldOutPerplexity, Perplexity
 from preheat.errors import DataError, RecipeError
 from preheat.inference.load import LoadedModel
 from preheat.models.hf import plain_logits
@@ -22,7 +23,6 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["SAMPLES", "HeldOutText", "held_out_text"]
 
@@ -53,8 +53,8 @@ class HeldOutText:
     computes_in: str = ""
     unfinished: str = ""
 
-    def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> JsonObject:
-        """Returns {before, after, perplexity_of, unfinished} for a writer's result.
+    def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> HeldOutPerplexity:
+        """Returns the perplexities for a writer's result.
 
         `before` has `computes_in` if the run's own evaluation measured it; otherwise both are of the same precision.
 
@@ -74,15 +74,10 @@ class HeldOutText:
                 self.words,
             )
             computes_in = self.computes_in
-        own = {"computes_in": computes_in} if computes_in and replay is not None else {}
-        perplexities = {
-            "before": {"perplexity": before} | own,
-            "after": {"perplexity": after},
-            "perplexity_of": description,
-        }
-        return {**perplexities, "unfinished": self.unfinished}
+        own = computes_in if computes_in and replay is not None else None
+        return HeldOutPerplexity(Perplexity(before, own), Perplexity(after), description, self.unfinished)
 
-    def by(self, model: PreTrainedModel, difference: Difference) -> JsonObject:
+    def by(self, model: PreTrainedModel, difference: Difference) -> HeldOutPerplexity:
         """Returns `perplexities` for a transformers model."""
         return self.perplexities(difference, lambda rows: [plain_logits(model, row) for row in rows])
 

@@ -15,6 +15,7 @@ from preheat.compress.export.published_layout import published_layout, text_alon
 from preheat.compress.front_matter import pipeline_of
 from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
 from preheat.core import Tag
+from preheat.core.export import FolderResult
 from preheat.data.tokenizer import rebuilt_by_transformers
 from preheat.errors import RunError
 from preheat.inference.load import load_model
@@ -32,7 +33,6 @@ from preheat.run.reader import Reader
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["write", "write_held"]
 
@@ -57,7 +57,7 @@ def write(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     base: str | None = None,
-) -> JsonObject:
+) -> FolderResult:
     """As `write_held`, without the held-out text in its result."""
     return write_held(run, out, dtype=dtype, tolerance=tolerance, base=base)[0]
 
@@ -70,7 +70,7 @@ def write_held(
     tolerance: float | None = None,
     base: str | None = None,
     final: bool = True,
-) -> tuple[JsonObject, HeldOutText]:
+) -> tuple[FolderResult, HeldOutText]:
     """Writes `out` from a run's newest complete checkpoint, or from an adapter's folder and its base.
 
     Adapters are merged in fp32 into the base they were trained on; a 4-bit base is dequantized first. The folder is
@@ -196,20 +196,21 @@ def write_held(
                 f"{out}: embedding and head are {'one matrix' if tied else 'two matrices'} in the run, but "
                 "not in the folder"
             )
-        summary = {
-            "path": str(out),
-            "bytes": verify.size(folder),
-            "dtype": name,
-            "merged": merged,
-            "tokens_that_end": ends.tokens,
-            "turn_ends": ends.end_of_turn,
-            "chats": ends.chats,
-            "string_ends": ends.string,
-            "read_by": model_card.version_of("transformers"),
-            **verify.figures(difference, accepted),
-            **(held_text.by(reloaded, difference) if final else held_text.perplexities(difference, None)),
-            "note": "; ".join(notes),
-        }
+        perplexity = held_text.by(reloaded, difference) if final else held_text.perplexities(difference, None)
+        summary = FolderResult(
+            path=str(out),
+            bytes=verify.size(folder),
+            dtype=name,
+            merged=merged,
+            tokens_that_end=tuple(ends.tokens),
+            turn_ends=ends.end_of_turn,
+            chats=ends.chats,
+            string_ends=ends.string,
+            read_by=model_card.version_of("transformers"),
+            **vars(verify.figures(difference, accepted)),
+            **vars(perplexity),
+            note="; ".join(notes),
+        )
         use = f'import transformers\nmodel = transformers.{reader.__name__}.from_pretrained(".")'
         model_card.write_export(
             folder,

@@ -18,6 +18,7 @@ from preheat import remote_code
 from preheat.compress.atomic_folder import home_of
 from preheat.compress.export import huggingface, verify
 from preheat.compress.export.held_out_text import HeldOutText, Replay
+from preheat.core.export import ExportResult
 from preheat.data.tokenizer import load_tokenizer
 from preheat.errors import RunError
 from preheat.model_folder import read_object, vocabulary_size
@@ -28,7 +29,6 @@ from preheat.run.reader import Reader
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["Plain", "configuration_of", "plain", "require"]
 
@@ -97,7 +97,7 @@ class Plain:
 
     def finish(
         self, out: Path, file: Path, dtype: str, replay: Replay, bound: verify.Bound, *, reader: str
-    ) -> JsonObject:
+    ) -> ExportResult:
         """Compares a written file with the model and copies the settings beside it; returns the writer's result.
 
         Args:
@@ -112,16 +112,16 @@ class Plain:
         difference = verify.compare(self.reference_logits, replay(self.rows), self.rows)
         verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
         self.copy_settings(file.parent)
-        return {
-            "path": str(out),
-            "bytes": verify.size(file.parent, file.name),
-            "dtype": dtype,
-            "merged": self.merged,
-            "read_by": reader,
-            **verify.figures(difference, bound),
-            **self.held_out_text.perplexities(difference, replay),
-            "note": "; ".join(self.notes),
-        }
+        return ExportResult(
+            path=str(out),
+            bytes=verify.size(file.parent, file.name),
+            dtype=dtype,
+            merged=self.merged,
+            read_by=reader,
+            **vars(verify.figures(difference, bound)),
+            **vars(self.held_out_text.perplexities(difference, replay)),
+            note="; ".join(self.notes),
+        )
 
     def copy_settings(self, folder: Path) -> None:
         """Copies the tokenizer, configuration and generation settings to the export's folder."""
@@ -148,7 +148,7 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
     summary, held_text = huggingface.write_held(run, folder, dtype=torch.float32, base=base, final=False)
     try:
         # Only classifiers have none.
-        if summary["before"]["perplexity"] is None:
+        if summary.before.perplexity is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
         if AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=remote_code.allowed()
@@ -163,7 +163,7 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
         # Rows of added tokens too; at most 32, which fit into one row. Some tokenizers have more tokens than rows.
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
         rows = verify.rows(tokenizer, facts(model.config).positions, known)
-        notes = [summary["note"]] if summary["note"] else []
+        notes = [summary.note] if summary.note else []
         # Of the folder's model, which `write_held` has compared with the run.
         wanted = verify.logits(model, rows)
         yield Plain(
@@ -173,11 +173,11 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
             tokenizer=tokenizer,
             rows=rows,
             reference_logits=wanted,
-            merged=summary["merged"],
-            end_tokens=summary["tokens_that_end"],
-            end_of_turn=summary["turn_ends"],
-            chats=summary["chats"],
-            string=summary["string_ends"],
+            merged=summary.merged or 0,
+            end_tokens=list(summary.tokens_that_end),
+            end_of_turn=summary.turn_ends,
+            chats=summary.chats,
+            string=summary.string_ends,
             notes=notes,
             held_out_text=held_text,
         )

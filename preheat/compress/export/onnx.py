@@ -24,7 +24,7 @@ from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
 from preheat.models.hf import facts
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.core.export import ExportResult
 
 __all__ = ["quantize", "replay", "write"]
 
@@ -41,7 +41,7 @@ _LARGEST = 1 << 31
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "float32", tolerance: float | None = None, base: str | None = None
-) -> JsonObject:
+) -> ExportResult:
     """Writes `out`/model.onnx (weights in model.onnx.data), tokenizer, configuration and a model card.
 
     Args:
@@ -49,9 +49,6 @@ def write(
         dtype: float32 or int8.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
-
-    Returns:
-        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: onnx, onnxscript or onnxruntime is not installed; ONNX lacks an operator; the difference exceeds the

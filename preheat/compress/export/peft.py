@@ -19,6 +19,7 @@ from preheat.compress.export import verify
 from preheat.compress.export.held_out_text import held_out_text
 from preheat.compress.special_tokens import EndTokens, name_ends, require_same_tokens
 from preheat.core import Stage
+from preheat.core.export import ExportResult
 from preheat.errors import RunError
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
@@ -56,7 +57,7 @@ _MERGED = 1e-3
 _PISSA = "pissa changed its base: written as a plain LoRA of twice the rank for the original base"
 
 
-def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> JsonObject:
+def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -> ExportResult:
     """Writes the adapter of a run's newest complete checkpoint as a PEFT folder, without its base.
 
     LoRA on experts is written as peft's parameter adapters. `PeftModel.from_pretrained(base, out)` must reproduce the
@@ -65,9 +66,6 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
 
     Args:
         tolerance: maximum logit difference relative to the largest logit (at least 1).
-
-    Returns:
-        {path, bytes, base, adapted, read_by, note} and `verify.figures`
 
     Raises:
         RunError: the run has no adapter, or its base is not available to others; `out` exists; the difference exceeds
@@ -183,18 +181,19 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
             "if the run held the base in less precision, as with bf16_weights, peft cannot reproduce that: "
             "write --to hf",
         )
-        summary: JsonObject = {
-            "path": str(out),
-            "bytes": verify.size(folder),
-            "base": base,
-            "adapted": len(names) + len(pairs),
-            "read_by": model_card.version_of("peft"),
-            **verify.figures(difference, accepted),
-            **held_text.by(reloaded.get_base_model(), difference),
-        }
+        perplexity = held_text.by(reloaded.get_base_model(), difference)
         # Last, because it merges into the reloaded base in place.
         notes += _merged_otherwise(reloaded, wanted, rows)
-        summary["note"] = "; ".join(notes)
+        summary = ExportResult(
+            path=str(out),
+            bytes=verify.size(folder),
+            base=base,
+            adapted=len(names) + len(pairs),
+            read_by=model_card.version_of("peft"),
+            **vars(verify.figures(difference, accepted)),
+            **vars(perplexity),
+            note="; ".join(notes),
+        )
         prompt = 'tokenizer("Once upon a time", return_tensors="pt")'
         if ends.chats:
             prompt = (

@@ -12,9 +12,7 @@ from preheat.run.reader import Reader
 from preheat.sanitize import quoted, shorten
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from preheat.core.json_types import JsonObject
+    from preheat.core.export import ExportResult
 
 __all__ = ["FORMATS", "default_output", "require_settings", "write"]
 
@@ -104,7 +102,7 @@ def write(
     tolerance: float | None = None,
     base: str | None = None,
     length: int | None = None,
-) -> JsonObject:
+) -> ExportResult:
     """Writes a model in a format, reads it back and compares the logits: see the writers.
 
     Args:
@@ -140,6 +138,11 @@ def write(
     assert kind is not None
     if to == "executorch":
         return executorch.write(run, out, dtype=kind, length=length, tolerance=tolerance, base=base)
-    writers: dict[str, ModuleType] = {"gguf": gguf, "onnx": onnx, "aoti": aoti, "vllm": vllm, "torchchat": torchchat}
-    summary: JsonObject = writers[to].write(run, out, dtype=kind, tolerance=tolerance, base=base)
-    return summary
+    writers = {
+        "gguf": gguf.write,
+        "onnx": onnx.write,
+        "aoti": aoti.write,
+        "vllm": vllm.write,
+        "torchchat": torchchat.write,
+    }
+    return writers[to](run, out, dtype=kind, tolerance=tolerance, base=base)

@@ -28,6 +28,7 @@ from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
 from preheat.compress.export.merged_model import Plain, plain
 from preheat.compress.export.plain_jinja import bare
+from preheat.core.export import ExportResult
 from preheat.data.chat.template import load_template
 from preheat.errors import RunError
 from preheat.files import to_json
@@ -73,7 +74,7 @@ def write(
     dtype: str = "bfloat16",
     tolerance: float | None = None,
     base: str | None = None,
-) -> JsonObject:
+) -> ExportResult:
     """Writes `out`/model.pth, params.json, tokenizer and a model card.
 
     Args:
@@ -81,9 +82,6 @@ def write(
         dtype: float32, bfloat16 or float16, of the weights.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
-
-    Returns:
-        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: blocks that torchchat does not support; the difference exceeds the bound.
@@ -107,13 +105,16 @@ def write(
             difference = verify.compare(model.reference_logits, read(folder, model.rows), model.rows)
             verify.refuse_beyond(difference, bound, str(out), "use --dtype float32, or raise --tolerance")
             perplexity = model.held_out_text.perplexities(difference, partial(read, folder))
-        summary = {"path": str(out), "bytes": verify.size(folder, "model.pth"), "dtype": dtype, "merged": model.merged}
-        summary |= {
-            "read_by": "its layout's arithmetic",
-            **verify.figures(difference, bound),
-            **perplexity,
-            "note": "; ".join(notes),
-        }
+        summary = ExportResult(
+            path=str(out),
+            bytes=verify.size(folder, "model.pth"),
+            dtype=dtype,
+            merged=model.merged,
+            read_by="its layout's arithmetic",
+            **vars(verify.figures(difference, bound)),
+            **vars(perplexity),
+            note="; ".join(notes),
+        )
         use = _USE.format(
             dtype=dtype,
             verb="chat" if model.chats else "generate",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from preheat.core.export import Comparison
 from preheat.errors import RunError
 from preheat.models.hf import plain_logits
 from preheat.ops.adapters.peft_layers import parameter_counts
@@ -19,7 +20,6 @@ from preheat.ops.quantization.nf4 import PackedMap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = [
     "BOUNDS",
@@ -300,16 +300,16 @@ def bound_of(format: str, dtype: str, tolerance: float | None) -> Bound:
     return BOUNDS[format][dtype] if tolerance is None else Bound(tolerance)
 
 
-def figures(difference: Difference, bound: Bound) -> JsonObject:
+def figures(difference: Difference, bound: Bound) -> Comparison:
     """Returns a comparison's figures for a writer's result; `HeldOutText.perplexities` returns the perplexities."""
-    return {
-        "max_logit_difference": difference.largest,
-        "mean_logit_difference": difference.mean,
-        "largest_logit": difference.scale,
-        "top1_agreement": difference.agreement,
-        "tolerance": bound.largest,
-        "tokens": difference.tokens,
-    }
+    return Comparison(
+        max_logit_difference=difference.largest,
+        mean_logit_difference=difference.mean,
+        largest_logit=difference.scale,
+        top1_agreement=difference.agreement,
+        tolerance=bound.largest,
+        tokens=difference.tokens,
+    )
 
 
 def refuse_beyond(difference: Difference, bound: Bound, what: str, hint: str) -> None:

@@ -21,13 +21,13 @@ from preheat.compress import model_card
 from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
+from preheat.core.export import ExportResult
 from preheat.errors import RunError
 from preheat.models.hf import head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["pack", "write"]
 
@@ -36,7 +36,7 @@ GROUP = 32  # weights that share a scale
 
 def write(
     run: str | Path, out: str | Path, *, dtype: str = "int8", tolerance: float | None = None, base: str | None = None
-) -> JsonObject:
+) -> ExportResult:
     """Writes `out` with the weights, configuration, tokenizer and a model card.
 
     Args:
@@ -45,9 +45,6 @@ def write(
             bfloat16.
         tolerance: maximum logit difference relative to the largest logit; None: `verify.BOUNDS`.
         base: as in `load_model`.
-
-    Returns:
-        {path, bytes, dtype, merged, read_by, note} and `verify.figures`
 
     Raises:
         RunError: compressed-tensors is not installed; the difference exceeds the bound.
@@ -78,13 +75,16 @@ def write(
                     f"{len(skipped)} of {total} matrices stay in bfloat16: their rows are not whole groups of {GROUP} "
                     f"({skipped[0]})"
                 )
-        summary = {"path": str(out), "bytes": verify.size(folder), "dtype": dtype, "merged": model.merged}
-        summary |= {
-            "read_by": model_card.version_of("compressed-tensors"),
-            **verify.figures(difference, bound),
-            **perplexity,
-            "note": "; ".join(notes),
-        }
+        summary = ExportResult(
+            path=str(out),
+            bytes=verify.size(folder),
+            dtype=dtype,
+            merged=model.merged,
+            read_by=model_card.version_of("compressed-tensors"),
+            **vars(verify.figures(difference, bound)),
+            **vars(perplexity),
+            note="; ".join(notes),
+        )
         model_card.write_export(
             folder, run, summary, title=f"compressed-tensors, {dtype}", use="vllm serve .", library="transformers"
         )

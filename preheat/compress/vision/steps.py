@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from preheat.compress.save_load import weight_bytes
 from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
+from preheat.core.compression import ImageFigures, ImageQuality, ImageResult, ImageStep, LogitDifference
 from preheat.errors import RecipeError, RunError, nearest
 from preheat.files import write_user_file
 from preheat.models.image_classifiers import open_classifier, open_processor, scores
@@ -43,8 +44,6 @@ from preheat.recipe import Recipe, Stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["ImageSteps"]
 
@@ -55,13 +54,7 @@ _SETTINGS = {"optimizer.lr": "lr", "optimizer.weight_decay": "weight_decay", "ba
 
 
 class ImageSteps(Steps[image_classifier.Scorer]):
-    """Steps over the folder of an image classifier, measured on held-out images.
-
-    The summary is {path, source, data, before, variants: [{name, method, settings, what, path, after, logits}]}.
-    `before` and each `after` are {accuracy, loss, parameters, bytes, milliseconds}; `after` also has agreement: the
-    fraction of held-out images with the original model's top class. `logits` of an export: see
-    `export.verify.Difference`.
-    """
+    """Steps over the folder of an image classifier, measured on held-out images."""
 
     measures_exports = True
 
@@ -81,19 +74,22 @@ class ImageSteps(Steps[image_classifier.Scorer]):
             f"{Path(data).resolve().name}: {len(self._train):,} images to train on, {len(self._calibration)} of them "
             f"to calibrate, {len(self._held_out):,} held out"
         )
-        self._before: JsonObject = {}
-        # Of the step taken last: its figures, its logits of the held-out images, and what computes them.
-        self._figures: JsonObject = {}
+        self._rows: list[_Untimed] = []
+        # Of the step taken last: the bytes that it wrote, the comparison of its file, its logits of the held-out
+        # images, and what computes them.
+        self._bytes = 0
+        self._difference: LogitDifference | None = None
         self._logits = torch.empty(0)
         self._scorer: image_classifier.Scorer = _eager(self._model)
 
     def begin(self) -> image_classifier.Scorer:
         # Logits of the original model, which every later step is compared with.
         self._original = training.all_scores(self._model, self._held_out)
-        self._before |= training.measure(self._original, self._held_out.labels) | {
-            "parameters": self._model.num_parameters(),
-            "bytes": weight_bytes(self._source),
-        }
+        self._before = ImageQuality(
+            **training.measure(self._original, self._held_out.labels),
+            parameters=self._model.num_parameters(),
+            bytes=weight_bytes(self._source),
+        )
         return self._scorer
 
     def label(self, step: Step) -> str:
@@ -147,17 +143,14 @@ class ImageSteps(Steps[image_classifier.Scorer]):
             self._scorer = open_file(file)
             # One image at a time, because an ExecuTorch program takes no more.
             self._logits = torch.cat([self._scorer(self._held_out.pixels([n])) for n in range(len(self._held_out))])
-            bytes_ = file.stat().st_size
-        self._figures = {
-            "logits": {
-                "largest": difference.largest,
-                "mean": difference.mean,
-                "scale": difference.scale,
-                "agreement": difference.agreement,
-                "images": difference.tokens,
-            },
-            "after": {"parameters": self._model.num_parameters(), "bytes": bytes_},
-        }
+            self._bytes = file.stat().st_size
+        self._difference = LogitDifference(
+            largest=difference.largest,
+            mean=difference.mean,
+            scale=difference.scale,
+            agreement=difference.agreement,
+            images=difference.tokens,
+        )
         return name, f"{step.export} in {kind}" + (f", ranges from {len(images)} images" if kind == "int8" else "")
 
     def _name(self, step: Step, number: int) -> str:
@@ -179,43 +172,64 @@ class ImageSteps(Steps[image_classifier.Scorer]):
                     f"{out}: read back, the written model gives other scores than in memory (by "
                     f"{(expected - self._logits).abs().max():.2g})"
                 )
-            bytes_ = weight_bytes(folder)
-        self._figures = {"after": {"parameters": self._model.num_parameters(), "bytes": bytes_}}
+            self._bytes = weight_bytes(folder)
+        self._difference = None
         self._scorer = _eager(self._model)
         return name
 
-    def measure(self, row: JsonObject, what: str) -> tuple[JsonObject, image_classifier.Scorer]:
-        row = row | {"path": str(self._out / row["name"]), "what": what} | self._figures
+    def measure(self, step: Step, name: str, what: str) -> image_classifier.Scorer:
         # (images,)
         same = self._logits.argmax(-1) == self._original.argmax(-1)
-        row["after"] |= training.measure(self._logits, self._held_out.labels)
-        row["after"]["agreement"] = float(same.double().mean())
-        return row, self._scorer
+        quality = ImageQuality(
+            **training.measure(self._logits, self._held_out.labels),
+            parameters=self._model.num_parameters(),
+            bytes=self._bytes,
+            agreement=float(same.double().mean()),
+        )
+        self._rows.append(_Untimed(step, name, what, quality, self._difference))
+        return self._scorer
 
-    def time(self, rows: Sequence[JsonObject], models: Mapping[str, image_classifier.Scorer], turns: int) -> None:
+    def summarize(self, models: Mapping[str, image_classifier.Scorer], turns: int) -> ImageResult:
         # Values do not change the time, so one image serves all.
         image = self._held_out.pixels([0])
         # In turns, so that the machine's load affects all models alike.
         timings = in_turns({name: partial(_milliseconds, scorer, image) for name, scorer in models.items()}, turns)
-        self._before["milliseconds"] = statistics.median(timings["before"])
-        for row in rows:
-            row["after"]["milliseconds"] = statistics.median(timings[row["name"]])
-
-    def summarize(self, rows: Sequence[JsonObject]) -> JsonObject:
-        summary = {
-            "path": rows[-1]["path"],
-            "source": str(self._source),
-            "data": self._data,
-            "before": self._before,
-            "variants": list(rows),
-        }
-        # Cards contain the times of all steps, so they are written at the end.
-        for number, row in enumerate(rows):
-            folder = self._out / row["name"]
-            write_user_file(
-                folder / "README.md", model_card.of_image_step(summary, number, folder), fix="free disk space"
+        times = {name: statistics.median(milliseconds) for name, milliseconds in timings.items()}
+        steps = [
+            ImageStep(
+                name=row.name,
+                method=self.label(row.step),
+                settings=dict(row.step.settings),
+                path=str(self._out / row.name),
+                what=row.what,
+                logits=row.difference,
+                after=ImageFigures(**vars(row.quality), milliseconds=times[row.name]),
             )
-        return summary
+            for row in self._rows
+        ]
+        result = ImageResult(
+            path=steps[-1].path,
+            source=str(self._source),
+            data=self._data,
+            before=ImageFigures(**vars(self._before), milliseconds=times["before"]),
+            variants=tuple(steps),
+        )
+        # Cards contain the times of all steps, so they are written at the end.
+        for number, step in enumerate(steps):
+            text = model_card.of_image_step(result, number, self._out / step.name)
+            write_user_file(self._out / step.name / "README.md", text, fix="free disk space")
+        return result
+
+
+@dataclass(frozen=True)
+class _Untimed:
+    """A measured step, before the models are timed in turns."""
+
+    step: Step
+    name: str
+    what: str
+    quality: ImageQuality
+    difference: LogitDifference | None
 
 
 def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
@@ -280,7 +294,7 @@ def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil
         )
     if not step.techniques:
         return None
-    settings: JsonObject = step.techniques["distillation"] or {}
+    settings = step.techniques["distillation"] or {}
     known = {f.name for f in fields(training.Distil)}
     if other := sorted(settings.keys() - known):
         raise RecipeError(

@@ -169,7 +169,7 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     assert type(again) is type(start)
     assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in start.named_parameters()}
     assert furthest(plain_logits(again, TOKENS), wanted) < loose * scale
-    assert merged["max_logit_difference"] < loose * scale
+    assert merged.max_logit_difference < loose * scale
 
     alone = peft_export.write(run, tmp_path / "alone")
     model = peft.PeftModel.from_pretrained(start, tmp_path / "alone")
@@ -180,7 +180,7 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     assert (
         furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < (1e-4 if name in QUANTIZED else 1e-5) * scale
     )  # type: ignore[arg-type]
-    assert ("NF4" in alone["note"]) == (name in QUANTIZED)
+    assert ("NF4" in alone.note) == (name in QUANTIZED)
     assert not [p.name for p in (tmp_path / "alone").iterdir() if p.name.startswith("model")], "the adapter alone"
 
 
@@ -192,9 +192,9 @@ def test_a_really_pretrained_models_logits_move_by_less_than_a_hundred_thousandt
     b = trained(base, (LORAS | QUANTIZED)[name], vocabulary=512, lr=0.005)
     run = run_of(b, tokenizer_of(base), tmp_path / "run")
     for made in (huggingface.write(run, tmp_path / "merged"), peft_export.write(run, tmp_path / "alone")):
-        assert made["max_logit_difference"] < 1e-5
-        assert made["largest_logit"] > 5
-        assert made["tokens"] > 300
+        assert made.max_logit_difference < 1e-5
+        assert made.largest_logit > 5
+        assert made.tokens > 300
 
 
 # --- what a folder says ---------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_a_narrower_precision_is_measured_and_a_difference_beyond_the_tolerance_
     assert {
         p.dtype for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").parameters()
     } == {torch.bfloat16}
-    assert 1e-4 < half["max_logit_difference"] < half["tolerance"] * half["largest_logit"]
+    assert 1e-4 < half.max_logit_difference < half.tolerance * half.largest_logit
     with pytest.raises(
         RunError, match=r"differ by up to .* more than the 1e-06 of it that is accepted; nothing was written"
     ):
@@ -267,14 +267,14 @@ def test_ends_template_and_generation_settings_are_written_and_a_tied_head_stays
     assert (config["eos_token_id"], config["pad_token_id"], config["vocab_size"]) == (0, 1, VOCABULARY)
     said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (said.temperature, said.top_p, said.pad_token_id) == (0.6, 0.9, 1)
-    assert said.eos_token_id == made["tokens_that_end"] == [5, 7, 0], "the base's ends and the one that was trained"
+    assert said.eos_token_id == list(made.tokens_that_end) == [5, 7, 0], "the base's ends and the one that was trained"
     assert (
         tokenizer_of(tmp_path / "out").apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
         == "<user>hi"
     )
     model = plain(tmp_path / "out")
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is (family == "tied")
-    assert made["max_logit_difference"] == 0.0
+    assert made.max_logit_difference == 0.0
     ids = torch.tensor([tokenizer.encode("the quick brown")])
     ours = b.trained[0].eval()
     ours.set_attn_implementation("eager")  # type: ignore[operator]
@@ -295,10 +295,10 @@ def test_of_a_generation_config_that_contradicts_itself_what_does_not_is_kept(
     run = run_of(b, tokenizer_of(base), tmp_path / "run")
     made = huggingface.write(run, tmp_path / "out")
     said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
-    assert said.eos_token_id == made["tokens_that_end"] == [5, 7, 0], "both of its ends, and the tokenizer's"
+    assert said.eos_token_id == list(made.tokens_that_end) == [5, 7, 0], "both of its ends, and the tokenizer's"
     assert (said.do_sample, said.temperature, said.top_p, said.repetition_penalty) == (False, None, None, 1.2)
-    assert "left out: temperature 0.6, top_p 0.9" in made["note"]
-    assert "sets repetition_penalty 1.2" in made["note"]
+    assert "left out: temperature 0.6, top_p 0.9" in made.note
+    assert "sets repetition_penalty 1.2" in made.note
     for damaged in ("{", "[]", '{"eos_token_id": "</s>"}'):
         (base / "generation_config.json").write_text(damaged)
         with pytest.raises(RunError, match=r"generation_config.json: .*fix it or remove it from the folder"):
@@ -328,16 +328,16 @@ def test_that_pefts_own_merge_adds_a_tied_pair_twice_is_said(bases: dict[str, Pa
     run, wanted = made(
         bases["tied"], "{lora: {rank: 4, target_modules: [q_proj], embedding_rank: 4}}", tmp_path / "run"
     )
-    note = peft_export.write(run, tmp_path / "alone")["note"]
+    note = peft_export.write(run, tmp_path / "alone").note
     model = peft.PeftModel.from_pretrained(plain(bases["tied"]), tmp_path / "alone")
     assert furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < 1e-4  # type: ignore[arg-type]
     off = furthest(plain_logits(model.merge_and_unload(), TOKENS), wanted)  # type: ignore[operator]
     assert off > 0.01
     assert "peft's merge_and_unload gives another model" in note
     assert "merge by preheat export --to hf" in note
-    assert huggingface.write(run, tmp_path / "merged")["max_logit_difference"] < 1e-4
+    assert huggingface.write(run, tmp_path / "merged").max_logit_difference < 1e-4
     untied, _ = made(bases["llama"], "{lora: {rank: 4, embedding_rank: 4}}", tmp_path / "other")
-    assert "merge" not in peft_export.write(untied, tmp_path / "right")["note"]
+    assert "merge" not in peft_export.write(untied, tmp_path / "right").note
 
 
 # --- tokens that are added ------------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def test_an_adapters_folder_is_opened_on_its_base(bases: dict[str, Path], tmp_pa
     peft_export.write(run, tmp_path / "alone")
     opened = load_model(tmp_path / "alone")
     assert furthest(plain_logits(opened.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
-    assert huggingface.write(tmp_path / "alone", tmp_path / "merged")["merged"] == 14
+    assert huggingface.write(tmp_path / "alone", tmp_path / "merged").merged == 14
     assert furthest(plain_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 3e-5
     base.rename(tmp_path / "moved")
     with pytest.raises(RecipeError, match=r"its base model is not there .*no such folder.*--base"):

@@ -155,15 +155,15 @@ def test_a_gguf_file_read_back_gives_the_same_logits(tokenizer: Any, tmp_path: P
     changed = {"rope_parameters": ROPES[rope]} if rope else {}
     source = folder_of(family, tokenizer, tmp_path / "model", **changed)
     made = gguf.write(source, tmp_path / "out", dtype="f32")
-    assert made["max_logit_difference"] < 1e-5 * made["largest_logit"]
-    assert made["top1_agreement"] > 0.99
-    model, again = gguf_reader.load(tmp_path / "out" / made["file"])
+    assert made.max_logit_difference < 1e-5 * made.largest_logit
+    assert made.top1_agreement > 0.99
+    model, again = gguf_reader.load(tmp_path / "out" / made.file)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = torch.arange(40)[None] * 7 % VOCABULARY
     assert float((plain_logits(model, tokens) - plain_logits(plain, tokens)).abs().max()) < 1e-4
     assert again.chat_template == tokenizer.chat_template
     assert (tmp_path / "out/README.md").read_text().count("q8_0") == 0
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", made["file"]], "no folder is left over"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", made.file], "no folder is left over"
 
 
 def test_the_order_of_rotated_rows_and_the_scaling_are_checked(
@@ -194,11 +194,11 @@ def test_a_really_pretrained_model_in_each_type(
     data_folder: Path, tmp_path: Path, dtype: str, types: dict[str, int], share: float
 ) -> None:
     made = gguf.write(data_folder / "stories260K-hf", tmp_path / "out", dtype=dtype)
-    assert made["types"] == types
-    file = tmp_path / "out" / made["file"]
-    assert file.stat().st_size == made["bytes"]
-    assert made["bytes"] - 40_000 < share * 1_040_128  # of the weights in fp32; the rest is the tokenizer
-    assert ("5 in f16, of 36 matrices: their rows are not whole blocks of 32" in made["note"]) == dtype.startswith("q")
+    assert made.types == types
+    file = tmp_path / "out" / made.file
+    assert file.stat().st_size == made.bytes
+    assert made.bytes - 40_000 < share * 1_040_128  # of the weights in fp32; the rest is the tokenizer
+    assert ("5 in f16, of 36 matrices: their rows are not whole blocks of 32" in made.note) == dtype.startswith("q")
     weights = transformers.AutoModelForCausalLM.from_pretrained(
         data_folder / "stories260K-hf", dtype=torch.float32
     ).state_dict()
@@ -284,8 +284,8 @@ def test_a_file_is_named_for_a_type_that_it_has(tokenizer: Any, tmp_path: Path) 
     source = folder_of("llama", tokenizer, tmp_path / "model", **sizes)
     made = gguf.write(source, tmp_path / "out", dtype="q8_0", tolerance=1.0)
     # Seven matrices of each of two layers, the embedding and the head.
-    assert (made["types"]["Q8_0"], made["types"]["F16"]) == (2, 14)
-    assert "14 in f16, of 16 matrices: their rows are not whole blocks of 32" in made["note"]
+    assert (made.types["Q8_0"], made.types["F16"]) == (2, 14)
+    assert "14 in f16, of 16 matrices: their rows are not whole blocks of 32" in made.note
     none = folder_of("llama", tokenizer, tmp_path / "none", **sizes | {"intermediate_size": 80})
     for dtype in ("q8_0", "q4_0"):
         with pytest.raises(RunError, match=rf"--dtype {dtype}: no matrix .* blocks of 32 .*\(they have 72, 80\); use"):
@@ -330,8 +330,8 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
 
     source = folder_of("qwen3", tokenizer, tmp_path / "model", num_hidden_layers=1)
     made = onnx.write(source, tmp_path / "out")
-    assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
-    assert "onnxruntime" in made["read_by"]
+    assert made.max_logit_difference < 1e-4 * made.largest_logit
+    assert "onnxruntime" in made.read_by
     assert str(Path(torch.__file__).parent).encode() not in (tmp_path / "out/model.onnx").read_bytes(), (
         "this machine's paths"
     )
@@ -354,7 +354,7 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
         onnx.quantize(tmp_path / "large/model.onnx")
     assert {file.name for file in (tmp_path / "large").glob("*.onnx*")} == {"model.onnx", "model.onnx.data"}
     onnx.quantize(tmp_path / "out/model.onnx")
-    assert verify.size(tmp_path / "out", "model.onnx") < 0.6 * made["bytes"], "the data beside it is gone, too"
+    assert verify.size(tmp_path / "out", "model.onnx") < 0.6 * made.bytes, "the data beside it is gone, too"
     found = verify.compare([wanted], onnx.replay(tmp_path / "out/model.onnx", [torch.from_numpy(ids[:1])]))
     assert 0 < found.largest < 0.4 * found.scale
     assert 32 < largest_code(tmp_path / "out/model.onnx") <= 64
@@ -391,7 +391,7 @@ def test_an_operator_without_a_form_in_onnx_is_named(tmp_path: Path) -> None:
 def test_a_compiled_package_gives_the_same_logits(tokenizer: Any, tmp_path: Path) -> None:
     source = folder_of("llama", tokenizer, tmp_path / "model", num_hidden_layers=1)
     made = aoti.write(source, tmp_path / "out")
-    assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
+    assert made.max_logit_difference < 1e-4 * made.largest_logit
     rows = [torch.arange(n)[None] for n in (1, 5, 100)]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     for row, found in zip(rows, aoti.replay(tmp_path / "out/model.pt2", rows), strict=True):
@@ -438,12 +438,12 @@ def test_an_executorch_program_runs_with_its_cache(tokenizer: Any, tmp_path: Pat
 
     source = folder_of("llama", tokenizer, tmp_path / "model", num_hidden_layers=1, intermediate_size=80)
     made = executorch.write(source, tmp_path / "out", dtype=dtype, length=96)
-    assert made["length"] == 96
+    assert made.length == 96
     if dtype == "float32":
-        assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
+        assert made.max_logit_difference < 1e-4 * made.largest_logit
     else:
-        assert "1 of 7 matrices stay in fp32" in made["note"]
-        assert made["top1_agreement"] > 0.5
+        assert "1 of 7 matrices stay in fp32" in made.note
+        assert made.top1_agreement > 0.5
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -458,12 +458,12 @@ def test_a_folder_for_vllm_is_read_back_from_its_packed_weights(tokenizer: Any, 
 
     source = folder_of("qwen3", tokenizer, tmp_path / "model", intermediate_size=80)
     made = vllm.write(source, tmp_path / "out", dtype=dtype)
-    assert 0 < made["mean_logit_difference"] < 0.1 * made["largest_logit"]
+    assert 0 < made.mean_logit_difference < 0.1 * made.largest_logit
     with safe_open(tmp_path / "out/model.safetensors", "pt") as stored:
         packed = stored.get_tensor("model.layers.0.mlp.up_proj.weight_packed")
     assert packed.shape == (80, 8 if dtype == "int4" else 16), "eight or four weights to a word"
     assert packed.dtype == torch.int32
-    assert ("2 of 14 matrices stay in bfloat16" in made["note"]) == (dtype == "int4")
+    assert ("2 of 14 matrices stay in bfloat16" in made.note) == (dtype == "int4")
 
 
 # --- torchchat ---------------------------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_a_checkpoint_of_torchchats_is_read_by_its_own_arithmetic(tokenizer: Any
     rope = {"rope_parameters": ROPES["llama3"]} if family == "llama" else {}
     source = folder_of(family, tokenizer, tmp_path / "model", **rope)
     made = torchchat.write(source, tmp_path / "out", dtype="float32")
-    assert made["max_logit_difference"] < 1e-4 * made["largest_logit"]
+    assert made.max_logit_difference < 1e-4 * made.largest_logit
     params = json.loads((tmp_path / "out/params.json").read_text())
     weights = torch.load(tmp_path / "out/model.pth", weights_only=True)
     # Rows of a head's first and second half side by side, as torchchat's conversion has them; its strict loading wants biases of all maps or none.

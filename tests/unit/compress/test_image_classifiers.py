@@ -232,8 +232,8 @@ def test_norms_settle_at_the_mean_over_all_images(images: Path, folder: Path) ->
 def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path: Path) -> None:
     train = Step(train=8, rate=1.0, settings={"batch.size": 19})
     teacher = chains.run_chain(folder, Chain("t", (train,), ("",)), tmp_path / "teacher", data=images, turns=1)
-    first = Path(teacher["path"])
-    assert teacher["variants"][0]["after"]["accuracy"] >= 0.9 > 0.5 > teacher["before"]["accuracy"]
+    first = Path(teacher.path)
+    assert teacher.variants[0].after.accuracy >= 0.9 > 0.5 > teacher.before.accuracy
     (tmp_path / "mine.yaml").write_text(
         f"""chain:
   - {{compress: width, settings: {{channels: 0.5}}}}
@@ -242,17 +242,15 @@ def test_a_chain_trains_distils_and_narrows(images: Path, folder: Path, tmp_path
     )
     mine = load_chain(tmp_path / "mine.yaml")
     made = chains.run_chain(first, mine, tmp_path / "out", data=images, turns=1)
-    narrow, distilled = (v["after"] for v in made["variants"])
-    assert made["before"]["accuracy"] == teacher["variants"][0]["after"]["accuracy"]
-    assert narrow["parameters"] == distilled["parameters"] < made["before"]["parameters"]
-    assert narrow["bytes"] < made["before"]["bytes"]
-    assert distilled["accuracy"] >= 0.9
-    assert distilled["agreement"] >= 0.9
-    assert "| before |" in (Path(made["path"]) / "README.md").read_text()
+    narrow, distilled = (v.after for v in made.variants)
+    assert made.before.accuracy == teacher.variants[0].after.accuracy
+    assert narrow.parameters == distilled.parameters < made.before.parameters
+    assert narrow.bytes < made.before.bytes
+    assert distilled.accuracy >= 0.9
+    assert distilled.agreement >= 0.9
+    assert "| before |" in (Path(made.path) / "README.md").read_text()
     again = chains.run_chain(first, mine, tmp_path / "again", data=images, turns=1)
-    assert again["variants"][1]["after"]["loss"] == distilled["loss"], (
-        "another run of the same chain gives another model"
-    )
+    assert again.variants[1].after.loss == distilled.loss, "another run of the same chain gives another model"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from preheat.core.bench import BenchResult, InferenceResult
+from preheat.core.compression import CompressionResult
 from preheat.core.nettest import NettestResult
 from preheat.core.plan import PlanFigures
 from preheat.errors import RunError
@@ -48,7 +49,7 @@ def bench_row(name: str) -> dict[str, Any]:
             "startup_seconds": 1.0, "loss": 5.0, "gradient_cosine": None, "notices": ["n"]}  # fmt: skip
 
 
-SIDE = {"perplexity": 75.8, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0}  # fmt: skip
+SIDE = {"loss": 4.3, "perplexity": 75.8, "perplexity_interval": [None, None], "rows": 1, "bytes": 5000, "tokens": 9, "prompt_tokens": 7, "first_token_seconds": 0.1, "decode_tokens_per_second": 10.0, "decode_interval": [9.0, 11.0]}  # fmt: skip
 CATEGORIES = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "overhead"), 0.01)
 
 
@@ -65,9 +66,10 @@ PAGES: dict[str, tuple[Any, dict[str, Any]]] = {
          "rows": [*map(bench_row, ("plain", "all", "without lora")), {"name": "x", "techniques": [], "failed": "why", "predicted": None}]},
     ),
     "compress": (
-        compress_page._page,
-        {"source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
-         "variants": [{"name": "int8", "what": "w", "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "max_logit_difference": 0.1, "top_1_agreement": 1.0}]},
+        lambda data: compress_page._page(read_record(CompressionResult, data)),
+        {"path": "p", "bytes": 5000, "before": SIDE, "after": SIDE, "max_logit_difference": 0.1, "source": "s", "texts": "t", "calibration_rows": 1, "chosen": "int8", "chosen_because": "b", "notes": ["s"],
+         "variants": [{"name": "int8", "method": "int8", "settings": {}, "what": "w", "bytes": 5000, "before": SIDE, "after": SIDE, "perplexity_rise": 0.1, "perplexity_rise_interval": [None, None],
+                       "max_logit_difference": 0.1, "largest_logit": 1.0, "top_1_agreement": 1.0}]},
     ),
     "data": (
         data_page._page,
