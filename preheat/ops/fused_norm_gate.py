@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -155,14 +155,16 @@ def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(t.reshape(-1, t.shape[-1]).split(max(1, _CHUNK // width)) for t in tensors), strict=True)
 
 
-def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, *_ = inputs
+def _keep(
+    ctx: AutogradContext, inputs: tuple[Tensor, Tensor, float, torch.dtype], output: tuple[Tensor, Tensor]
+) -> None:
+    x, weight, _, _ = inputs
     ctx.save_for_backward(x, output[1], weight)
     # The scale exists for the backward pass only and has no gradient.
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: AutogradContext, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
     x, scale, weight = ctx.saved_tensors
     # Under an adapter the weight is frozen.
     needed = ctx.needs_input_grad[1]
@@ -180,14 +182,16 @@ def shared_by_rows() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     @register_sharding(torch.ops.preheat.rms_norm.default)
-    def _(x: DTensorSpec, weight: object, eps: float, dtype: torch.dtype) -> list[Sharding]:
+    def _(x: DTensorSpec, weight: DTensorSpec, eps: float, dtype: torch.dtype) -> list[Sharding]:
         # All dimensions but the last, whose elements the norm mixes.
         placements = [Replicate(), *(Shard(n) for n in range(x.ndim - 1))]
         # Results: norm and scale; arguments: x, weight, and two that are no tensors.
         return [([one, one], [one, Replicate(), None, None]) for one in placements]
 
     @register_sharding(torch.ops.preheat.rms_norm_backward.default)
-    def _(grad: object, x: DTensorSpec, scale: object, weight: object, by_weight: bool) -> list[Sharding]:
+    def _(
+        grad: DTensorSpec, x: DTensorSpec, scale: DTensorSpec, weight: DTensorSpec, by_weight: bool
+    ) -> list[Sharding]:
         # Results: by_x and the weight's gradient; arguments: grad, x, scale, weight, and one that is no tensor. With
         # rows sharded, the weight's gradient is a partial sum.
         replicated = ([Replicate()] * 2, [*[Replicate()] * 4, None])

@@ -190,7 +190,7 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(ctx: AutogradContext, inputs: tuple[Tensor, ...], output: object) -> None:
+def _keep(ctx: AutogradContext, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 

@@ -27,7 +27,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
 from preheat.core import Build, Change, Context, Device, Numerics, Searchable, Slot, Stage, Tag, Technique, conflicts_of
 from preheat.core.run_records import Notice
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from preheat.ops.attention.custom_op import OpaqueAttention
 
 __all__ = ["Compile", "CompiledLayers", "compile_layers"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Families whose layers compile without graph breaks (tests/unit/techniques/test_compile.py); others may have several.
 _ONE_GRAPH = frozenset(
@@ -73,7 +76,7 @@ class CompiledLayers:
     def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
         import torch
 
-        def layer(forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        def layer(forward: Callable[..., T], args: tuple[object, ...], kwargs: Mapping[str, object]) -> T:
             return forward(*args, **kwargs)
 
         self.graphs, self.limit = 0, limit
@@ -95,7 +98,7 @@ class CompiledLayers:
         )
         self._attention: OpaqueAttention | None = None
 
-    def around(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def around(self, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the forward of a layer whose parts are compiled: they are not told of its cache."""
         from preheat.models.token_mixers import find_cache
 
@@ -105,7 +108,7 @@ class CompiledLayers:
         finally:
             self._generating = before
 
-    def run(self, kind: type, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def run(self, kind: type, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls `forward(*args, **kwargs)` of a module of type `kind`, compiled if possible."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 

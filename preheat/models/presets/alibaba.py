@@ -8,6 +8,7 @@ from preheat.models.presets.preset import APACHE, OWN, TIED, Licence, Preset, si
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.models.presets.preset import ConfigValue
 
 
 __all__ = ["MODELS"]
@@ -16,7 +17,7 @@ _RESEARCH = Licence("Qwen RESEARCH LICENSE, not for commercial use")
 _QWEN = Licence("Qwen LICENSE")
 
 
-def _qwen(kind: str, positions: int, *shape: int, **more: object) -> JsonObject:
+def _qwen(kind: str, positions: int, *shape: int, **more: ConfigValue) -> JsonObject:
     return {
         "model_type": kind,
         "vocab_size": 151936,
@@ -32,7 +33,7 @@ def _qwen(kind: str, positions: int, *shape: int, **more: object) -> JsonObject:
 
 
 def _qwen2(
-    size: str, parameters: int, positions: int, *shape: int, licence: Licence = APACHE, **more: object
+    size: str, parameters: int, positions: int, *shape: int, licence: Licence = APACHE, **more: ConfigValue
 ) -> Preset:
     hub = f"Qwen/Qwen2.5-{size}"
     return Preset(hub, f"{hub}-Instruct", parameters, "qwen", licence, _qwen("qwen2", positions, *shape, **more))
@@ -45,7 +46,7 @@ def _qwen3(
     kind: str = "qwen3",
     base: bool = True,
     active: int | None = None,
-    **more: object,
+    **more: ConfigValue,
 ) -> Preset:
     """Its chat template is its own, with sections for reasoning."""
     hub = f"Qwen/Qwen3-{size}"
@@ -73,7 +74,7 @@ def _qwen3_vl(
     kind: str = "qwen3_vl",
     tied: bool = False,
     active: int | None = None,
-    **more: object,
+    **more: ConfigValue,
 ) -> Preset:
     """Its vision tower is one of two: SigLIP-2's large or so400m."""
     hub = f"Qwen/Qwen3-VL-{size}-Instruct"

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
-from preheat.models.presets.preset import Preset
-
-if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
-
+from preheat.models.presets.preset import ModelConfig, Preset, TextConfig
 
 __all__ = ["needs"]
 
@@ -29,7 +24,6 @@ _PROJECTIONS = dict.fromkeys(("bloom", "gpt2", "gpt_neox"), _TOGETHER) | {
     "phi3": f"{_TOGETHER}, gate and up in another",
     "minimax": f"{_TOGETHER} in layers of lightning attention",
 }
-_CAPS = {"attn_logit_softcapping": "attention scores", "final_logit_softcapping": "logits"}
 _TIED = ("bloom", "gpt2", "gemma3", "gemma3n")  # transformers ties these families by default
 _NO_ROTATION = {
     "bloom": "none: added to the scores (ALiBi)",
@@ -56,11 +50,12 @@ _MIXERS = {
 
 def needs(preset: Preset) -> dict[str, str]:
     """Descriptions of a model's architecture, by aspect."""
-    c = preset.text
+    c, whole = preset.text, preset.whole
     kind, width = _kind(c), c["hidden_size"]
     positions = c.get("max_position_embeddings")
-    capped = [f"{scores} {c[key]:g}" for key, scores in _CAPS.items() if c.get(key)]
-    tied = preset.config.get("tie_word_embeddings", kind in _TIED)
+    caps = (("attention scores", c.get("attn_logit_softcapping")), ("logits", c.get("final_logit_softcapping")))
+    capped = [f"{scores} {cap:g}" for scores, cap in caps if cap]
+    tied = whole.get("tie_word_embeddings", kind in _TIED)
     inner = _inner(c)
     scale = c.get("embedding_multiplier")
     aspects = {
@@ -71,7 +66,7 @@ def needs(preset: Preset) -> dict[str, str]:
         ),
         "layers": _layers(c),
         "experts": _experts(c),
-        "images": _images(preset.config),
+        "images": _images(whole),
         "positions": f"{positions:,}" if positions else "any number",
         "rotary positions": _rotary(c),
         "attention biases": "on queries, keys and values" if _biased(c) else "none",
@@ -87,17 +82,17 @@ def needs(preset: Preset) -> dict[str, str]:
         "head": "tied to the embedding" if tied else "a matrix of its own",
         "soft caps": ", ".join(capped) or "none",
     }
-    if audio := preset.config.get("audio_config"):
+    if audio := whole.get("audio_config"):
         layers = audio.get("num_hidden_layers")
         aspects["sound"] = f"read by a tower of {layers} blocks" if layers else "read by a projection of its samples"
     return aspects
 
 
-def _kind(c: JsonObject) -> str:
+def _kind(c: TextConfig) -> str:
     return str(c["model_type"]).removesuffix("_text")
 
 
-def _mixers(c: JsonObject) -> list[str]:
+def _mixers(c: TextConfig) -> list[str]:
     """Returns the token mixer of each layer, as text; empty if all layers have full attention."""
     kind, count = _kind(c), c["num_hidden_layers"]
     # Nemotron-H: a letter or a name per layer.
@@ -117,7 +112,7 @@ def _mixers(c: JsonObject) -> list[str]:
     return []
 
 
-def _layers(c: JsonObject) -> str:
+def _layers(c: TextConfig) -> str:
     kind, count = _kind(c), c["num_hidden_layers"]
     if kind == "falcon_h1":
         return f"{count} with attention and Mamba-2 side by side"
@@ -134,7 +129,7 @@ def _layers(c: JsonObject) -> str:
     return ", ".join(f"{n} with {mixer}" for mixer, n in Counter(_mixers(c)).items()) or f"{count} with attention"
 
 
-def _window(c: JsonObject) -> str:
+def _window(c: TextConfig) -> str:
     kind, count = _kind(c), c["num_hidden_layers"]
     if kind == "llama4":
         # Layers without rotary positions see everything, all others a chunk.
@@ -152,11 +147,11 @@ def _window(c: JsonObject) -> str:
     return f"{window:,} tokens in all layers{but}"
 
 
-def _biased(c: JsonObject) -> bool:
+def _biased(c: TextConfig) -> bool:
     return bool(_kind(c) in _BIASED or c.get("attention_bias") or c.get("use_bias"))
 
 
-def _head_norms(c: JsonObject) -> str:
+def _head_norms(c: TextConfig) -> str:
     kind = _kind(c)
     if kind in _NORMS_OF_ALL_HEADS:
         return "RMSNorm of all heads together"
@@ -174,7 +169,7 @@ def _norms(kind: str) -> str:
     return f"{norm}, after each block" if kind in _NORMS_AFTER else norm
 
 
-def _images(config: JsonObject) -> str:
+def _images(config: ModelConfig) -> str:
     v = config.get("vision_config")
     if v is None:
         return "not read"
@@ -192,7 +187,7 @@ def _images(config: JsonObject) -> str:
     return f"read by {by}, a token for {side} x {side} pixels"
 
 
-def _heads(c: JsonObject) -> str:
+def _heads(c: TextConfig) -> str:
     heads = c["num_attention_heads"]
     # Multi-head latent attention (DeepSeek-V2): keys and values are projected from a latent vector.
     if "kv_lora_rank" in c:
@@ -207,39 +202,40 @@ def _heads(c: JsonObject) -> str:
     return shape
 
 
-def _inner(c: JsonObject) -> int | None:
+def _inner(c: TextConfig) -> int | None:
     if c.get("block_auto_adjust_ff_dim"):  # LFM2 states the width before a gate takes its third
         multiple = c["block_multiple_of"]
         return int(-(-int(c["block_ffn_dim_multiplier"] * int(2 * c["block_ff_dim"] / 3)) // multiple) * multiple)
     if c["model_type"] in ("bloom", "gpt2"):
         return int(4 * c["hidden_size"])
-    inner = _first(c, "intermediate_size", "block_ff_dim")
-    return inner and int(inner)
+    return _first(c.get("intermediate_size"), c.get("block_ff_dim"))
 
 
-def _first(c: JsonObject, *keys: str) -> Any:
-    """The first of these keys that is set; of a value per layer, the largest."""
-    value = next((c[key] for key in keys if c.get(key)), None)
+def _first(*values: int | list[int] | None) -> int | None:
+    """The first of these values that is set; of a value per layer, the largest."""
+    value = next((value for value in values if value), None)
     return max(value) if isinstance(value, list) else value
 
 
-def _experts(c: JsonObject) -> str:
-    count = _first(c, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+def _experts(c: TextConfig) -> str:
+    count = _first(
+        c.get("num_experts"), c.get("num_local_experts"), c.get("n_routed_experts"), c.get("moe_num_experts")
+    )
     if not count:
         return "none"
-    number = _first(c, "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+    number = _first(c.get("n_shared_experts"), c.get("moe_num_shared_experts"), c.get("num_shared_expert"))
     # Llama 4 always has one shared expert; Qwen2-MoE and Granite state its width instead of a number.
     if not number and (
-        _kind(c) == "llama4" or _first(c, "shared_expert_intermediate_size", "shared_intermediate_size")
+        _kind(c) == "llama4" or _first(c.get("shared_expert_intermediate_size"), c.get("shared_intermediate_size"))
     ):
         number = 1
     shared = f", and {number} shared by all tokens" if number else ""
-    width = _first(c, "moe_intermediate_size", "intermediate_size")
-    chosen = _first(c, "num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+    width = _first(c.get("moe_intermediate_size"), c.get("intermediate_size"))
+    chosen = _first(c.get("num_experts_per_tok"), c.get("top_k_experts"), c.get("moe_k"), c.get("moe_topk"))
     return f"{count} in a layer, of width {width:,}, {chosen} for a token{shared}"
 
 
-def _rotary(c: JsonObject) -> str:
+def _rotary(c: TextConfig) -> str:
     kind = _kind(c)
     if kind in _NO_ROTATION:
         return _NO_ROTATION[kind]

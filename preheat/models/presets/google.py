@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from preheat.models.presets.preset import Licence, Preset, sizes
+
+if TYPE_CHECKING:
+    from preheat.models.presets.preset import ConfigValue
 
 __all__ = ["MODELS"]
 
 _LICENCE = Licence("Gemma Terms of Use", "accept them on the model's page, then `hf auth login`")
 
 
-def _gemma(release: str, size: str, parameters: int, *shape: int, **more: object) -> Preset:
+def _gemma(release: str, size: str, parameters: int, *shape: int, **more: ConfigValue) -> Preset:
     config = {
         "model_type": "gemma2" if release == "2" else "gemma3_text",
         **sizes(*shape),
@@ -27,7 +32,7 @@ def _gemma(release: str, size: str, parameters: int, *shape: int, **more: object
     return Preset(hub if release == "2" else f"{hub}-pt", f"{hub}-it", parameters, "gemma", _LICENCE, config)
 
 
-_GEMMA2 = {
+_GEMMA2: dict[str, ConfigValue] = {
     "vocab_size": 256000,
     "max_position_embeddings": 8192,
     "rope_theta": 10000.0,
@@ -35,7 +40,7 @@ _GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_GEMMA3 = {
+_GEMMA3: dict[str, ConfigValue] = {
     "vocab_size": 262144,
     "max_position_embeddings": 32768,
     "rope_theta": 1000000.0,
@@ -44,7 +49,7 @@ _GEMMA3 = {
     # Every sixth layer has full attention.
     "sliding_window_pattern": 6,
 }
-_SEEING = {
+_SEEING: dict[str, ConfigValue] = {
     **_GEMMA3,
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
@@ -52,8 +57,8 @@ _SEEING = {
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
 # 27B models scale scores by width / heads instead of the head dimension.
-_WIDE2 = {"head_dim": 128, "query_pre_attn_scalar": 144}
-_WIDE3 = {"head_dim": 128, "query_pre_attn_scalar": 168}
+_WIDE2: dict[str, ConfigValue] = {"head_dim": 128, "query_pre_attn_scalar": 144}
+_WIDE3: dict[str, ConfigValue] = {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 MODELS = {
     "gemma-2-2b": _gemma("2", "2b", 2_614_341_888, 2304, 9216, 26, 8, 4, **_GEMMA2),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from preheat.models.presets.preset import OWN, TIED, Licence, Preset, sizes
+
+if TYPE_CHECKING:
+    from preheat.models.presets.preset import ConfigValue
 
 __all__ = ["MODELS"]
 
@@ -30,7 +35,7 @@ def _llama2(size: str, parameters: int, *shape: int) -> Preset:
     return Preset(f"{hub}-hf", f"{hub}-chat-hf", parameters, OWN, _licence("2"), config)
 
 
-def _llama3(release: str, size: str, parameters: int, factor: float | None, *shape: int, **more: object) -> Preset:
+def _llama3(release: str, size: str, parameters: int, factor: float | None, *shape: int, **more: ConfigValue) -> Preset:
     rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     # From 3.1 on, rotary frequencies are scaled from the 8,192 positions of pretraining to 131,072.
     longer = {"rope_scaling": {**rope, "original_max_position_embeddings": 8192}} if factor else {}

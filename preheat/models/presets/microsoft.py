@@ -8,6 +8,7 @@ from preheat.models.presets.preset import MIT, OWN, TIED, Preset, sizes
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.models.presets.preset import ConfigValue
 
 
 __all__ = ["MODELS"]
@@ -34,7 +35,7 @@ _PHI4_LONG = (
 # fmt: on
 
 
-def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int, **more: object) -> Preset:
+def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int, **more: ConfigValue) -> Preset:
     config = {
         "model_type": "phi3",
         **sizes(*shape),

@@ -14,6 +14,7 @@ from preheat.models.presets.preset import APACHE, MIT, OWN, Licence, Preset, siz
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
+    from preheat.models.presets.preset import ConfigValue
 
 
 __all__ = ["MODELS"]
@@ -22,7 +23,7 @@ _BIG = Licence("BigScience RAIL License")
 _DEEPSEEK = Licence("DeepSeek Model License")
 
 
-def _mistral(release: str, parameters: int, **more: object) -> Preset:
+def _mistral(release: str, parameters: int, **more: ConfigValue) -> Preset:
     hub = "mistralai/Mistral-7B-"
     config = {
         "model_type": "mistral",
@@ -99,7 +100,7 @@ def _bloom(hub: str, parameters: int, width: int, layers: int, heads: int) -> Pr
 
 
 def _deepseek(
-    hub: str, chat: str, parameters: int, active: int, *shape: int, kind: str = "deepseek_v2", **more: object
+    hub: str, chat: str, parameters: int, active: int, *shape: int, kind: str = "deepseek_v2", **more: ConfigValue
 ) -> Preset:
     config = {
         "model_type": kind,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import TypeAlias
+
     from preheat.core.json_types import JsonObject
 
+    ConfigValue: TypeAlias = bool | int | float | str | Sequence["ConfigValue"] | Mapping[str, "ConfigValue"] | None
+    """A value in config.json."""
 
-__all__ = ["APACHE", "MIT", "NOT_TRAINED", "OWN", "TIED", "Licence", "Preset", "sizes"]
+__all__ = ["APACHE", "MIT", "NOT_TRAINED", "OWN", "TIED", "Licence", "ModelConfig", "Preset", "TextConfig", "sizes"]
 
 OWN = "its tokenizer's own"
 TIED: JsonObject = {"tie_word_embeddings": True}
@@ -44,6 +49,122 @@ class Licence:
 
 APACHE = Licence("Apache 2.0")
 MIT = Licence("MIT")
+
+
+class RotaryConfig(TypedDict, total=False):
+    """Rotary positions in config.json; also a dictionary of these by type of layer."""
+
+    rope_type: str
+    type: str
+    rope_theta: float
+    factor: float
+    original_max_position_embeddings: int
+    partial_rotary_factor: float
+    full_attention: RotaryConfig
+    sliding_attention: RotaryConfig
+
+
+class _RequiredTextConfig(TypedDict):
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+
+
+class TextConfig(_RequiredTextConfig, total=False):
+    """The keys of a text model's config.json that describe its architecture; each family has some of them."""
+
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    original_max_position_embeddings: int
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    embedding_multiplier: float
+    head_dim: int
+    num_key_value_heads: int
+    global_head_dim: int
+    num_global_key_value_heads: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    attention_bias: bool
+    use_bias: bool
+    use_qk_norm: bool
+    index_topk: int
+    compress_ratios: list[int]
+    # types of layers
+    hybrid_override_pattern: str
+    layers_block_type: list[str]
+    layer_types: list[str]
+    attn_layer_period: int
+    attn_layer_offset: int
+    full_attention_interval: int
+    layer_group_size: int
+    # windows
+    sliding_window: int | None
+    use_sliding_window: bool
+    sliding_window_pattern: int
+    attention_chunk_size: int
+    no_rope_layer_interval: int
+    # feed-forward blocks and experts
+    intermediate_size: int | list[int]
+    block_ff_dim: int
+    block_auto_adjust_ff_dim: bool
+    block_ffn_dim_multiplier: float
+    block_multiple_of: int
+    num_experts: int
+    num_local_experts: int
+    n_routed_experts: int
+    moe_num_experts: int | list[int]
+    n_shared_experts: int
+    moe_num_shared_experts: int
+    num_shared_expert: int | list[int]
+    shared_expert_intermediate_size: int
+    shared_intermediate_size: int
+    moe_intermediate_size: int | list[int]
+    num_experts_per_tok: int
+    top_k_experts: int | None
+    moe_k: int
+    moe_topk: int | list[int]
+    # rotary positions
+    position_embedding_type: str
+    rope_parameters: RotaryConfig | None
+    rope_scaling: RotaryConfig | None
+    rope_theta: float
+    rope_local_base_freq: float
+    rotary_emb_base: float
+    partial_rotary_factor: float
+    rotary_pct: float
+    rotary_dim: int
+
+
+class VisionConfig(TypedDict, total=False):
+    """The keys of `vision_config` that describe an image tower."""
+
+    depth: int
+    num_hidden_layers: int
+    hidden_size: int
+    patch_size: int
+    spatial_merge_size: int
+    pooling_kernel_size: int
+    pixel_shuffle_ratio: float
+
+
+class AudioConfig(TypedDict, total=False):
+    """The key of `audio_config` that describes an audio tower."""
+
+    num_hidden_layers: int
+
+
+class ModelConfig(TextConfig, total=False):
+    """The keys of config.json that describe an architecture; of models with several parts also those of each part."""
+
+    text_config: TextConfig
+    vision_config: VisionConfig | None
+    audio_config: AudioConfig | None
+    spatial_merge_size: int
+    scale_factor: int
 
 
 @dataclass(frozen=True)
@@ -87,14 +208,17 @@ class Preset:
         return NOT_TRAINED.get(self.text["model_type"])
 
     @property
-    def text(self) -> JsonObject:
+    def whole(self) -> ModelConfig:
+        return cast("ModelConfig", self.config)
+
+    @property
+    def text(self) -> TextConfig:
         """The text part of `config`; all of it for text models."""
-        config: JsonObject = self.config.get("text_config", self.config)
-        return config
+        return self.whole.get("text_config", self.whole)
 
 
 def sizes(
-    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: object
+    width: int, feed_forward: int, layers: int, heads: int, kv_heads: int | None = None, **more: ConfigValue
 ) -> JsonObject:
     """Keys of config.json; `more` adds others. Families without grouped-query attention have no `kv_heads`."""
     grouped = {} if kv_heads is None else {"num_key_value_heads": kv_heads}

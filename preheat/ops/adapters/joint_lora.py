@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 __all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Map(NamedTuple):
@@ -299,7 +302,7 @@ class SharedInput:
             self._input, self._ready = x, dict(enumerate(others, 1))
         return first
 
-    def around(self, forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    def around(self, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the `forward` of the module whose layers these are."""
         try:
             return forward(*args, **kwargs)

@@ -263,7 +263,7 @@ def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.settings = settings
 
 
-def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, of_lse: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
     q, k, v, documents, *saved = ctx.saved_tensors

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -253,14 +253,18 @@ def _(
     return _empty(q, q.shape[3]), _empty(k, k.shape[3]), _empty(v, v.shape[3])
 
 
-def _keep(ctx: AutogradContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: AutogradContext,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, int, int, bool, int, float],
+    output: tuple[Tensor, Tensor],
+) -> None:
     # The log-sum-exp has no gradient: without this, autograd would allocate zeros for it.
     ctx.set_materialize_grads(False)
     q, k, v, offsets, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, offsets)
 
 
-def _backward(ctx: AutogradContext, grad: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor | None, of_lse: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
     # The kernel's own buffers are invisible to a dry run, so these stand for them while the fake kernel runs.
@@ -298,7 +302,14 @@ def _flops(q: torch.Size, v: torch.Size, pairs: int) -> int:
 
 @register_flop_formula(torch.ops.preheat.varlen_attention)
 def _forward_flops(
-    q: torch.Size, k: object, v: torch.Size, offsets: object, longest: int, pairs: int, *_: object, **__: object
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    offsets: torch.Size,
+    longest: int,
+    pairs: int,
+    *_: object,
+    **__: object,
 ) -> int:
     """Counts FLOPs per document as if attention were not causal, as torch does."""
     return _flops(q, v, pairs)
@@ -306,13 +317,13 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.preheat.varlen_attention_backward)
 def _backward_flops(
-    grad: object,
+    grad: torch.Size,
     q: torch.Size,
-    k: object,
+    k: torch.Size,
     v: torch.Size,
-    out: object,
-    lse: object,
-    offsets: object,
+    out: torch.Size,
+    lse: torch.Size,
+    offsets: torch.Size,
     longest: int,
     pairs: int,
     *_: object,

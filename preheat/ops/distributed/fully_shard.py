@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
     return [(module, mesh) for module in layer.modules() if (mesh := getattr(module, OWN_MESH, None)) is not None]
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -86,9 +87,9 @@ def _choose_shard_dim_in_stack(p: nn.Parameter, ranks: int) -> Shard:
 def _hide_hooks(inner: nn.Module) -> None:
     """Hides FSDP's hooks of a module within a layer from the modes that keep results of the layer's operators."""
 
-    def hidden(hook: Callable[..., T]) -> Callable[..., T]:
+    def hidden(hook: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(hook)
-        def run(*args: Any, **kwargs: Any) -> T:
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             with unobserved():
                 return hook(*args, **kwargs)
 
@@ -177,7 +178,7 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMe
     return len(listed) + 1
 
 
-def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
+def forward_through(part: nn.Module) -> Callable[[nn.Module, Callable[[], T]], T]:
     """Returns a function (module, run) that calls `run` with the gathered weights of the module, `part` or another
     prepared one.
 
@@ -186,7 +187,7 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
     the optimizer knows.
     """
 
-    def let_go(module: nn.Module, *_: object) -> None:
+    def let_go(module: nn.Module, args: tuple[Tensor, ...] = (), output: Tensor | None = None) -> None:
         # With gradients, FSDP frees the weights itself after the backward pass.
         if not torch.is_grad_enabled():
             for m in module.modules():
@@ -194,16 +195,16 @@ def forward_through(part: Any) -> Callable[[Any, Callable[[], T]], T]:
                     m.reshard()
 
     # FSDP gathers weights around a module's registered forward methods; `run` is any function, so it becomes one.
-    part.preheat_forward = types.MethodType(lambda self, run: run(), part)
+    part.preheat_forward = types.MethodType(lambda self, run: run(), part)  # type: ignore[assignment]
     register_fsdp_forward_method(part, "preheat_forward")
     part.register_forward_hook(let_go)
 
-    def forward(module: Any, run: Callable[[], T]) -> T:
+    def forward(module: nn.Module, run: Callable[[], T]) -> T:
         # Another model of the build, such as the reference of preference tuning, may not be sharded.
         shared_out = isinstance(module, FSDPModule)
         if not shared_out:
             return run()
-        result: T = module.preheat_forward(run)
+        result: T = module.preheat_forward(run)  # type: ignore[operator]
         # Here too: `run` does not pass through the part's own forward, whose hook does the same.
         let_go(module)
         return result
@@ -228,7 +229,7 @@ def gathering(
     # Resizing a storage is no operator, so FSDP's method is replaced for the dry run, and put back after it.
     original = FSDPParam.init_all_gather_outputs
 
-    def reporting(self: Any, *args: Any, **kwargs: Any) -> None:
+    def reporting(self: FSDPParam, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         # After the original, which creates the buffers.
         tell(self.all_gather_outputs)

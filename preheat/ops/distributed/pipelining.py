@@ -184,7 +184,7 @@ class _Stage(PipelineStage):
         received = _empty(self.args_recv_info[0])
         self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[_RecvInfo, ...]:
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[_RecvInfo, ...]:
         return _empty(super()._create_grad_recv_info(act_send_info))
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...], *group: Any) -> list[dist.P2POp]:
@@ -199,7 +199,7 @@ class _Stage(PipelineStage):
         with self.pipeline.noted(self.stage_index, fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **_: object) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Tensor, **_: object) -> Tensor:
         # The module itself is not called: the engine's slots (loss, sharding, autocast) compute the stage.
         return self.pipeline.compute(self.stage_index, self.micro, args[0] if args else None)
 
@@ -350,7 +350,7 @@ class Pipeline:
         self._began, self.spans = time.perf_counter(), []
         try:
             yield result
-            everyone: list[Any] = [None] * dist.get_world_size(self.group)
+            everyone: list[list[Span]] = [[]] * dist.get_world_size(self.group)
             dist.all_gather_object(everyone, self.spans, group=self.group)
             result.extend(sorted((span for spans in everyone for span in spans), key=lambda span: span.start))
         finally:

@@ -49,6 +49,7 @@ __all__ = ["SharedCrossEntropy", "broadcast_replicated", "parallelize", "shared_
 
 _OWN_MESSAGE = 1 << 20
 """Bytes from which a gradient is broadcast in place; smaller ones share a message, whose copies they are small for."""
+_Parameters = dict[str, nn.Parameter | None]
 Given = WeakTensorKeyDictionary
 """Gathered block input -> its `_Gathered`, while the input is alive."""
 
@@ -60,13 +61,13 @@ class _Replicated(ParallelStyle):
         self.output = output or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: object, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
             return tuple(
                 x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
                 for x in inputs
             )
 
-        def leave(_: object, output: DTensor, mesh: DeviceMesh) -> Any:
+        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             # Blocks exchange plain tensors: transformers' code between them does not know DTensor.
             return output.redistribute(placements=[self.output]).to_local()
 
@@ -130,7 +131,7 @@ class _Input(ParallelStyle):
             x = piece.redistribute(placements=[Replicate()])
             # Noted by tensor, weakly: the linear layers of this block look it up in `_Columns`.
             if self.given is not None:
-                self.given[x] = _Gathered(piece.detach())
+                self.given[x] = _Gathered(piece.detach())  # type: ignore[arg-type]  # a DTensor, too
             return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": x})
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
@@ -140,14 +141,14 @@ class _Input(ParallelStyle):
 @contextlib.contextmanager
 def _local_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context manager in which modules compute with the local parts of their parameters."""
-    stores: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    stores: list[tuple[_Parameters, _Parameters]] = []
     try:
         for module in modules:
-            store: dict[str, Any] = module._parameters
+            store: _Parameters = module._parameters
             stores.append((store, dict(store)))
             for key, p in store.items():
                 if isinstance(p, DTensor):
-                    store[key] = p.to_local()
+                    store[key] = p.to_local()  # type: ignore[assignment]  # autograd's result is no parameter
         yield
     finally:
         for store, before in stores:
@@ -214,7 +215,7 @@ class _WholeBlock(ParallelStyle):
 class _Gathered:
     """A block input that is gathered again for the backward passes of the block's linear layers."""
 
-    def __init__(self, piece: Any):
+    def __init__(self, piece: DTensor):
         self.piece, self.users = piece, 0
         self.whole: DTensor | None = None
 

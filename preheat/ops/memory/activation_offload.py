@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from torch.utils._pytree import tree_leaves
 from preheat.ops.memory.host_transfer import Copy, HostCopy, link_for
 
 __all__ = ["ActivationOffload", "Saved"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Saved:
@@ -176,8 +180,8 @@ class ActivationOffload:
             # `forward` rather than hooks of the module, because the saved-tensor hooks must surround it.
             layer.forward = self._wrapped(layer, layer.forward, index)  # type: ignore[method-assign]
 
-    def _wrapped(self, layer: nn.Module, forward: Callable[..., object], index: int) -> Callable[..., object]:
-        def wrapped(*args: object, **kwargs: object) -> object:
+    def _wrapped(self, layer: nn.Module, forward: Callable[P, T], index: int) -> Callable[P, T]:
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             # Nothing is saved for a backward pass in evaluation, so there is nothing to offload.
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -46,7 +46,7 @@ Key = tuple[OpOverload | str, int]
 number of calls varies with the documents.
 """
 
-Contexts = tuple[contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]]
+Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 """Contexts of a layer's forward pass and of its recomputation, as `torch.utils.checkpoint` takes them."""
 
 ATTENTION = "attention"
@@ -110,7 +110,7 @@ class _Watch(TorchDispatchMode):
         self.held: list[Tensor | torch.UntypedStorage] = []  # keeps storages alive, so that their addresses stay unique
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
         # Views own no memory, and torch's checkpoint never asks about the others.
@@ -166,9 +166,7 @@ def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs
     # In a dry run the inputs are fake already, and tensors of two fake modes cannot meet.
     mode = detect_fake_mode(list(tree_leaves((args, kwargs)))) or FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fake(t: object) -> object:
-        if not isinstance(t, Tensor):
-            return t
+    def fake(t: Tensor) -> Tensor:
         # No values, but the same layout: whether an operator copies depends on the strides.
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
 
@@ -185,7 +183,7 @@ def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs
 
     # Outside of active modes: a recorder must not count the trace as part of the step.
     with _disable_current_modes(), mode, _uncached_autocast():
-        args, kwargs = tree_map(fake, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
         # The layer's inputs are saved in any case and cost nothing more.
         given = {_number(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:

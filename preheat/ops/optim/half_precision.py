@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LossScale", "MasterAdamW", "compute_in_fp32"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def _cast(value: object, dtype: torch.dtype) -> object:
     # Token ids and masks stay as they are.
@@ -39,9 +42,7 @@ def compute_in_fp32(module: nn.Module, back_to: torch.dtype | None = None) -> No
     module.forward = functools.partial(_run_in_fp32, module.forward, back_to)  # type: ignore[method-assign]
 
 
-def _run_in_fp32(
-    forward: Callable[..., object], back_to: torch.dtype | None, *args: object, **kwargs: object
-) -> object:
+def _run_in_fp32(forward: Callable[P, T], back_to: torch.dtype | None, *args: P.args, **kwargs: P.kwargs) -> T:
     up = functools.partial(_cast, dtype=torch.float32)
     args, kwargs = tree_map(up, args), tree_map(up, kwargs)
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
