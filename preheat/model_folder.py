@@ -18,6 +18,7 @@ from preheat.sanitize import clean, quoted, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = [
     "DEQUANTIZED",
@@ -101,7 +102,7 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def beginning(tokenizer: Any) -> list[int]:
+def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Returns [beginning-of-text token] if a fast tokenizer's own rules prepend one, as in training; else [].
 
     Example:
@@ -140,7 +141,7 @@ def repository_file(name: str, file: str) -> Path | None:
     return Path(cached) if cached else None
 
 
-def model_stops(tokenizer: Any) -> tuple[str, ...]:
+def model_stops(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """Returns the tokens at which generation stops by the settings of the model that a tokenizer was loaded with.
 
     These are in generation_config.json, or in config.json without it. A tokenizer that was trained here has none.
@@ -163,7 +164,7 @@ def model_stops(tokenizer: Any) -> tuple[str, ...]:
     return ()
 
 
-def vocabulary_size(tokenizer: Any) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """Returns the number of embedding rows that the tokens need: the largest id + 1.
 
     `len(tokenizer)` counts the tokens, which are fewer if the ids have gaps.

@@ -10,8 +10,6 @@ import typer
 from preheat.cli.options.bench_options import InferenceBenchOptions, TechniqueBenchOptions
 from preheat.cli.views.console import Json, Set
 
-    from preheat.core.bench import BenchResult
-
 __all__ = ["bench"]
 
 

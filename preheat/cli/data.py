@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preheat.cli.options.recipe_argument import load_recipe
 from preheat.cli.views.console import Json, RecipeArgument, Set
-from preheat.core.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from preheat.cli.views.output import PlainConsole
+    from preheat.core.data_record import DataPreview
 
 __all__ = ["data"]
 
@@ -37,10 +40,10 @@ def data(
 
     # Data that training would refuse is shown all the same: this command is for finding out why.
     prepared = data_of(chosen, refuse=False)
-    shown = preview(prepared, rows=rows, seed=chosen.seed) | {"name": chosen.name}
+    shown = preview(prepared, chosen.name, rows=rows, seed=chosen.seed)
     page = report.write_data(shown, html) if html else None
     if json:
-        emit(shown | {"page": str(page) if page else None})
+        emit({**shown, "page": str(page) if page else None})
     else:
         _print(console(), shown)
         if page:
@@ -51,7 +54,7 @@ def data(
         raise DataError("\n".join(prepared.blocked))
 
 
-def _print(screen: Any, shown: JsonObject) -> None:
+def _print(screen: PlainConsole, shown: DataPreview) -> None:
     from rich.rule import Rule
     from rich.table import Table
     from rich.text import Text

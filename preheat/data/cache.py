@@ -14,17 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Generic, TypedDict, TypeVar
 
 from preheat.cache_folder import make_private
 from preheat.errors import DataError
 from preheat.files import to_json
 
-if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+__all__ = ["Entry", "entry", "read_entry"]
 
-__all__ = ["entry", "read_entry"]
-
+Values = TypeVar("Values")
 STALE = 24 * 3600
 """Age in seconds above which a partial folder is removed, as left by a killed process."""
 
@@ -34,10 +32,18 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def read_entry(folder: Path) -> JsonObject | None:
+class Entry(TypedDict, Generic[Values]):
+    """The content of entry.json: checksums of the files, and what the builder returned."""
+
+    files: dict[str, str]
+    values: Values
+    seal: str
+
+
+def read_entry(folder: Path) -> Entry[Any] | None:
     """Returns an entry's {"files", "values"}, or None if the entry is absent or any byte of it has changed."""
     try:
-        content: JsonObject = json.loads((folder / "entry.json").read_bytes())
+        content: Entry[Any] = json.loads((folder / "entry.json").read_bytes())
         intact = content["seal"] == _seal(content["files"], content["values"])
         return (
             content
@@ -48,11 +54,11 @@ def read_entry(folder: Path) -> JsonObject | None:
         return None  # missing, truncated or not written by us
 
 
-def _seal(files: dict[str, str], values: JsonObject) -> str:
+def _seal(files: dict[str, str], values: object) -> str:
     return hashlib.blake2b(json.dumps([files, values], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def entry(root: Path, name: str, build: Callable[[Path], JsonObject]) -> tuple[Path, JsonObject]:
+def entry(root: Path, name: str, build: Callable[[Path], Values]) -> tuple[Path, Entry[Values]]:
     """Returns the folder of an entry and its content; on a miss, `build(folder)` writes the files and returns the
     values.
 

@@ -25,8 +25,8 @@ from preheat.errors import DataError
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
     from preheat.data.chat.messages import Message, Tools
+    from preheat.data.tokenize_corpus import TokenCounts
 
 __all__ = [
     "cut_answers",
@@ -225,7 +225,7 @@ def _unlike(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def check_tokens(
-    values: JsonObject,
+    values: TokenCounts,
     findings: Findings,
     encoder: Encoder,
     streams: Sequence[Stream],

@@ -41,7 +41,9 @@ from preheat.recipe import Data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from preheat.core.data_record import DataCounts, DataRecord, SideRecord
     from preheat.core.json_types import JsonObject
+    from preheat.data.tokenize_corpus import TokenCounts
 
 __all__ = ["PreparedData", "prepare"]
 
@@ -85,7 +87,7 @@ class PreparedData:
     train: Rows | StreamRows
     validation: Rows
     source: str
-    counts: JsonObject
+    counts: DataCounts
     fingerprint: str
     layout: Layout
     classes: tuple[str, ...] = ()
@@ -187,20 +189,27 @@ def prepare(
     used = {side: rows.examples_used() for side, rows in packed.rows.items()}
     accounts = _accounts(packed, used)
     total = sum(accounts, RowAccount(0, 0, 0)).record()
-    counts: JsonObject = {
+    counts: DataCounts = {
         "read": total["read"],
         "dropped": total["dropped"],
         "sources": [
-            {key: source[key] for key in ("source", "layout", "weight", "side", "documents", "tokens")}
-            | account.record()
+            {
+                "source": source["source"],
+                "layout": source["layout"],
+                "weight": source["weight"],
+                "side": source["side"],
+                "documents": source["documents"],
+                "tokens": source["tokens"],
+                **account.record(),
+            }
             for source, account in zip(values["sources"], accounts, strict=True)
         ],
         "repeated": any(source.weight > 1 for source in opened.sources),
     }
     for side, rows in packed.rows.items():
         lost = int(used[side][cut[side]].sum())
-        documents = total["trained_on" if side == "train" else "held_out"]
-        counts[side] = _counts(rows, documents) | {"cut": lost, "duplicates": values["duplicates"][side]}
+        documents = total["trained_on"] if side == "train" else total["held_out"]
+        counts[side] = {**_counts(rows, documents), "cut": lost, "duplicates": values["duplicates"][side]}
     description = "; ".join(source.description for source in opened.sources) + (
         f"; validation: {opened.validation.description}" if opened.validation else ""
     )
@@ -270,7 +279,7 @@ class _Packed:
     """
 
     folder: Path
-    values: JsonObject
+    values: TokenCounts
     files: dict[str, str]
     streams: list[Stream]
     findings: Findings
@@ -380,7 +389,7 @@ def _tokenize_and_pack(
     streams = streams_of(opened.sources, opened.validation, encoding.split)
     entry_name = f"tokens-{digest(COUNTS, encoding.content, encoder.key, ends)}"
 
-    def build(folder: Path) -> JsonObject:
+    def build(folder: Path) -> TokenCounts:
         # The work folder bears the name of the entry, so that the next start finds and resumes unfinished work.
         return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, opened.images)
 
@@ -498,7 +507,7 @@ def _trained(
         # Reached when the generator is exhausted: only then does the trainer begin.
         say("training the tokenizer", 0, None)
 
-    def build(folder: Path) -> JsonObject:
+    def build(folder: Path) -> dict[str, int]:
         save_tokenizer(train_tokenizer(documents(), vocabulary=vocabulary), folder)
         return {}
 
@@ -508,7 +517,7 @@ def _trained(
 
 
 def _refuse_empty(
-    sources: Sequence[Source], validation_source: Source | None, share: float, values: JsonObject
+    sources: Sequence[Source], validation_source: Source | None, share: float, values: TokenCounts
 ) -> None:
     # The message names the first cause that applies: nothing left, nothing to train on, nothing to validate on.
     documents, dropped = values["documents"], values["dropped"]
@@ -584,8 +593,8 @@ def _fates(packed: _Packed, side: Side, used: np.ndarray) -> np.ndarray:
     return np.where(in_a_row, _IN_A_ROW, np.where(copies == 0, _NOT_DRAWN, _IN_NO_ROW))
 
 
-def _counts(rows: Rows, documents: int) -> JsonObject:
-    return {
+def _counts(rows: Rows, documents: int) -> SideRecord:
+    counts: SideRecord = {
         "documents": documents,
         "tokens": rows.tokens_total,
         "rows": len(rows),
@@ -593,9 +602,11 @@ def _counts(rows: Rows, documents: int) -> JsonObject:
         "efficiency": rows.tokens_total / (len(rows) * rows.length) if len(rows) else 0.0,
         "truncated": rows.truncated,
         "no_room": rows.no_room,
-        **({"images": len(rows.tokens.images.of)} if rows.tokens.images is not None else {}),
         "longer": len(longer_than_a_row(rows)),
     }
+    if rows.tokens.images is not None:
+        counts["images"] = len(rows.tokens.images.of)
+    return counts
 
 
 def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, seed: int) -> PreparedData:

@@ -16,7 +16,7 @@ from preheat.files import strict
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from preheat.core.json_types import JsonObject
+    from preheat.core.data_record import DataPreview, ExampleDocument, ExampleSequence, Lengths
 
 __all__ = ["preview"]
 
@@ -25,17 +25,13 @@ _ORDERS = 100
 """Ratio of the longest to the shortest example from which the bars are logarithmic."""
 
 
-def preview(prepared: PreparedData, *, rows: int, seed: int) -> JsonObject:
-    """Returns the output of `preheat data` as plain values.
+def preview(prepared: PreparedData, name: str, *, rows: int, seed: int) -> DataPreview:
+    """Returns the output of `preheat data`.
 
     Args:
+        name: of the recipe.
         rows: number of packed rows to show, in the order in which the run reads them.
         seed: seed of the recipe, which decides that order.
-
-    Returns:
-        Keys of `PreparedData.record`, and lengths, packing, blocked, and examples: [{row, documents: [{where, spans:
-        [[text, trained, tokens]], tokens, trained, label}], padding}]; row: index of the packed row, where: the
-        document's file and row.
 
     Raises:
         DataError: the source is streamed.
@@ -54,10 +50,11 @@ def preview(prepared: PreparedData, *, rows: int, seed: int) -> JsonObject:
         "lengths": _lengths(np.diff(train.tokens.offsets, prepend=0).reshape(-1, group).sum(axis=1), train.length),
         "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},
         "examples": [_example(prepared, train, n, wheres) for n in order],
+        "name": name,
     }
 
 
-def _lengths(sizes: np.ndarray, length: int) -> JsonObject:
+def _lengths(sizes: np.ndarray, length: int) -> Lengths:
     """Returns statistics of tokens per example, and a histogram whose last bar holds all longer than 1.5 rows."""
     top = min(int(sizes.max()), round(1.5 * length))
     least = min(max(int(sizes.min()), 1), top)
@@ -93,9 +90,10 @@ def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, s
     return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
 
 
-def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> JsonObject:
+def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> ExampleSequence:
     row, numbers = rows.row(index), rows.contents(index)[0].tolist()
-    documents, at = [], 0
+    documents: list[ExampleDocument] = []
+    at = 0
     for number, size in zip(numbers, row.documents, strict=False):  # not strict: the last length may be padding
         tokens, labels = row.tokens[at : at + size].tolist(), row.labels[at : at + size]
         classes = rows.tokens.labels
@@ -106,7 +104,10 @@ def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, s
         documents.append(
             {
                 "where": wheres[number // rows.tokens.group],
-                "spans": [[_shortened(text, rows), *rest] for text, *rest in _spans(prepared.tokenizer, tokens, marks)],
+                "spans": [
+                    (_shortened(text, rows), is_trained, count)
+                    for text, is_trained, count in _spans(prepared.tokenizer, tokens, marks)
+                ],
                 "tokens": size,
                 "trained": sum(marks) if label is None else 1,
                 "label": named,

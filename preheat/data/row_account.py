@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
+    from preheat.core.data_record import AccountRecord, DataCounts
 
 __all__ = ["LeftOut", "RowAccount"]
 
@@ -60,17 +60,17 @@ class RowAccount:
         )
 
     @classmethod
-    def of(cls, values: JsonObject) -> RowAccount:
+    def of(cls, values: AccountRecord) -> RowAccount:
         """Returns the account that `record` wrote into `values`."""
         return cls(values["read"], values["trained_on"], values["held_out"], values["dropped"])
 
     @classmethod
-    def of_counts(cls, counts: JsonObject) -> RowAccount:
+    def of_counts(cls, counts: DataCounts) -> RowAccount:
         """Returns the account of all sources in the counts of `preparation.PreparedData`."""
-        train, validation = (counts[side]["documents"] for side in ("train", "validation"))
+        train, validation = counts["train"]["documents"], counts["validation"]["documents"]
         return cls(counts["read"], train, validation, counts["dropped"])
 
-    def record(self) -> JsonObject:
+    def record(self) -> AccountRecord:
         """Returns the account as plain values, for data.json and `preheat data --json`."""
         dropped = {str(reason): count for reason, count in self.left_out.items()}
         return {"read": self.read, "trained_on": self.trained_on, "held_out": self.held_out, "dropped": dropped}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from preheat.files import to_json, write_atomic
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-    from preheat.core.json_types import JsonObject
     from preheat.data.preflight import Finding
 
 __all__ = ["SIDES", "Progress", "Stream", "copies_file", "streams_of", "tokenize"]
@@ -75,6 +74,42 @@ def streams_of(sources: Sequence[Source], validation: Source | None, split: Spli
     ]
 
 
+class SourceTally(TypedDict):
+    """Counts of a source; `sides`: its documents by side, before the weight repeats them."""
+
+    source: str
+    layout: str
+    weight: float
+    side: Side
+    read: int
+    dropped: dict[str, int]
+    untrained: NotRequired[int]
+    sides: dict[Side, int]
+    documents: int
+    tokens: int
+
+
+class TokenCounts(TypedDict):
+    """Counts of all documents, stored with their tokens.
+
+    `near`: content hashes of the first validation documents that also occur in training, of `near_count`; `ends`:
+    trained tokens that end a text or a turn; `labels`: all trained tokens; `largest`: the largest token.
+    """
+
+    read: int
+    dropped: dict[str, int]
+    documents: dict[Side, int]
+    duplicates: dict[Side, int]
+    sources: list[SourceTally]
+    group: int
+    found: dict[str, Finding]
+    near: list[str]
+    near_count: int
+    ends: int
+    labels: int
+    largest: int
+
+
 @dataclass
 class _Tally:
     """Counts and progress so far, as plain values for the journal."""
@@ -82,7 +117,7 @@ class _Tally:
     stream: int = 0
     rows: int = 0
     """Rows read of this stream."""
-    sources: list[JsonObject] = field(default_factory=list)
+    sources: list[SourceTally] = field(default_factory=list)
     findings: dict[str, Finding] = field(default_factory=dict)
     """Findings of the checks in rows."""
     shown: dict[str, Finding] = field(default_factory=dict)
@@ -117,7 +152,7 @@ def tokenize(
     ends: Sequence[int],
     say: Progress,
     eye: ImageProcessor | None = None,
-) -> JsonObject:
+) -> TokenCounts:
     """Writes the tokens of both sides into `folder` for `Tokens.open`, and returns the counts.
 
     Args:
@@ -183,16 +218,19 @@ class _Writer:
             # Not begun before the interruption.
             if number == len(self.tally.sources):
                 source = streams[number].source
-                about = {
+                about: SourceTally = {
                     "source": source.description,
                     "layout": source.layout.description,
                     "weight": source.weight,
                     "side": "validation" if streams[number].held else "train",
+                    "read": 0,
+                    "dropped": {},
+                    "untrained": 0,
+                    "sides": dict.fromkeys(SIDES, 0),
+                    "documents": 0,
+                    "tokens": 0,
                 }
-                sides = dict.fromkeys(SIDES, 0)
-                self.tally.sources.append(
-                    {**about, "read": 0, "dropped": {}, "untrained": 0, "sides": sides, "documents": 0, "tokens": 0}
-                )
+                self.tally.sources.append(about)
             self._stream(streams[number], say)
 
     def _stream(self, stream: Stream, say: Progress) -> None:
@@ -225,10 +263,10 @@ class _Writer:
         self._count(about, rows, dropped, findings.by_check)
         say("tokenizing", rows, rows)
 
-    def _count(self, about: JsonObject, rows: int, dropped: Counter[str], findings: dict[str, Finding]) -> None:
+    def _count(self, about: SourceTally, rows: int, dropped: Counter[str], findings: dict[str, Finding]) -> None:
         self.tally.rows, about["read"], about["dropped"], self.tally.findings = rows, rows, dict(dropped), findings
 
-    def _write(self, stream: Stream, portion: _Portion, about: JsonObject) -> None:
+    def _write(self, stream: Stream, portion: _Portion, about: SourceTally) -> None:
         documents = portion.documents
         # All sequences of the portion, `group` per document.
         flat = [e for sequences in portion.encoded.result() for e in sequences]
@@ -328,7 +366,7 @@ def copies_file(side: Side) -> str:
     return f"{side}-copies.npy"
 
 
-def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> JsonObject:
+def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProcessor | None) -> TokenCounts:
     """Moves the files into `folder` in the form of `Tokens.open`, and returns the values of the cache entry."""
 
     def read(side: Side, kind: str, of: DTypeLike) -> np.ndarray:

@@ -238,7 +238,7 @@ def unrecorded(layer: nn.Module) -> Iterator[None]:
 def record_routers(model: nn.Module) -> RouterRecorder:
     """Makes the routers of a model compute in fp32 and record their choices while the recorder is open, in place."""
     ledger = RouterRecorder()
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     text = config.get_text_config()
     ours, classes = text.model_type in FAMILIES, _router_classes(model)
     for router in routers(model):

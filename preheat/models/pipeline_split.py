@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["ModelProfile", "balance", "cut", "observe"]
 
 M = TypeVar("M", bound=nn.Module)
+LayerOutput = Tensor | tuple[Tensor | None, ...]
+"""Result of a layer: hidden states, or a tuple of them and None for each further entry."""
 
 
 class _OtherLayer(Passthrough):
@@ -47,11 +49,11 @@ class _OtherLayer(Passthrough):
         }
         self._further = further
 
-    def forward(self, hidden: Tensor, *_: object, **__: object) -> Any:
+    def forward(self, hidden: Tensor, *_: object, **__: object) -> LayerOutput:  # type: ignore[override]
         return _layer_output(hidden, self._further)
 
 
-def _layer_output(hidden: Tensor, further: int | None) -> Any:
+def _layer_output(hidden: Tensor, further: int | None) -> LayerOutput:
     """Returns the result of a layer: hidden states, or a tuple of them and `further` times None."""
     return hidden if further is None else (hidden, *(None,) * further)
 
@@ -159,7 +161,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     where, started = "entry", 0
 
     def watch(name: str, module: nn.Module) -> None:
-        def done(_: object, __: object, out: object) -> None:
+        def done(_: nn.Module, __: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
             acts = torch.is_tensor(out) and tuple(out.shape) == stream
             if acts or module is hf.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
@@ -180,13 +182,13 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     for name, module in _around(model, course.layers):
         watch(name, module)
 
-    def enter(*_: object) -> None:
+    def enter(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal where, started
         if where == "entry":
             course.before = counter.get_total_flops()
         where, started = "exit", counter.get_total_flops()
 
-    def leave(layer: nn.Module, _: object, out: object) -> None:
+    def leave(layer: nn.Module, _: tuple[Tensor, ...], out: Tensor | tuple[Tensor | None, ...]) -> None:
         nonlocal started
         # Some families return a tuple, whose further entries (attention weights) preheat's attention leaves None.
         hidden, *further = out if isinstance(out, tuple) else (out,)
@@ -201,7 +203,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
         course.each.append(counter.get_total_flops() - started)
         started = counter.get_total_flops()
 
-    def repeat(number: int, hidden: Tensor, *_: object, **__: object) -> Any:
+    def repeat(number: int, hidden: Tensor, *_: object, **__: object) -> LayerOutput:
         course.each.append(course.each[number])
         return _layer_output(hidden, course.further)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.core import MaskSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
 __all__ = ["CHUNK", "in_chunks", "set_chunks", "with_sinks"]
 
@@ -24,7 +25,7 @@ def set_chunks(attentions: Iterable[nn.Module]) -> None:
     graph for all layers, because the compiler makes it a constant of the graph.
     """
     for module in attentions:
-        config: Any = getattr(module, "config", None)
+        config: PretrainedConfig | None = getattr(module, "config", None)
         kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
         number = getattr(module, "layer_idx", None)
         if chunk is not None and kinds and isinstance(number, int) and kinds[number] == "chunked_attention":

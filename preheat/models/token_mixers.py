@@ -18,14 +18,16 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from preheat.errors import RecipeError
 from preheat.sanitize import quoted
 
 if TYPE_CHECKING:
+    from types import FunctionType
+
     from torch import Tensor, nn
-    from transformers import Cache, PretrainedConfig
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
 
     from preheat.core import MaskSpec
 
@@ -45,6 +47,10 @@ __all__ = [
     "split_documents",
 ]
 
+T = TypeVar("T")
+MixerOutput: TypeAlias = "Tensor | tuple[Tensor, ...]"
+"""Result of a token mixer: hidden states, or a tuple that begins with them."""
+
 CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
 """Names under which models of transformers and their token mixers take the cache of earlier tokens.
 
@@ -62,7 +68,7 @@ _KNOWN = _CHANNELS | _RECURRENT | {"full_attention", "sliding_attention", "chunk
 """transformers' names of layer kinds whose token mixers preheat keeps within documents."""
 
 
-def _forward(module: nn.Module) -> Callable[..., Any]:
+def _forward(module: nn.Module) -> FunctionType:
     return inspect.unwrap(type(module).forward)
 
 
@@ -73,7 +79,7 @@ def pass_cache(model: nn.Module, cache: Cache) -> dict[str, Cache]:
     return {name: cache}
 
 
-def find_cache(values: Mapping[str, Any]) -> Cache | None:
+def find_cache(values: Mapping[str, Cache | None]) -> Cache | None:
     """Returns the cache in the keyword arguments or the output of a model or layer; None if there is none."""
     return next((values[name] for name in CACHE_ARGUMENTS if values.get(name) is not None), None)
 
@@ -83,7 +89,7 @@ def _takes_cache(module: nn.Module) -> bool:
 
 
 @functools.cache  # a model has many modules of few classes
-def _cache_parameter(forward: Callable[..., Any]) -> str | None:
+def _cache_parameter(forward: FunctionType) -> str | None:
     parameters = inspect.signature(inspect.unwrap(forward)).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
@@ -154,7 +160,7 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
     return count
 
 
-def require_known_mixers(model: Any, base: nn.Module, layers: Sequence[nn.Module]) -> None:
+def require_known_mixers(model: PreTrainedModel, base: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Raises for a model whose tokens would see other documents of a packed sequence, or be placed as if they did.
 
     Raises:
@@ -235,12 +241,12 @@ def special_mixers(text: PretrainedConfig, sinks: bool) -> str:
 
 
 def _with_documents(
-    forward: Callable[..., Any],
+    forward: Callable[..., T],
     mixers: Sequence[nn.Module],
     *args: Any,
     preheat_mask: MaskSpec | None = None,
     **kwargs: Any,
-) -> Any:
+) -> T:
     if preheat_mask is None:  # transformers' own forward, with or without a cache: each row is one document
         if _HANDED.get():
             raise RecipeError(
@@ -257,7 +263,7 @@ def _with_documents(
             setattr(mixer, _DOCUMENTS, None)
 
 
-def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _by_document(mixer: nn.Module, forward: Callable[..., MixerOutput], *args: Any, **kwargs: Any) -> MixerOutput:
     documents = getattr(mixer, _DOCUMENTS, None)
     # Mixers hand unknown arguments on to their kernels; preheat's own are for attention.
     kwargs = {key: value for key, value in kwargs.items() if not key.startswith("preheat_")}
@@ -268,7 +274,7 @@ def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     if kwargs.get("attention_mask") is not None:
         raise RecipeError(f"model: {type(mixer).__name__} takes a mask of its own in addition to packed documents")
 
-    def mix(rows: Tensor) -> Any:
+    def mix(rows: Tensor) -> MixerOutput:
         import torch
 
         more = {}
@@ -279,7 +285,9 @@ def _by_document(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kw
     return split_documents(hidden, documents, mix)
 
 
-def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Callable[[Tensor], Any]) -> Any:
+def split_documents(
+    hidden: Tensor, documents: Sequence[Sequence[int]], mix: Callable[[Tensor], MixerOutput]
+) -> MixerOutput:
     """Applies a causal function of sequences to each document of packed rows.
 
     Documents of similar length are computed together, padded at their ends, which a causal function does not see: at
@@ -309,7 +317,7 @@ def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Cal
             start += n
     parts: list[Tensor] = []
     order: list[Tensor] = []
-    rest: tuple[Any, ...] | None = None
+    rest: tuple[Tensor, ...] | None = None
     for group in by_size.values():
         # The indices are made on the host, from lengths that are there: nothing waits for the device.
         starts, sizes = torch.tensor(group).unbind(1)
@@ -319,8 +327,10 @@ def split_documents(hidden: Tensor, documents: Sequence[Sequence[int]], mix: Cal
         valid = steps < sizes[:, None]
         mixed = mix(flat[to_device(index, hidden.device)])
         if isinstance(mixed, tuple):
-            mixed, rest = mixed[0], mixed[1:]
-        parts.append(mixed.flatten(0, 1)[to_device(valid.flatten().nonzero()[:, 0], hidden.device)])
+            first, rest = mixed[0], mixed[1:]
+        else:
+            first = mixed
+        parts.append(first.flatten(0, 1)[to_device(valid.flatten().nonzero()[:, 0], hidden.device)])
         order.append(index[valid])
     # `order` lists flat positions in the order of the results; its argsort restores the order of the rows.
     place = torch.cat(order).argsort()

@@ -348,7 +348,7 @@ def embedded(
         images.positions
     )  # features of a blank image come after these and are dropped: their gradients are zeros
     more: dict[str, Any] = {}
-    text: Any = model.get_decoder()
+    text: PreTrainedModel = model.get_decoder()
     if vision.layout == "gemma4":
         tokens = _without_placeholders(model.config, tokens)
     if getattr(text.config, "hidden_size_per_layer_input", 0):  # looked up here, where the tokens are known
@@ -394,7 +394,7 @@ def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tens
 
 
 def _of_gemma3(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
-    base: Any = model.base_model
+    base: PreTrainedModel = model.base_model
     hidden = base.vision_tower(pixel_values=_squares(base.vision_tower, vision, images)).last_hidden_state
     return base.multi_modal_projector(hidden).flatten(0, 1)  # type: ignore[no-any-return]
 
@@ -403,7 +403,7 @@ def _of_smolvlm(model: PreTrainedModel, vision: Vision, images: Images, attentio
     # Without the masks of padding, whose sizes transformers reads back from the device: squares are never padded.
     import torch
 
-    base: Any = model.base_model
+    base: PreTrainedModel = model.base_model
     seeing = base.vision_model
     squares = _squares(seeing, vision, images)
     full = torch.ones(len(squares), vision.tile, vision.tile, dtype=torch.bool, device=squares.device)
@@ -426,7 +426,7 @@ def _of_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attentio
     """
     import torch
 
-    base: Any = model.base_model
+    base: PreTrainedModel = model.base_model
     seeing, size = base.vision_tower, vision.patch
     pieces = [
         pixels.view(vision.channels, rows, size, columns, size).permute(1, 3, 0, 2, 4).flatten(0, 1)
@@ -450,7 +450,7 @@ def _of_gemma4(model: PreTrainedModel, vision: Vision, images: Images, attention
 
     transformers' forward pads images to one size and pools by a matrix of patches and tokens.
     """
-    base: Any = model.base_model
+    base: PreTrainedModel = model.base_model
     seeing = base.vision_tower
     positions = images.inputs["position_ids"].flip(-1)[None]  # column, row
     hidden = seeing.patch_embedder(images.patches[None], positions, positions.new_zeros(positions.shape[:2]).bool())

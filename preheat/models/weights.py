@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
 
@@ -446,7 +446,7 @@ class WeightSource:
             raise self._lacking(missing, model)
         if cut:
             return
-        config: Any = model.config.get_text_config()
+        config: PretrainedConfig = model.config.get_text_config()
         count = config.num_hidden_layers
         pattern = re.compile(rf"^{re.escape(layers)}\.(\d+)\.")
         numbers = [int(match[1]) for name in names.unread(model).values() if (match := pattern.match(name))]

@@ -388,7 +388,7 @@ def _hook_layers(build: Build, recorder: Recorder) -> None:
         return mark
 
     def leave(place: str, last: bool) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, out: object) -> None:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], out: object) -> None:
             for t in tree_leaves(out):
                 # The gradient of a layer's output is computed just before the layer's own backward pass.
                 if isinstance(t, Tensor) and t.requires_grad:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preheat.core.json_types import JsonObject
+from preheat.core.data_record import AccountRecord, Bar, DataCounts, DataPreview, ExampleSequence, SourceRecord
 from preheat.report import page
 from preheat.report.formatting import LONG, escape, grouped, headline, percent
 
 __all__ = ["write_data"]
 
 
-def write_data(shown: JsonObject, path: str | Path) -> Path:
+def write_data(shown: DataPreview, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
-        shown: the result of `preheat.data.preview.preview`, and `name`.
+        shown: the result of `preheat.data.preview.preview`.
 
     Raises:
         RunError: the page cannot be written.
@@ -23,7 +23,7 @@ def write_data(shown: JsonObject, path: str | Path) -> Path:
     return page.write_page(_page(shown), path)
 
 
-def _page(shown: JsonObject) -> str:
+def _page(shown: DataPreview) -> str:
     notices = [page.notice(line, bad=True) for line in shown["blocked"]] + list(map(page.notice, shown["preflight"]))
     packing, counts = shown["packing"], shown["counts"]
     verdict = (
@@ -71,7 +71,7 @@ _EXAMPLES = (
 )
 
 
-def _example(example: JsonObject) -> str:
+def _example(example: ExampleSequence) -> str:
     parts = []
     for n, doc in enumerate(example["documents"]):
         what = f", class {doc['label']}" if doc["label"] is not None else ""
@@ -90,7 +90,7 @@ def _example(example: JsonObject) -> str:
     return "".join(parts)
 
 
-def _bars(bars: list[JsonObject]) -> str:
+def _bars(bars: list[Bar]) -> str:
     most = max((bar["count"] for bar in bars), default=0) or 1
     rows = []
     for bar in bars:
@@ -101,7 +101,7 @@ def _bars(bars: list[JsonObject]) -> str:
     return page.table(("tokens", "examples", ""), rows, text=(0, 2))
 
 
-def _sources(sources: list[JsonObject]) -> str:
+def _sources(sources: list[SourceRecord]) -> str:
     rows = []
     for source in sources:
         rows.append(
@@ -115,6 +115,6 @@ def _sources(sources: list[JsonObject]) -> str:
     return page.table(("source", "rows", "tokens", "weight"), rows)
 
 
-def _dropped(counts: JsonObject) -> str:
+def _dropped(counts: AccountRecord | DataCounts) -> str:
     """Returns the rows left out, by reason."""
     return ", ".join(f"{n:,} {why}" for why, n in counts["dropped"].items())

@@ -28,7 +28,7 @@ from preheat.errors import RecipeError
 from preheat.recipe import Bound
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig
 
@@ -184,7 +184,7 @@ class ContextParallel(Searchable):
             return "ulysses", "a ring has no fused kernel here"
         return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
-    def apply(self, build: Build, part: Any) -> Change:
+    def apply(self, build: Build, part: nn.Module) -> Change:
         kind, reason = self._chosen(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:

@@ -41,7 +41,7 @@ def add_embedding_noise(embedding: nn.Module, alpha: float = 5.0) -> RemovableHa
         True
     """
 
-    def add_noise(module: nn.Module, _: object, output: Tensor) -> Tensor:
+    def add_noise(module: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> Tensor:
         import torch
 
         # Evaluation and generation read the plain embeddings.

@@ -155,7 +155,7 @@ class _Runner:
             stages, count, group, schedule, forward, width=build.model.width, dtype=dtype, device=build.torch_device
         )
 
-    def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Any) -> LossSum:
+    def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Tensor | float) -> LossSum:
         from preheat.ops.distributed.pipelining import alike
 
         moved = [build.transformed(batch) for batch in batches]

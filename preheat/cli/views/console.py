@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,13 @@ from preheat.core.plan import Plan
 from preheat.files import to_json
 from preheat.sanitize import memory
 from preheat.training.observer import Watch
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.progress import TaskID
+
+    from preheat.cli.views.output import PlainConsole
 
 __all__ = [
     "Alarms",
@@ -87,14 +94,14 @@ class Live(Alarms):
         planned: the plan was printed already.
     """
 
-    def __init__(self, screen: Any, name: str, *, planned: bool = False):
+    def __init__(self, screen: PlainConsole, name: str, *, planned: bool = False):
         from rich.progress import BarColumn
 
         self.screen, self.name, self._planned = screen, name, planned
         self._bar = bar(
             screen, "{task.description}", BarColumn(bar_width=24), "{task.fields[words]}", auto_refresh=False
         )
-        self._task: Any = None
+        self._task: TaskID | None = None
         self._drawn = 0.0
         # Seconds, tokens and MFU of the last 20 steps: a mean follows a change of pace, without the noise of one step.
         self._recent = deque[tuple[float, float, float]](maxlen=20)
@@ -105,7 +112,9 @@ class Live(Alarms):
         self._bar.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def stage(self, message: str) -> None:
@@ -121,6 +130,7 @@ class Live(Alarms):
     def progress(self, what: str, done: float, total: float | None) -> None:
         if time.monotonic() - self._drawn > 0.2:
             self._drawn = time.monotonic()
+            assert self._task is not None, "a stage has begun"
             self._bar.update(self._task, completed=done, total=total, words=what)
             self._bar.refresh()
 
@@ -153,6 +163,7 @@ class Live(Alarms):
             + (f"  {duration(left)} left" if left is not None else "")
         )
         if self.screen.is_terminal:
+            assert self._task is not None, "a stage has begun"
             self._bar.update(self._task, completed=step, total=total, words=line)
             self._bar.refresh()
         else:

@@ -15,7 +15,14 @@ from preheat.sanitize import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
+
+    class PlainConsole(Console):
+        """The class that `_class` creates."""
+
+        def note(self, text: str) -> None:
+            """Prints a yellow "note:" before the text."""
+
 
 __all__ = ["bar", "console", "passing", "say", "write_text"]
 
@@ -45,16 +52,13 @@ def passing(text: str = "") -> None:
         say(text, error=True)
 
 
-def console(*, error: bool = False, quiet: bool = False) -> Any:
-    """Returns a rich console without markup, emoji codes or highlighting; styled text is a `rich.text.Text`.
-
-    `note(text)` prints a yellow "note:" before the text.
-    """
+def console(*, error: bool = False, quiet: bool = False) -> PlainConsole:
+    """Returns a rich console without markup, emoji codes or highlighting; styled text is a `rich.text.Text`."""
     # rich looks up the standard streams when it prints, so a new console per call is cheap and follows redirections.
     return _class()(stderr=error, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
-def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
+def bar(screen: Console, *columns: str | ProgressColumn, **options: Any) -> Progress:
     """Returns a progress display; a text column is a template such as "{task.description}", filled without markup."""
     from rich.progress import Progress, TextColumn
 
@@ -68,7 +72,7 @@ def bar(screen: Console, *columns: Any, **options: Any) -> Progress:
 
 
 @cache
-def _class() -> type[Console]:
+def _class() -> type[PlainConsole]:
     """Returns the console class; created on first use, since importing rich takes a tenth of a second."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -100,4 +104,4 @@ def _class() -> type[Console]:
     def _plain(status: RenderableType | None) -> RenderableType | None:
         return Text(clean(status)) if isinstance(status, str) else status
 
-    return PlainConsole
+    return PlainConsole  # type: ignore[return-value]  # declared above for type checkers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel
@@ -20,7 +20,7 @@ from preheat.models.vision import copy_processor
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from preheat.core.json_types import JsonObject
 
@@ -46,7 +46,7 @@ class PublishedLayout:
     whole: PretrainedConfig
     before: PretrainedConfig
 
-    def write(self, model: Any, folder: Path, dtype: str) -> str:
+    def write(self, model: PreTrainedModel, folder: Path, dtype: str) -> str:
         """Writes the weights, the configurations and the processor's files; not the tokenizer.
 
         Args:
@@ -160,7 +160,7 @@ def text_alone(whole: PretrainedConfig, why: str) -> str:
     return _TEXT_ALONE.format(family=whole.model_type, why=why)
 
 
-def _values(model: Any, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+def _values(model: PreTrainedModel, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     """Returns the model's values by the files' names, those that the files lack, and a parameter without a place."""
     from transformers.core_model_loading import revert_weight_conversion
 

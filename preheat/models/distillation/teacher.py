@@ -143,7 +143,7 @@ def capture_hidden(model: PreTrainedModel, matched: int, run: Callable[[], Tenso
 
     states: list[Tensor] = []
 
-    def keep(module: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
+    def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
         states.append(out if isinstance(out, Tensor) else out[0])
 
     # Hooks rather than `output_hidden_states`, which keeps the states of all layers in memory.

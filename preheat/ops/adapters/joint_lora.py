@@ -24,6 +24,8 @@ from preheat.ops.plain_tensors import is_plain_tensor
 from preheat.ops.quantization.nf4 import Packed, PackedLinear, Tables, dequantize
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
     from preheat.ops.autograd_context import AutogradContext
 
 __all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
@@ -58,7 +60,7 @@ class _Operands(NamedTuple):
 _COUNT = 8  # tensors of a layer: A, B, bias, and the five of an NF4 weight
 
 
-def _split_layer(layer: Any) -> tuple[_Map, list[Tensor | None]]:
+def _split_layer(layer: LoraLayer) -> tuple[_Map, list[Tensor | None]]:
     """Returns the `_Map` of a LoRA layer that `is_joinable` accepts, and its `_COUNT` tensors."""
     (name,) = layer.active_adapters
     base = layer.base_layer
@@ -213,7 +215,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
-    layer: Any = module
+    layer: LoraLayer = module
     if type(module) is not added_linear() or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return False
     (name,) = layer.active_adapters
@@ -344,7 +346,7 @@ def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
 
 def _may_join(module: nn.Module | None) -> bool:
     """True if it is a LoRA layer without variants (DoRA) and dropout, which are computed alone in training."""
-    layer: Any = module
+    layer: LoraLayer = module
     if type(module) is not added_linear() or layer.lora_variant:
         return False
     return not any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())

@@ -568,7 +568,7 @@ def test_the_preview_names_the_file_s_own_rows(tmp_path: Path, folder: Path) -> 
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     made = run(tmp_path, folder, tmp_path / "a.jsonl", template="alpaca")
     seen = {}
-    for example in preview(made, rows=99, seed=0)["examples"]:
+    for example in preview(made, "n", rows=99, seed=0)["examples"]:
         for document in example["documents"]:
             seen[int(document["where"].rpartition(":")[2])] = "".join(text for text, *_ in document["spans"])
     assert sorted(seen) == list(range(1, 15))

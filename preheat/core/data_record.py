@@ -1,0 +1,140 @@
+"""What is recorded of prepared data: data.json of a run, and the output of `preheat data`. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+__all__ = [
+    "AccountRecord",
+    "Bar",
+    "DataCounts",
+    "DataPreview",
+    "DataRecord",
+    "ExampleDocument",
+    "ExampleSequence",
+    "Lengths",
+    "PackingRecord",
+    "SideRecord",
+    "SourceRecord",
+]
+
+
+class AccountRecord(TypedDict):
+    """Rows by their use; see `preheat.data.row_account.RowAccount`."""
+
+    read: int
+    trained_on: int
+    held_out: int
+    dropped: dict[str, int]
+
+
+class SourceRecord(AccountRecord):
+    """A source: descriptions of it and of its layout, its weight, and its documents and tokens on its side."""
+
+    source: str
+    layout: str
+    weight: float
+    side: Literal["train", "validation"]
+    documents: int
+    tokens: int
+
+
+class SideRecord(TypedDict):
+    """The packed rows of training or validation.
+
+    `trained`: labels; `efficiency`: fraction of the positions that hold text; `longer`: examples longer than a row;
+    `cut`: examples that lose trained tokens. A streamed source has no `cut` and no `duplicates`.
+    """
+
+    documents: int
+    tokens: int
+    rows: int
+    trained: int
+    efficiency: float
+    truncated: int
+    no_room: int
+    images: NotRequired[int]
+    longer: int
+    cut: NotRequired[int]
+    duplicates: NotRequired[int]
+
+
+class DataCounts(TypedDict, total=False):
+    """Counts of prepared data; of a streamed source only `validation` and `beginning`, the account of its first rows.
+
+    `repeated`: a source has a weight above 1.
+    """
+
+    read: int
+    dropped: dict[str, int]
+    sources: list[SourceRecord]
+    repeated: bool
+    train: SideRecord
+    validation: SideRecord
+    beginning: AccountRecord
+
+
+class DataRecord(TypedDict):
+    """The content of data.json."""
+
+    source: str
+    layout: str
+    layout_kind: str
+    layout_reason: str
+    template: str | None
+    classes: list[str]
+    counts: DataCounts
+    preflight: list[str]
+    fingerprint: str
+
+
+Bar = TypedDict("Bar", {"from": int, "to": int | None, "count": int})
+"""A bar of the histogram of lengths; `to` is None if it is open."""
+
+
+class Lengths(TypedDict):
+    """Statistics of the tokens per example."""
+
+    examples: int
+    mean: float
+    median: float
+    p95: float
+    longest: int
+    longer_than_a_row: int
+    bars: list[Bar]
+
+
+class PackingRecord(SideRecord):
+    """The training rows, how they are packed, and their length."""
+
+    how: Literal["stream", "whole"]
+    length: int
+
+
+class ExampleDocument(TypedDict):
+    """A document of a packed row: its file and row, and (text, trained, tokens) of each of its spans."""
+
+    where: str
+    spans: list[tuple[str, bool, int]]
+    tokens: int
+    trained: int
+    label: str | int | None
+
+
+class ExampleSequence(TypedDict):
+    """A packed row; `compared`: its documents alternate between chosen and rejected answers."""
+
+    row: int
+    documents: list[ExampleDocument]
+    padding: int
+    compared: bool
+
+
+class DataPreview(DataRecord):
+    """The output of `preheat data`; `name`: of the recipe."""
+
+    blocked: list[str]
+    lengths: Lengths
+    packing: PackingRecord
+    examples: list[ExampleSequence]
+    name: str
