@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from preheat.cli.options import generation
 from preheat.cli.views.console import Base, Json
 from preheat.cli.views.output import write_text
 from preheat.core.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from preheat.data.chat.messages import Message
 
 __all__ = ["generate"]
 
@@ -68,7 +72,7 @@ def generate(
     from preheat.data.rows.prompt_files import read_prompts
     from preheat.inference.load import load_model
 
-    prompts: list[Any] = list(prompt or []) + (read_prompts(file) if file is not None else [])
+    prompts: list[str | list[Message]] = [*(prompt or []), *(read_prompts(file) if file is not None else [])]
     settings = generation.sampling(
         set or (),
         max_new_tokens=tokens,
@@ -123,7 +127,7 @@ def generate(
 class _Screen:
     """Streams a batch of texts to standard output in order; text of later rows is buffered until their turn."""
 
-    def __init__(self, prompts: list[Any], chat: bool):
+    def __init__(self, prompts: Sequence[str | list[Message]], chat: bool):
         self.prompts, self.chat = prompts, chat
         self.row = -1
         self.parts: dict[int, list[str | None]] = {}
@@ -150,12 +154,12 @@ class _Screen:
             write_text("─" * 40, "\n")
         prompt = self.prompts[self.row]
         if not self.chat:
-            write_text(prompt)
+            write_text(_prompt_text(prompt))
         elif len(self.prompts) > 1:
             write_text(_prompt_text(prompt), "\n")
 
 
-def _prompt_text(prompt: str | list[JsonObject]) -> str:
+def _prompt_text(prompt: str | list[Message]) -> str:
     """Returns a prompt as text; chat messages become one line each."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 

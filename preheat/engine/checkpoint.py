@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from preheat.core import Build, Device
 from preheat.errors import RunError
@@ -166,7 +166,7 @@ def all_gather_object(build: Build, value: T, group: ProcessGroup | None = None)
     import torch.distributed as dist
 
     # By pickle, but only between the processes of this run and never on disk.
-    values: list[Any] = [None] * build.mesh.world
+    values = [value] * build.mesh.world
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -191,19 +191,26 @@ def restore_torch_generators(states: dict[str, Tensor], rank: int) -> None:
         torch.cuda.set_rng_state(states[f"generator.cuda.{rank}"])
 
 
-def host_generators() -> JsonObject:
+class HostGenerators(TypedDict):
+    """The states of Python's and numpy's random generators, as their `getstate` returns them; JSON has lists."""
+
+    python: tuple[int, list[int], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+
+
+def host_generators() -> HostGenerators:
     import numpy
 
-    # As lists, because JSON has neither tuples nor arrays. `legacy`: the tuple, not a dictionary of arrays.
+    # As lists, because JSON has no arrays. `legacy`: the tuple, not a dictionary of arrays.
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)  # type: ignore[misc]
     return {
-        "python": [version, list(state), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "python": (version, list(state), gauss),
+        "numpy": (kind, keys.tolist(), int(position), int(has_gauss), float(cached)),  # type: ignore[union-attr]
     }
 
 
-def restore_host_generators(states: JsonObject) -> None:
+def restore_host_generators(states: HostGenerators) -> None:
     import numpy
 
     version, state, gauss = states["python"]
@@ -249,7 +256,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     state: str
     """Of state.json, all but the generators of other ranks."""
-    generators: JsonObject
+    generators: HostGenerators
     run: str = ""
 
 
@@ -520,7 +527,7 @@ class State(Progress):
     build: JsonObject = field(default_factory=dict)
     threads: int = 1
     world: int = 1
-    generators: list[JsonObject] = field(default_factory=list)
+    generators: list[HostGenerators] = field(default_factory=list)
 
 
 def _state(path: Path) -> State:

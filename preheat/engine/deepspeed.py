@@ -13,7 +13,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from preheat.core import SlotFunction
     from preheat.core.json_types import StateDict
-    from preheat.ops.optim.param_groups import ParamGroup
+    from preheat.ops.optim.param_groups import AdamSettings, ParamGroup
 
 __all__ = ["DeepSpeed"]
 
@@ -123,7 +123,7 @@ class DeepSpeed(Technique):
         engine: DeepSpeedEngine  # set by `make`, which the build calls last
 
         # The step is DeepSpeed's own from here on: the optimizer that the build gets only shows its groups.
-        def make(groups: list[ParamGroup], **settings: Any) -> _Optimizer:
+        def make(groups: list[ParamGroup], **settings: Unpack[AdamSettings]) -> _Optimizer:
             nonlocal engine
             # DeepSpeed replaces its parameters by flat shards and calls its `step` on those.
             fused = torch.optim.AdamW(groups, fused=True, **settings)

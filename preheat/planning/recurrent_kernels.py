@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from preheat.core import Device
+    from preheat.ops.autograd_context import AutogradContext
     from preheat.planning.observation import Observation
 
 __all__ = ["fused_recurrent_kernels", "packages_of"]
@@ -95,7 +96,7 @@ def _run(package: str, inputs: Sequence[Tensor], outputs: _Tensors, flops: int) 
 
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: _Kernel, *inputs: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, kernel: _Kernel, *inputs: Tensor) -> Tensor:
         out, *rest = _run(kernel.package, inputs, [kernel.out, *kernel.saved, *kernel.forward], kernel.flops)
         ctx.save_for_backward(*(inputs[n] for n in kernel.kept), *rest[: len(kernel.saved)])
         ctx.kernel = kernel
@@ -103,7 +104,7 @@ class _Planned(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         kernel: _Kernel = ctx.kernel
         outputs = [*(ctx.like[n] for n in wanted), *kernel.backward]

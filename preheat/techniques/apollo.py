@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Tag, Technique, Trials
 from preheat.recipe import Bound, Fraction, Positive
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from preheat.core.json_types import JsonObject
+    from preheat.ops.optim.param_groups import AdamSettings
 
 __all__ = ["Apollo", "apollo_optimizer"]
 
@@ -80,7 +81,7 @@ class Apollo(Technique):
             "number": lambda: build.state.updates,
         }
 
-        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+        def make(groups: ParamsT, **settings: Unpack[AdamSettings]) -> torch.optim.Optimizer:
             # Read when the optimizer is created: pipeline stages have replaced the parts by then.
             others = [weight for trained in build.trained for weight in ends(trained)]
             return apollo_optimizer(groups, by_adamw=others, **options, **settings)

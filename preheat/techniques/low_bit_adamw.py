@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Technique, Trials
 from preheat.errors import RecipeError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from preheat.core.json_types import JsonObject
+    from preheat.ops.optim.param_groups import AdamSettings
 
 __all__ = ["LowBitAdamW", "low_bit_adamw"]
 
@@ -76,7 +77,7 @@ class LowBitAdamW(Searchable):
         # A GPU wants few large kernels; a CPU chunks that fit its cache.
         chunk = 1 << 24 if build.device.kind == "cuda" else 1 << 18
 
-        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+        def make(groups: ParamsT, **settings: Unpack[AdamSettings]) -> torch.optim.Optimizer:
             # Seed and step decide stochastic rounding of bf16 weights, so that a resumed run repeats it.
             more: JsonObject = {"seed": build.recipe.seed, "number": lambda: build.state.updates, "chunk": chunk}
             try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Unpack
 
 from preheat.core import Build, Change, Numerics, Slot, Stage, Technique
 from preheat.recipe import Bound, Fraction
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim.optimizer import ParamsT
+
+    from preheat.ops.optim.param_groups import AdamSettings
 
 __all__ = ["Muon", "muon_optimizer"]
 
@@ -69,7 +71,7 @@ class Muon(Technique):
         # The iteration tolerates bf16; a CPU without fast bf16 iterates in fp32.
         dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
 
-        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+        def make(groups: ParamsT, **settings: Unpack[AdamSettings]) -> torch.optim.Optimizer:
             # Read when the optimizer is created: pipeline stages have replaced the parts by then.
             others = [weight for trained in build.trained for weight in ends(trained)]
             return muon_optimizer(

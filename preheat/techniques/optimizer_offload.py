@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
 
 from preheat.core import Build, Change, Context, Numerics, Searchable, Slot, Stage, Tag, Technique, Trials
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from preheat.ops.optim.cpu_adamw import HostAdamW
+    from preheat.ops.optim.param_groups import AdamSettings
 
 __all__ = ["OptimizerOffload", "host_adamw"]
 
 
-def host_adamw(parameters: ParamsT, **settings: Any) -> HostAdamW:
+def host_adamw(parameters: ParamsT, **settings: Unpack[AdamSettings]) -> HostAdamW:
     """Returns the optimizer (`preheat.ops.optim.cpu_adamw.HostAdamW`); settings: lr, betas, eps, weight_decay.
 
     Example:
@@ -84,7 +85,7 @@ class OptimizerOffload(Searchable):
                 f"nothing to move: AdamW of {count} parameters is already on the host, since there is no GPU", count
             )
 
-        def make(groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+        def make(groups: ParamsT, **settings: Unpack[AdamSettings]) -> torch.optim.Optimizer:
             # First the fp32 masters on the host, then the cast: they must hold the unrounded weights.
             optimizer = host_adamw(groups, **settings)
             if self.weights == "bf16":

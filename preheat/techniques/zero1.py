@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from preheat.core import Axis, Build, Change, Numerics, Searchable, Stage, Tag, Trials
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from preheat.ops.optim.param_groups import ParamGroup
+    from preheat.ops.optim.param_groups import AdamSettings, ParamGroup
     from preheat.ops.optim.zero1 import ShardedOptimizer
 
 __all__ = ["Zero1", "shard_optimizer"]
@@ -75,7 +75,7 @@ class Zero1(Searchable):
         mesh = build.mesh.sub(*across)
 
         def sharded(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., ShardedOptimizer]:
-            def make_sharded(groups: list[ParamGroup], **settings: Any) -> ShardedOptimizer:
+            def make_sharded(groups: list[ParamGroup], **settings: Unpack[AdamSettings]) -> ShardedOptimizer:
                 return shard_optimizer(make, groups, mesh, modules=build.trained, **settings)
 
             return make_sharded

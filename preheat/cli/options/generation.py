@@ -154,12 +154,13 @@ class Watched:
 
     def summary(self) -> str:
         from preheat.cli.views.console import rate
+        from preheat.hardware.gpu_memory import memory_peak
         from preheat.sanitize import memory
 
-        figures: Any = self.figures()
+        speed, peak = rate(self.tokens / self.seconds), memory_peak(self.kind).total / 2**30
         return (
-            f"{self.tokens:,} tokens in {self.seconds:.2f} s, {rate(figures['tokens_per_second'])} tokens/s, "
-            f"peak memory {memory(figures['peak_gib'])}{', compiled for single tokens' if self.compiled else ''}"
+            f"{self.tokens:,} tokens in {self.seconds:.2f} s, {speed} tokens/s, "
+            f"peak memory {memory(peak)}{', compiled for single tokens' if self.compiled else ''}"
         )
 
 

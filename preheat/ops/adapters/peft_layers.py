@@ -24,6 +24,7 @@ from preheat.ops.quantization.nf4 import PackedMap, unpack_
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     from preheat.ops.autograd_context import AutogradContext
 
@@ -321,7 +322,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
     Sets peft's flag on each layer directly, since `enable_adapters` would also toggle requires_grad.
     """
-    layers: list[Any] = [model.get_submodule(name) for name in names_of(model)]
+    layers: list[BaseTunerLayer] = [model.get_submodule(name) for name in names_of(model)]
     pairs: list[Any] = [vars(experts)[ADAPTER] for experts in adapted_experts(model)]
     # `disable_adapters` of the layer reads this attribute.
     for layer in layers:
@@ -345,7 +346,7 @@ def under_autocast(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # Under autocast the matmul casts to half precision itself, so an fp32 copy is pure waste.
-    def cast(by_peft: Callable[..., Any], x: Any, dtype: torch.dtype) -> Any:
+    def cast(by_peft: Callable[[Tensor, torch.dtype], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
         return x if torch.is_autocast_enabled(x.device.type) else by_peft(x, dtype)
 
     for module in model.modules():
@@ -368,7 +369,7 @@ def merge(model: nn.Module) -> int:
     # A merged NF4 layer gets the dtype of the model's first weight.
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for name in names:
-        layer: Any = model.get_submodule(name)
+        layer: BaseTunerLayer = model.get_submodule(name)
         base = layer.get_base_layer()
         if isinstance(base, PackedMap):
             unpack_(base)

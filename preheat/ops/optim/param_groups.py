@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Required, TypeAlias, TypedDict
 
 from torch import Tensor
 
-__all__ = ["ParamGroup", "as_lists"]
+__all__ = ["AdamSettings", "ParamGroup", "as_lists"]
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Parameters (`params`) and the settings that the optimizer uses for them, as in torch's `param_groups`."""
+
+
+class AdamSettings(TypedDict, total=False):
+    """The settings with which a build creates its optimizer: learning rate, betas and eps; groups have the rest."""
+
+    lr: Required[float]
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 def as_lists(params: Iterable[Any]) -> list[Any]:

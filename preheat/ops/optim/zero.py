@@ -15,6 +15,8 @@ from torch.optim.adamw import adamw
 from preheat.ops.optim.param_groups import as_lists
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
     from preheat.ops.optim.param_groups import ParamGroup
 
 
@@ -64,7 +66,7 @@ class ZeROAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         stage: int = 1,
