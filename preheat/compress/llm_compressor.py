@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from preheat.ops.quantization.grids import Groups
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["QuantizedWeights", "python_of", "run", "unpacked"]
 
@@ -50,13 +49,23 @@ class QuantizedWeights:
     version: str
 
 
-def run(model: PreTrainedModel, rows: Sequence[Tensor], request: JsonObject, python: str | None) -> QuantizedWeights:
+class QuantizationRequest(TypedDict):
+    """What to quantize: the algorithm, the bits, and {map: group size, or None for one scale per output}."""
+
+    by: Literal["gptq", "awq", "awq_gptq", "nearest"]
+    bits: Literal[4, 8]
+    maps: dict[str, int | None]
+
+
+def run(
+    model: PreTrainedModel, rows: Sequence[Tensor], request: QuantizationRequest, python: str | None
+) -> QuantizedWeights:
     """Returns the codes of the requested linear maps; copies llm-compressor's values into all other weights, in place.
 
     Args:
         model: of transformers, in fp32; it is not quantized here.
         rows: [1, length] tokens each.
-        request: {by, bits, maps: {name: group size, or None for one scale per output}}, as the worker reads it.
+        request: as the worker reads it.
         python: of the environment; None: $PREHEAT_LLM_COMPRESSOR.
 
     Raises:
@@ -106,7 +115,7 @@ def python_of(python: str | None) -> tuple[str, str]:
     return executable, f"python: {named} has no llm-compressor; {_INSTALL}" if check.returncode else ""
 
 
-def _read(folder: Path, model: PreTrainedModel, request: JsonObject) -> QuantizedWeights:
+def _read(folder: Path, model: PreTrainedModel, request: QuantizationRequest) -> QuantizedWeights:
     from safetensors.torch import load_file
 
     stored: dict[str, Tensor] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -67,14 +67,19 @@ class _Mean:
     """A running mean over tokens."""
 
     def __init__(self) -> None:
-        self.total: Any = 0.0  # a tensor once something is added
+        self._total: Tensor | float = 0.0  # a tensor once something is added
         self.tokens = 0
 
     def add(self, value: Tensor, tokens: int) -> None:
-        self.total, self.tokens = self.total + value, self.tokens + tokens
+        self._total, self.tokens = self._total + value, self.tokens + tokens
+
+    @property
+    def total(self) -> Tensor:
+        assert isinstance(self._total, Tensor), "nothing was added"
+        return self._total
 
     def value(self) -> Tensor:
-        return self.total / self.tokens  # type: ignore[no-any-return]
+        return self.total / self.tokens
 
 
 def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = False) -> Importance:
@@ -93,9 +98,9 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     """
     # Fails first for other families.
     sizes = slicing.sizes_of(model.config)
-    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], object]]] = []
+    hooks: list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]] = []
 
-    def watch(units: int) -> tuple[_Mean, Callable[[Tensor, Tensor], object]]:
+    def watch(units: int) -> tuple[_Mean, Callable[[Tensor, Tensor], None]]:
         mean = _Mean()  # 1 unit: the full Gram matrix of all inputs
         # A sum is used here, not the mean, so the number of tokens does not matter.
         return mean, lambda before, after: mean.add(moments(before.float(), 1 if products else units), 1)
@@ -153,10 +158,10 @@ def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
 
 def _influence_hooks(
     model: PreTrainedModel,
-) -> tuple[list[_Mean], list[tuple[nn.Module, Callable[[Tensor, Tensor], object]]]]:
+) -> tuple[list[_Mean], list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]]:
     means = [_Mean() for _ in anatomy(model).layers]
 
-    def record(mean: _Mean) -> Callable[[Tensor, Tensor], object]:
+    def record(mean: _Mean) -> Callable[[Tensor, Tensor], None]:
         # A mean over tokens, weighted by the tokens of the row.
         return lambda before, after: mean.add(
             influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]

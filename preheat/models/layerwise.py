@@ -75,10 +75,10 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Tensor, Tensor], object]]]) -> Iterator[None]:
+def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]) -> Iterator[None]:
     """Context manager that calls `tell(input, output)` with the hidden states of each module."""
 
-    def hook(tell: Callable[[Tensor, Tensor], object]) -> Callable[..., None]:
+    def hook(tell: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
         def report(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> None:
             # Returns nothing: torch would replace the output by a returned value.
             tell(*_through(args, kwargs, out))

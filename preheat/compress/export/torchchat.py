@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from preheat.model_folder import beginning, listed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from preheat.core.json_types import JsonObject
 
 __all__ = ["read", "write"]
 
@@ -92,9 +91,8 @@ def write(
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             # Fails for unsupported blocks before any weight is converted.
-            params = _params(model.model.config, model.source) | {
-                "tokenizer_prepend_bos": bool(beginning(model.tokenizer))
-            }
+            params = _params(model.model.config, model.source)
+            params["tokenizer_prepend_bos"] = bool(beginning(model.tokenizer))
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
@@ -126,7 +124,28 @@ def write(
     return summary
 
 
-def _params(config: PretrainedConfig, source: Path) -> JsonObject:
+class TransformerArgs(TypedDict):
+    """The contents of params.json."""
+
+    block_size: int
+    max_seq_length: int
+    vocab_size: int
+    n_layers: int
+    n_heads: int
+    n_local_heads: int
+    dim: int
+    hidden_dim: int
+    rope_base: float
+    rope_scaling: NotRequired[dict[str, float]]
+    norm_eps: float
+    use_hf_tokenizer: bool
+    tie_word_embeddings: bool
+    tokenizer_prepend_bos: NotRequired[bool]
+    attention_bias: NotRequired[bool]
+    feed_forward_bias: NotRequired[bool]
+
+
+def _params(config: PretrainedConfig, source: Path) -> TransformerArgs:
     """Returns torchchat's TransformerArgs for a configuration.
 
     Raises:
@@ -156,7 +175,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
     if problem:
         raise RunError(f"--to torchchat: {source}: {problem}; {_INSTEAD}")
     assert rope is not None
-    params = {
+    params: TransformerArgs = {
         "block_size": config.max_position_embeddings,
         "max_seq_length": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
@@ -177,7 +196,7 @@ def _params(config: PretrainedConfig, source: Path) -> JsonObject:
     return params
 
 
-def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[str, Tensor]:
+def _weights(model: PreTrainedModel, params: TransformerArgs, source: Path) -> dict[str, Tensor]:
     """Returns the weights by torchchat's names; records in `params` which blocks have biases.
 
     If only some maps of a block have biases, the others get zeros, which changes nothing.
@@ -199,7 +218,7 @@ def _weights(model: PreTrainedModel, params: JsonObject, source: Path) -> dict[s
         # torchchat has one flag for all biases of a block.
         biased = any(f".{block}." in name and name.endswith(".bias") for name in weights)
         if biased:
-            params[f"{block}_bias"] = True
+            params["attention_bias" if block == "attention" else "feed_forward_bias"] = True
             for layer in range(params["n_layers"]):
                 for map_name in maps:
                     weight = weights[f"layers.{layer}.{block}.{map_name}.weight"]
@@ -265,7 +284,7 @@ def read(folder: Path, rows: list[Tensor]) -> list[Tensor]:
         return [_logits(row, weights, params) for row in rows]
 
 
-def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: JsonObject) -> Tensor:
+def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: TransformerArgs) -> Tensor:
     width, heads, kv_heads = params["dim"], params["n_heads"], params["n_local_heads"]
     size, length = width // heads, tokens.shape[1]
 
@@ -304,7 +323,7 @@ def _logits(tokens: Tensor, weights: Mapping[str, Tensor], params: JsonObject) -
     return functional.linear(norm(x, "norm.weight"), head)
 
 
-def _frequencies(size: int, params: JsonObject) -> Tensor:
+def _frequencies(size: int, params: TransformerArgs) -> Tensor:
     """Returns radians per position, [size / 2]; Llama 3.1's scaling slows low frequencies, and blends in between."""
     frequencies = 1.0 / params["rope_base"] ** (torch.arange(0, size, 2).float() / size)
     if (scaling := params.get("rope_scaling")) is None:

@@ -41,7 +41,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
         >>> by_llm_compressor(model, rows, LlmCompressor(python="lc/bin/python"))                   # doctest: +SKIP
     """
     from preheat.compress.calibration import describe
-    from preheat.compress.llm_compressor import run
+    from preheat.compress.llm_compressor import QuantizationRequest, run
     from preheat.ops.quantization.linear import Int4Linear, Int8Linear
     from preheat.ops.quantization.serialization import put_in
 
@@ -50,7 +50,7 @@ def by_llm_compressor(model: PreTrainedModel, rows: Sequence[Tensor], settings: 
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     # None: one scale per output.
     groups = {n: group_for(n, m, chosen.group, "llm_compressor") if chosen.bits == 4 else None for n, m in maps.items()}
-    request = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
+    request: QuantizationRequest = {"by": chosen.by, "bits": chosen.bits, "maps": groups}
     result = run(model, rows, request, chosen.python)
     # All maps are present, or `run` has raised.
     for name, module in maps.items():

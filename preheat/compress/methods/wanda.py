@@ -61,9 +61,12 @@ def prune_by_wanda(
     require_rows(rows, "wanda")
     maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
 
-    def accumulate(squares: Tensor) -> Callable[[Tensor, Tensor], object]:
+    def accumulate(squares: Tensor) -> Callable[[Tensor, Tensor], None]:
         # (in): sum of squares of each input over all tokens
-        return lambda before, after: squares.add_(before.float().square().flatten(0, -2).sum(0))
+        def add(before: Tensor, after: Tensor) -> None:
+            squares.add_(before.float().square().flatten(0, -2).sum(0))
+
+        return add
 
     # Layer by layer: each is scored with the inputs that the pruned layers before it give.
     with plainly(model):
