@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +16,9 @@ from preheat.core.json_types import JsonObject
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from preheat.data import Rows
     from preheat.evaluation.results import ResultSet
+    from preheat.evaluation.tasks import LengthTask, Task
     from preheat.recipe import Recipe
 
 __all__ = ["evaluate"]
@@ -119,18 +122,12 @@ def evaluate(
 
     # (path, measure it before its first step)
     wanted = [(model[0], True), (model[0], False)] if before else [(path, False) for path in model]
-    options: JsonObject = {
-        "texts": texts,
-        "tasks": chosen,
-        "recipe": recipe,
-        "rows": rows,
-        "limit": limit,
-        "length": length,
-        "base": base,
-    }
+    evaluate_model = partial(
+        _evaluate_model, texts=texts, tasks=chosen, recipe=recipe, rows=rows, limit=limit, length=length, base=base
+    )
     results = [
         # Answers of the last model only: those after training.
-        _evaluate_model(path, at_start, samples=samples if n == len(wanted) - 1 else None, **options)
+        evaluate_model(path, at_start, samples=samples if n == len(wanted) - 1 else None)
         for n, (path, at_start) in enumerate(wanted)
     ]
     summary = _summarize(model[-1], results[-1])
@@ -176,7 +173,7 @@ def _evaluate_model(
     at_start: bool,
     *,
     texts: list[str],
-    tasks: list[Any],
+    tasks: Sequence[Task | LengthTask | str],
     recipe: Recipe | None,
     rows: int,
     limit: int | None,
@@ -222,25 +219,35 @@ def _evaluate_model(
         # Contexts of tasks are longer than many training rows.
         reach = length or max(settings.batch.seq_len, min(positions, 2048))
         # positions 0: no limit
-        limits: JsonObject = {"length": min(reach, positions or reach), "classes": opened.classes}
-        scorer = Scorer(opened.build, opened.tokenizer, micro=micro, compiles=True, say=say, **limits)
+        scorer = Scorer(
+            opened.build,
+            opened.tokenizer,
+            micro=micro,
+            compiles=True,
+            say=say,
+            length=min(reach, positions or reach),
+            classes=opened.classes,
+        )
         for task in tasks:
             if isinstance(task, Task):
                 results.tasks[task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
                 texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
-                most: JsonObject = {
-                    "longest": length or scorer.length,
-                    "reach": reach_of(opened.build),
-                    "limit": limit,
-                }
-                results.tasks[task.name] = measure_length(questions_of(task, scorer, texts=texts_of, **most), scorer)
+                questions = questions_of(
+                    task,
+                    scorer,
+                    texts=texts_of,
+                    longest=length or scorer.length,
+                    reach=reach_of(opened.build),
+                    limit=limit,
+                )
+                results.tasks[task.name] = measure_length(questions, scorer)
             else:
                 results.tasks.update(measure_by_harness(task, scorer, limit=limit))
     return results
 
 
-def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: str) -> Any:
+def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: str) -> Rows:
     from dataclasses import replace
 
     from preheat.data import Rows, prepare
@@ -257,8 +264,9 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
             reason = "is read as a stream" if name == "train" else "has no validation rows"
             raise RecipeError(f"--data {name}: the run {reason}; name a text")
         return split
-    options: JsonObject = {"length": length, "seed": settings.seed, "tokenizer": tokenizer}
-    return rows_of_text(settings.data, name, knob="--data", partial=True, **options)
+    return rows_of_text(
+        settings.data, name, knob="--data", partial=True, length=length, seed=settings.seed, tokenizer=tokenizer
+    )
 
 
 def _summarize(model: str, results: ResultSet) -> JsonObject:

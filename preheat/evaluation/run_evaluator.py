@@ -71,8 +71,11 @@ class RunEvaluator:
         if any(isinstance(task, str) for task in self.tasks):
             require_harness()
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
-        options: JsonObject = {"limit": settings.rows, "head": head}
-        self.items = {t.name: items_of(t, data.tokenizer, **options) for t in self.tasks if isinstance(t, Task)}
+        self.items = {
+            t.name: items_of(t, data.tokenizer, limit=settings.rows, head=head)
+            for t in self.tasks
+            if isinstance(t, Task)
+        }
         # A head over classes scores no continuation, so none needs room.
         if not head:
             for items in self.items.values():
@@ -81,13 +84,18 @@ class RunEvaluator:
         length, self.forgetting = recipe.batch.seq_len, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
             write_tokenizer(data.tokenizer, Path(folder), data.stops)
-            reading: JsonObject = {"seed": recipe.seed, "tokenizer": folder}
             if settings.forgetting is not None:
                 self.forgetting = rows_of_text(
-                    recipe.data, settings.forgetting, knob="evaluate.forgetting", length=length, partial=True, **reading
+                    recipe.data,
+                    settings.forgetting,
+                    knob="evaluate.forgetting",
+                    length=length,
+                    partial=True,
+                    seed=recipe.seed,
+                    tokenizer=folder,
                 )
             reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
-            texts = functools.partial(tokens_of_text, recipe.data, **reading)
+            texts = functools.partial(tokens_of_text, recipe.data, seed=recipe.seed, tokenizer=folder)
             of_length = [task for task in self.tasks if isinstance(task, LengthTask)]
             self.questions = {task.name: questions_of(task, reader, texts=texts, **of) for task in of_length}
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
@@ -159,11 +167,11 @@ class RunEvaluator:
         # Never above training's, whose peak was planned.
         micro = min(build.recipe.evaluate.micro_batch_size or micro, micro)
         texts = {}
-        options: JsonObject = {"micro": micro, "limit": settings.rows, "sizes": self.sizes}
+        measure = functools.partial(measure_text, build, micro=micro, limit=settings.rows, sizes=self.sizes)
         if self.data.validation is not None and len(self.data.validation):
-            texts["validation"] = measure_text(build, self.data.validation, objective=True, **options)
+            texts["validation"] = measure(self.data.validation, objective=True)
         if self.forgetting is not None:
-            texts["forgetting"] = measure_text(build, self.forgetting, **options)
+            texts["forgetting"] = measure(self.forgetting)
         tasks: dict[str, Result] = {}
         length, classes = self.recipe.batch.seq_len, self.data.classes
         # One scorer for all tasks, with the shapes of training.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, ParamSpec, TypeVar
 
 from preheat.core import (
     Build,
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache
 
 __all__ = ["ActivationCheckpointing", "Checkpointed", "checkpoint_layers"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def checkpoint_layers(
@@ -84,21 +87,24 @@ def checkpoint_layers(
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
     for layer in chosen:
         kind = (type(layer), tuple(p.shape for p in layer.parameters()))  # equal layers reuse one policy
-        layer.forward = Checkpointed(layer, kind, planner)  # type: ignore[method-assign]
+        layer.forward = Checkpointed(layer, layer.forward, kind, planner)  # type: ignore[method-assign]
     return len(chosen)
 
 
-class Checkpointed:
+class Checkpointed(Generic[P, T]):
     """A layer's forward pass that is recomputed in the backward pass; created by `checkpoint_layers`.
 
     Args:
-        layer: the layer, with its own forward.
+        layer: the layer.
+        forward: its own forward.
         kind: key under which equal layers reuse one policy.
         planner: chooses what to keep besides the layer's input; None: nothing.
     """
 
-    def __init__(self, layer: nn.Module, kind: Hashable, planner: CheckpointPolicyCache | None):
-        self.layer, self.forward, self.kind, self.planner = layer, layer.forward, kind, planner
+    def __init__(
+        self, layer: nn.Module, forward: Callable[P, T], kind: Hashable, planner: CheckpointPolicyCache | None
+    ):
+        self.layer, self.forward, self.kind, self.planner = layer, forward, kind, planner
         # None: to be chosen at the first call; {}: torch's checkpoint keeps only the inputs.
         self.checkpoint_kwargs: dict[str, Any] | None = None if planner else {}
 
@@ -112,7 +118,7 @@ class Checkpointed:
         if self.planner is not None and torch.is_grad_enabled():
             self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self._traced, args, dict(kwargs))}
 
-    def _traced(self, *args: Any, **kwargs: Any) -> object:
+    def _traced(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """The forward pass, for a trace that leaves no mark on the layer."""
         from torch import distributed
 
@@ -126,7 +132,7 @@ class Checkpointed:
                 stack.enter_context(traced_unsharded(self.layer))
             return self.forward(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> object:
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
         import torch
         from torch.utils.checkpoint import checkpoint
 
@@ -142,7 +148,8 @@ class Checkpointed:
         if self.checkpoint_kwargs is None or not torch.compiler.is_compiling():
             self.prepare(args, kwargs)
         # torch's reentrant form takes no keyword arguments, which transformers passes to its layers.
-        return checkpoint(self.forward, *args, use_reentrant=False, **(self.checkpoint_kwargs or {}), **kwargs)
+        result: T = checkpoint(self.forward, *args, use_reentrant=False, **(self.checkpoint_kwargs or {}), **kwargs)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
