@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from preheat.core.export import ExportResult
-from preheat.core.json_types import OMIT_NONE
+from preheat.core.json_types import Omitted, Record
 
 __all__ = [
     "CompressedVariant",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class Figures(Record):
     """Quality on held-out text and size of a language model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Figures:
     rows: int
     tokens: int
     bytes: int
-    dtype: str | None = field(default=None, metadata=OMIT_NONE)
+    dtype: Omitted[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TimedFigures(Figures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedVariant:
+class CompressedVariant(Record):
     """A model compressed by one method, or after one step of a chain, compared with the original model.
 
     Attributes:
@@ -78,9 +78,9 @@ class CompressedVariant:
     method: str
     settings: Mapping[str, Any]
     what: str
-    detail: str | None = field(default=None, metadata=OMIT_NONE)
-    notes: tuple[str, ...] | None = field(default=None, metadata=OMIT_NONE)
-    quantized: bool | None = field(default=None, metadata=OMIT_NONE)
+    detail: Omitted[str] = None
+    notes: Omitted[tuple[str, ...]] = None
+    quantized: Omitted[bool] = None
     bytes: int
     before: TimedFigures
     after: TimedFigures
@@ -92,7 +92,7 @@ class CompressedVariant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionResult:
+class CompressionResult(Record):
     """Variants of a language model and the chosen one, or the steps of a chain, of which the last one is chosen.
 
     Attributes:
@@ -114,7 +114,7 @@ class CompressionResult:
     calibration_rows: int
     variants: tuple[CompressedVariant, ...]
     notes: tuple[str, ...]
-    exports: tuple[ExportResult, ...] | None = field(default=None, metadata=OMIT_NONE)
+    exports: Omitted[tuple[ExportResult, ...]] = None
 
     def __post_init__(self) -> None:
         if self.chosen not in [variant.name for variant in self.variants]:
@@ -126,7 +126,7 @@ class CompressionResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageQuality:
+class ImageQuality(Record):
     """Quality on held-out images and size of an image classifier.
 
     Attributes:
@@ -139,7 +139,7 @@ class ImageQuality:
     loss: float
     parameters: int
     bytes: int
-    agreement: float | None = field(default=None, metadata=OMIT_NONE)
+    agreement: Omitted[float] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class LogitDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageStep:
+class ImageStep(Record):
     """A step of a chain over an image classifier.
 
     Attributes:
@@ -174,7 +174,7 @@ class ImageStep:
     settings: Mapping[str, Any]
     path: str
     what: str
-    logits: LogitDifference | None = field(default=None, metadata=OMIT_NONE)
+    logits: Omitted[LogitDifference] = None
     after: ImageFigures
 
 

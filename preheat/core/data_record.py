@@ -1,4 +1,4 @@
-"""What is recorded of prepared data: data.json of a run, and the output of `preheat data`. No torch."""
+"""What `preheat data` prints of prepared data, and the counts in a run's data.json. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = [
     "Bar",
     "DataCounts",
     "DataPreview",
-    "DataRecord",
+    "DataSummary",
     "ExampleDocument",
     "ExampleSequence",
     "Lengths",
@@ -74,8 +74,8 @@ class DataCounts(TypedDict, total=False):
     beginning: AccountRecord
 
 
-class DataRecord(TypedDict):
-    """The content of data.json."""
+class DataSummary(TypedDict):
+    """The keys of `run_records.DataRecord`, as `preheat data` prints them."""
 
     source: str
     layout: str
@@ -130,7 +130,7 @@ class ExampleSequence(TypedDict):
     compared: bool
 
 
-class DataPreview(DataRecord):
+class DataPreview(DataSummary):
     """The output of `preheat data`; `name`: of the recipe."""
 
     blocked: list[str]

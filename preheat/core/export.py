@@ -6,9 +6,9 @@ The writers return them; the command and the model cards read them. Their JSON i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from preheat.core.json_types import OMIT_NONE
+from preheat.core.json_types import Omitted, Record
 
 __all__ = ["Comparison", "ExportResult", "FolderResult", "HeldOutPerplexity", "LlamaCppComparison", "Perplexity"]
 
@@ -31,7 +31,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(Record):
     """A perplexity; None for a classifier.
 
     Attributes:
@@ -39,7 +39,7 @@ class Perplexity:
     """
 
     perplexity: float | None
-    computes_in: str | None = field(default=None, metadata=OMIT_NONE)
+    computes_in: Omitted[str] = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LlamaCppComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Written:
+class _Written(Record):
     """What an export wrote. Keys of other formats are left out.
 
     Attributes:
@@ -92,16 +92,16 @@ class _Written:
     """
 
     path: str
-    file: str | None = field(default=None, metadata=OMIT_NONE)
+    file: Omitted[str] = None
     bytes: int
-    dtype: str | None = field(default=None, metadata=OMIT_NONE)
-    types: Mapping[str, int] | None = field(default=None, metadata=OMIT_NONE)
-    length: int | None = field(default=None, metadata=OMIT_NONE)
-    base: str | None = field(default=None, metadata=OMIT_NONE)
-    adapted: int | None = field(default=None, metadata=OMIT_NONE)
-    merged: int | None = field(default=None, metadata=OMIT_NONE)
+    dtype: Omitted[str] = None
+    types: Omitted[Mapping[str, int]] = None
+    length: Omitted[int] = None
+    base: Omitted[str] = None
+    adapted: Omitted[int] = None
+    merged: Omitted[int] = None
     read_by: str
-    llama_cpp: LlamaCppComparison | None = field(default=None, metadata=OMIT_NONE)
+    llama_cpp: Omitted[LlamaCppComparison] = None
 
 
 @dataclass(frozen=True, kw_only=True)

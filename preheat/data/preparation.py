@@ -41,7 +41,7 @@ from preheat.recipe import Data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from preheat.core.data_record import DataCounts, DataRecord, SideRecord
+    from preheat.core.data_record import DataCounts, SideRecord
     from preheat.core.json_types import JsonObject
     from preheat.data.tokenize_corpus import TokenCounts
 
@@ -125,7 +125,7 @@ class PreparedData:
             layout_reason=self.layout.reason,
             template=template.name.removeprefix("template ") if template else None,
             classes=tuple(self.classes),
-            counts=self.counts,
+            counts=dict(self.counts),
             preflight=tuple(self.warnings),
             fingerprint=self.fingerprint,
         )

@@ -43,7 +43,6 @@ from preheat.run.writer import Writer
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
-    from preheat.core.json_types import JsonObject
     from preheat.data.preparation import PreparedData
 
 __all__ = ["RunEvaluator", "differences"]
