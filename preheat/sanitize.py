@@ -1,15 +1,44 @@
-"""Makes foreign text safe to display: replaces control characters and shortens long values. No torch."""
+"""Makes foreign text safe to display: replaces control characters, masks secrets, shortens long values. No torch."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-__all__ = ["clean", "memory", "percent", "quoted", "shorten", "three_digits"]
+__all__ = ["clean", "has_secret", "mask_secrets", "memory", "percent", "quoted", "shorten", "three_digits"]
 
 # Unsafe in a page or a terminal: control characters, direction overrides (they reorder the text behind them), and
 # lone surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+# A password in a URL; tokens of Hugging Face, AWS, GitHub, OpenAI and Slack; signed URLs; webhooks.
+_SECRETS = re.compile(
+    r"(?<=://)[^/@\s:]+:[^/@\s]+(?=@)|\bhf_[A-Za-z0-9]{30,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36,}"
+    r"|\bgithub_pat_\w{50,}|\bsk-(?=\S*\d)(?=\S*[A-Z])[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|(?<=[?&]sig=)[^&\s'\"]{20,}|(?<=[?&]X-Amz-Signature=)[^&\s'\"]{20,}|(?<=[?&]X-Goog-Signature=)[^&\s'\"]{20,}"
+    r"|(?<=hooks\.slack\.com/services/)\S+|(?<=/api/webhooks/)\d+/\S+"
+)
+
+
+def has_secret(text: str) -> bool:
+    """Returns True if the text holds a password or token of a well-known form.
+
+    Example:
+        >>> has_secret("https://me:pass@host/a.jsonl"), has_secret("https://host/a.jsonl")
+        (True, False)
+    """
+    return _SECRETS.search(text) is not None
+
+
+def mask_secrets(text: str) -> str:
+    """Returns the text with passwords and tokens of well-known forms replaced by ***.
+
+    Example:
+        >>> mask_secrets("https://me:pass@host/a.jsonl")
+        'https://***@host/a.jsonl'
+    """
+    return _SECRETS.sub("***", text)
 
 
 def clean(text: Any) -> str:
@@ -59,7 +88,7 @@ def three_digits(value: float) -> str:
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """Returns the text on one line, without control characters, with its middle cut if it is longer than `limit`.
+    """Returns the text on one line, without control characters and secrets, its middle cut if longer than `limit`.
 
     Example:
         >>> shorten("9" * 5000, 20)
@@ -68,7 +97,7 @@ def shorten(text: str, limit: int = 80) -> str:
     # Only the ends are cleaned: the text may be a hundred megabytes long.
     if len(text) > 4 * limit:
         text = text[: 2 * limit] + "…" + text[-2 * limit :]
-    text = " ".join(clean(text).split())
+    text = mask_secrets(" ".join(clean(text).split()))
     # Half of what remains for both ends.
     half = (limit - 1) // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"

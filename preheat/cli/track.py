@@ -8,14 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from preheat.cli.views.output import say
-
-if TYPE_CHECKING:
-    from preheat.core.schema import Tracking
 
 __all__ = ["track"]
 
@@ -26,7 +23,7 @@ _INTERVAL = 1.0
 def track(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs: finished, running, stopped or failed."),
+        typer.Argument(metavar="FOLDER...", help="Folders of runs, finished or not, of benchmarks or compressions."),
     ],
     to: Annotated[
         list[str],
@@ -46,6 +43,8 @@ def track(
 ) -> None:
     """Send runs to an experiment tracker: parameters, metrics, evaluations, samples, the plan and the report.
 
+    Of benchmarks and compressions: the table of results and the page.
+
     A run that was sent before, by this command or while it trained, continues there. Trackers read their own variables:
     WANDB_MODE=offline, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...
 
@@ -56,7 +55,7 @@ def track(
     from preheat.tracking.tracker import find
 
     if follow:
-        _follow(runs[0], to[0], _settings(runs[0], project, name, folder))
+        _follow(runs[0], to[0], project, name, folder)
         return
     for tracker in to:
         find(tracker)
@@ -77,38 +76,43 @@ def track(
             assert progress is not None, "the process has recorded what it sent"
             sent.append({"run": str(run), "tracker": tracker, "url": progress.url, "step": progress.step})
             if not json:
-                say(f"{run}: {tracker}: sent up to step {progress.step:,}: {progress.url}")
+                upto = f" up to step {progress.step:,}" if progress.step else ""
+                say(f"{run}: {tracker}: sent{upto}: {progress.url}")
     if json:
         from preheat.files import to_json
 
         say(to_json({"sent": sent}))
 
 
-def _settings(run: Path, project: str | None, name: str | None, folder: Path | None) -> Tracking:
-    """Returns the recipe's `tracking` section with the options of the command."""
-    from preheat import recipe as recipes
-    from preheat.run.reader import Reader
-
-    settings = recipes.parse(Reader(run).recipe_text, where=str(run / "recipe.yaml")).tracking
-    return replace(
-        settings,
-        project=project or settings.project,
-        name=name or settings.name,
-        folder=settings.folder if folder is None else str(folder),
-    )
-
-
-def _follow(run: Path, tracker: str, settings: Tracking) -> None:
+def _follow(run: Path, tracker: str, project: str | None, name: str | None, folder: Path | None) -> None:
     """Sends a run until standard input closes, then the rest and the report. Prints where people see it."""
+    from preheat import recipe as recipes
+    from preheat.core.schema import Tracking
     from preheat.files import write_atomic
     from preheat.report.report_data import collect
     from preheat.report.run_page import render
+    from preheat.run.reader import Reader
+    from preheat.tracking.results import result_file, send_result
     from preheat.tracking.sender import Sender
 
     os.nice(10)  # the run comes first
     # What the tracker prints goes to the log, with its errors: standard output is for the user.
     printed = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+    result = result_file(run)
+    settings = Tracking()
+    if result is None:
+        settings = recipes.parse(Reader(run).recipe_text, where=str(run / "recipe.yaml")).tracking
+    settings = replace(
+        settings,
+        project=project or settings.project,
+        name=name or settings.name,
+        folder=settings.folder if folder is None else str(folder),
+    )
+    if result is not None:
+        send_result(result, tracker, settings)
+        return
 
     def report() -> Path:
         page = run / "tracking" / "report.html"

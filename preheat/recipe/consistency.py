@@ -5,14 +5,15 @@ Each check yields (key, text) pairs: the dotted key, and a message with the prob
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from preheat.core import Recipe
 from preheat.core.schema import Data, Model, Sample
 from preheat.errors import RecipeError, nearest
 from preheat.recipe.unused_keys import refused
-from preheat.sanitize import quoted
+from preheat.sanitize import has_secret, quoted
 
 __all__ = ["MOST_PARAMETERS", "check", "folder_name_problem", "problems", "sample_problems", "size_problem"]
 
@@ -44,8 +45,31 @@ def problems(recipe: Recipe) -> list[tuple[str, str]]:
         *_length(recipe),
         *((f"sample.{key}", text) for key, text in sample_problems(recipe.sample)),
         *refused(recipe),
+        *_secrets(recipe),
         *([("name", problem)] if (problem := folder_name_problem(recipe.name)) else []),
     ]
+
+
+def _secrets(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Finds passwords and tokens in all texts of a recipe: its run folder and its trackers would keep them."""
+    if isinstance(value, str):
+        if has_secret(value):
+            yield (
+                key,
+                (
+                    f"{quoted(value, 60)}: holds a password or token, which the run's folder would keep; leave it out, and "
+                    "put it into the environment (such as HF_TOKEN, AWS_SECRET_ACCESS_KEY) or the service's own file"
+                ),
+            )
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _secrets(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _secrets(inner, key)
 
 
 def _model(model: Model) -> Iterator[tuple[str, str]]:

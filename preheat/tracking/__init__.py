@@ -6,6 +6,7 @@ that fails or hangs neither stops nor slows the run, and a finished run can be s
     tracker.py      what a tracker is given, and what it must do; the registry
     progress.py     how much of a run a tracker has, in the run's folder
     sender.py       reads a run folder and sends what is new
+    results.py      sends the results of a benchmark or a compression
     follower.py     the process that sends while a run trains
     trackio.py, wandb.py, mlflow.py, tensorboard.py, swanlab.py, webhook.py     a tracker each
 

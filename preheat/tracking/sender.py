@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.core.schema import Tracking
 
-__all__ = ["Sender", "start_of"]
+__all__ = ["Sender", "finite_numbers", "flatten", "start_of"]
 
 _LINES = 2_000
 """Lines that are sent between two records of the progress: what a killed process sends twice."""
@@ -59,7 +59,7 @@ def start_of(run: Reader, settings: Tracking, tracker: str) -> Start:
     """
     values, _ = run.raw_recipe()
     environment = {"device": run.environment.device, **(run.environment.versions or {})}
-    parameters = dict(_flat(values)) | {f"environment.{key}": value for key, value in environment.items()}
+    parameters = dict(flatten(values)) | {f"environment.{key}": value for key, value in environment.items()}
     if (plan := run.plan) is not None:
         parameters |= {f"plan.{key}": value for key, value in plan.predicted.known().items()}
         parameters |= {"plan.fits": plan.fits, "plan.available_gib": plan.available_gib}
@@ -74,18 +74,19 @@ def start_of(run: Reader, settings: Tracking, tracker: str) -> Start:
     )
 
 
-def _flat(values: object, at: str = "") -> Iterator[tuple[str, str | int | float | bool | None]]:
+def flatten(values: object, at: str = "") -> Iterator[tuple[str, str | int | float | bool | None]]:
     """Yields (dotted key, value) of the leaves; a list is its text."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from _flat(value, f"{at}.{key}" if at else str(key))
+            yield from flatten(value, f"{at}.{key}" if at else str(key))
     elif values is None or isinstance(values, str | int | float | bool):
         yield at, values
     else:
         yield at, str(values)
 
 
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Returns the finite numbers among the values."""
     return {
         key: float(value)
         for key, value in values.items()
@@ -94,7 +95,7 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def _training(line: StepMetrics) -> dict[str, float]:
-    figures = _numbers(strict(line))
+    figures = finite_numbers(strict(line))
     del figures["step"]
     # Trackers draw an axis per name: bytes could not be compared with GiB of the plan.
     if "memory" in figures:
@@ -106,11 +107,11 @@ def _evaluation(line: EvaluationMetrics) -> dict[str, float]:
     scores = {f"validation/{name.removeprefix('validation_')}": value for name, value in line.scores.items()}
     losses: dict[str, float | None] = {"validation/loss": line.validation_loss, "forgetting/loss": line.forgetting_loss}
     tasks = {f"tasks/{task}/{name}": value for task, of in (line.tasks or {}).items() for name, value in of.items()}
-    return _numbers({**losses, **scores, **tasks})
+    return finite_numbers({**losses, **scores, **tasks})
 
 
 def _figures(event: Event) -> dict[str, float]:
-    figures = _numbers(strict(event))
+    figures = finite_numbers(strict(event))
     figures.pop("time", None)
     return figures
 
@@ -168,7 +169,9 @@ class Sender:
         self.progress.url = self.tracker.url
         self.progress.write(self.run.path)
         plan = self.run.plan
-        self._constants = {} if plan is None else {f"plan/{k}": v for k, v in _numbers(plan.predicted.known()).items()}
+        self._constants = (
+            {} if plan is None else {f"plan/{k}": v for k, v in finite_numbers(plan.predicted.known()).items()}
+        )
         return self.progress.url
 
     def send(self) -> None:

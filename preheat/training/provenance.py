@@ -7,13 +7,10 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from preheat.core import Device
 from preheat.core.run_records import Environment, MachineRecord
-
-if TYPE_CHECKING:
-    pass
+from preheat.sanitize import mask_secrets
 
 __all__ = ["digest", "environment", "versions"]
 
@@ -44,7 +41,7 @@ def environment(device: Device, threads: int, processes: int, repeats: str) -> E
     packages = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy")
     segments = "expandable" if device.expandable else "fixed"
     return Environment(
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=mask_secrets(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         device=device.kind,
         segments=segments if device.kind == "cuda" else None,
         threads=threads,

@@ -125,6 +125,10 @@ def test_an_ablation_has_every_contender_and_its_agreement(preheat: Command) -> 
     assert "<svg" in page
     kept = json.loads((preheat.folder / "b" / "bench.json").read_text())
     assert [r["name"] for r in kept["rows"]] == list(rows)
+    (sent,) = preheat.here.json("track", "b", "--to", "tensorboard")["sent"]
+    assert sent["url"] == "tensorboard --logdir b/tracking/tensorboard"
+    events = b"".join(file.read_bytes() for file in (preheat.folder / "b/tracking/tensorboard").iterdir())
+    assert b"without mixed_precision/tokens_per_second" in events
 
 
 def test_a_turn_has_the_notices_of_its_techniques(preheat: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,22 @@ def test_each_mistake_is_located(text: str, words: list[str]) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {source: 'https://me:hunter2@host/a.jsonl'}",
+        "data: {source: [{source: 's3://bucket/a?X-Amz-Signature=hunter2hunter2hunter2'}]}",
+        "model: {path: hf_hunter2ABCDEFGHIJKLMNOPQRSTUVWXYZabcd}",
+        "techniques: {distillation: {teacher: 'https://me:hunter2@host/teacher'}}",
+        "tracking: {project: ghp_hunter2ABCDEFGHIJKLMNOPQRSTUVWXYZ0123}",
+    ],
+)
+def test_a_secret_in_a_recipe_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(RecipeError, match="holds a password or token") as error:
+        parse(text + "\nstop: {max_steps: 1}")
+    assert "hunter2" not in str(error.value)
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
         parse("modle: {}\nbatch: {size: 0, seq_len: x}\nstop: {max_steps: 1}")
