@@ -75,7 +75,7 @@ class _Mean:
 
     @property
     def total(self) -> Tensor:
-        assert isinstance(self._total, Tensor), "nothing was added"
+        assert isinstance(self._total, torch.Tensor), "nothing was added"
         return self._total
 
     def value(self) -> Tensor:

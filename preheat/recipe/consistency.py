@@ -52,15 +52,14 @@ def problems(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _secrets(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Finds passwords and tokens in all texts of a recipe: its run folder and its trackers would keep them."""
-    if isinstance(value, str):
-        if has_secret(value):
-            yield (
-                key,
-                (
-                    f"{quoted(value, 60)}: holds a password or token, which the run's folder would keep; leave it out, and "
-                    "put it into the environment (such as HF_TOKEN, AWS_SECRET_ACCESS_KEY) or the service's own file"
-                ),
-            )
+    if isinstance(value, str) and has_secret(value):
+        fix = (
+            "leave it out, and put it into the environment (such as HF_TOKEN, AWS_SECRET_ACCESS_KEY) or the service's "
+            "own file"
+        )
+        yield key, f"{quoted(value, 60)}: holds a password or token, which the run's folder would keep; {fix}"
+    elif isinstance(value, str):
+        return
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _secrets(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)

@@ -215,3 +215,51 @@ def test_planning_and_the_loop_name_no_technique() -> None:
     places = [*(HOUSE / "planning").rglob("*.py"), HOUSE / "training" / "loop.py"]
     found = {module_of(path): hits for path in places if (hits := named(path.read_text(encoding="utf-8")) & techniques)}
     assert not found
+
+
+class TypeOnlyNames(ast.NodeVisitor):
+    """Lists the uses at run time of names that a module imports for type checkers only."""
+
+    def __init__(self, tree: ast.Module):
+        self.only: set[str] = set()
+        self.local: list[set[str]] = []
+        self.used: list[str] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                self.only |= {name for inner in node.body for name in self.imported(inner)}
+        self.visit(tree)
+
+    @staticmethod
+    def imported(node: ast.AST) -> set[str]:
+        names = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+        return {(name.asname or name.name).split(".")[0] for name in names}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        arguments = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        self.local.append(bound | arguments | {name for n in ast.walk(node) for name in self.imported(n)})
+        for part in [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
+            self.visit(part)
+        self.local.pop()
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value:
+            self.visit(node.value)
+
+    def visit_If(self, node: ast.If) -> None:
+        for part in node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else [node.test, *node.body, *node.orelse]:
+            self.visit(part)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self.only and not any(node.id in names for names in self.local):
+            self.used.append(f"{node.id} in line {node.lineno}")
+
+
+def test_names_imported_for_types_are_not_used_at_run_time() -> None:
+    used = {
+        str(path): names for path in HOUSE.rglob("*.py") if (names := TypeOnlyNames(ast.parse(path.read_text())).used)
+    }
+    assert used == {}
+    assert TypeOnlyNames(
+        ast.parse("if TYPE_CHECKING:\n    from torch import Tensor\ndef f(x: Tensor) -> Tensor:\n    return Tensor(x)")
+    ).used == ["Tensor in line 4"]
