@@ -16,7 +16,7 @@ TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 PIP := .venv/bin/python -m pip install --quiet --no-compile
 
-.PHONY: help .venv demo test test-slow test-torch test-pairs test-presets test-scale architectures check bench gpu-check docs
+.PHONY: help .venv demo test test-slow test-torch test-pairs test-presets test-scale architectures check bench gpu-check docs dist
 
 help:
 	@echo "make demo       plan, train, evaluate and report a small model on this machine"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench      compare training speed and memory with other trainers, on this CPU"
 	@echo "make gpu-check  run the tests and benchmarks that need a CUDA device"
 	@echo "make docs       build the site in site/: guides, techniques, recipe keys, evidence"
+	@echo "make dist       build and check the wheel and the source archive in dist/"
 
 .venv: .venv/installed-dev
 
@@ -108,3 +109,8 @@ gpu-check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	@$(RUN) docs/build.py && echo "the site is in site/: open site/index.html"
+
+dist: $(INSTALLED)
+	@rm -rf dist build
+	@$(RUN) -m build --no-isolation
+	@$(RUN) -m twine check --strict dist/*
