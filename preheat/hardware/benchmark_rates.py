@@ -802,10 +802,10 @@ def measure_sizes(
     A GPU's rates that contradict its data sheet or themselves are measured once more. Partial rates of a busy machine
     are not stored.
     """
-    measured = _measure_grids(device, threads, grids, progress, known)
+    measured = dataclasses.replace(_measure_grids(device, threads, grids, progress, known), partial=partial)
     if doubt_of(measured):
-        measured = _measure_grids(device, threads, grids, lambda part, done: progress(f"{part}, again", done), known)
-    measured = dataclasses.replace(measured, partial=partial)
+        again = _measure_grids(device, threads, grids, lambda part, done: progress(f"{part}, again", done), known)
+        measured = dataclasses.replace(again, partial=partial)
     if not (partial and measured.contended):
         measured.store(anew=known is None)
     return measured

@@ -1250,3 +1250,25 @@ def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp
     assert kernel_seconds(in_tf32, plain) == kernel_seconds(kernel, plain)  # never measured: as if it were fp32
     dataclasses.replace(gpu, matrix=plain.matrix).store()
     assert load("made up", "2.13.0", 2) is None
+
+
+def test_a_gpu_s_calibration_that_contradicts_itself_is_measured_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import preheat.hardware.benchmark_rates as calibrating
+
+    monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
+    # A large copy at a tenth of the bandwidth beside another process, then at the bandwidth.
+    copies = [MovedRate("copy", "fp32", 2**30, rate) for rate in (2e9, 2e10)]
+    measured = [made_up(near=None, moved=(copy,), contended=False) for copy in copies]
+    calls = iter(measured)
+    monkeypatch.setattr(calibrating, "calibrate", lambda *args, **options: next(calls))
+    device = Device("cuda", "made up", 2**34)
+    assert calibrating.measure_sizes(device, 2, [SMALL], lambda *_: None) == measured[1]
+    calls = iter(measured[1:])
+    assert calibrating.measure_sizes(device, 2, [SMALL], lambda *_: None) == measured[1]
+    # The matmuls of a small model, none longer than the shortest kernel: one measurement of its step, and no doubt.
+    sizes = (128, 1024)
+    matrix = tuple(MatrixRate("fp32", layout, n, n, n, 2 * n**3 / 5e-6) for layout in LAYOUTS for n in sizes)
+    calls = iter([made_up(near=None, matrix=matrix, moved=())])
+    assert calibrating.measure_sizes(device, 2, [SMALL], lambda *_: None, partial=True).partial
