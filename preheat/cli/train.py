@@ -18,6 +18,7 @@ from preheat.cli.views.console import Json, RecipeArgument, Set
 from preheat.cli.views.output import say
 from preheat.core.json_types import JsonObject
 from preheat.hardware.interrupts import Interrupted
+from preheat.run.layout import PROFILE
 from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
 
@@ -42,12 +43,14 @@ def run(
     again: Sequence[str],
     rates: Rates | None = None,
     planned: bool = False,
+    profile: int | None = None,
 ) -> JsonObject:
     """Trains, writes the report, and prints predictions next to measurements (or the JSON object).
 
     Args:
         rates: measured rates to plan with; by default those of this machine.
         planned: the plan was printed already.
+        profile: number of steps to profile.
         again: arguments of the user's command, for the command that resumes an interrupted run.
 
     Raises:
@@ -64,7 +67,7 @@ def run(
     live = Live(screen, recipe.name, planned=planned) if lead and not json else nullcontext(Alarms())
     folder = out or Path("runs") / recipe.name
     with live as watch, _naming_resume_command(folder, again):
-        result = start(recipe, out=out, resume=resume, force=force, watch=watch, rates=rates)
+        result = start(recipe, out=out, resume=resume, force=force, watch=watch, rates=rates, profile=profile)
     if result.get("already_finished"):
         if json and lead:
             emit(result)
@@ -75,6 +78,9 @@ def run(
     if lead:
         page = reports.write(result["run"])
         result["report"] = str(page)
+        # A run that ended early has none.
+        if profile is not None and (profiled := Path(result["run"]) / PROFILE / "profile.html").exists():
+            result["profile"] = str(profiled)
         # Under the launcher, the parent process prints the command.
         if code and LAUNCHED not in os.environ:
             result["resume"] = resuming(again, folder)
@@ -102,13 +108,16 @@ def _exit_code(stopped: str | None) -> int:
 
 
 def resuming(arguments: Sequence[str], folder: Path) -> str:
-    """Returns the shell command that resumes a run: the user's command with the run's folder and --resume."""
+    """Returns the shell command that resumes a run: the user's command with the run's folder and --resume.
+
+    The steps that it profiled are not profiled again.
+    """
     left, rest = [], iter(arguments)
     for part in rest:
-        if part == "--out":
-            # The value of --out, which is the next argument.
+        if part in ("--out", "--profile"):
+            # Its value, which is the next argument.
             next(rest, None)
-        elif part not in ("--resume", "--auto-resume") and not part.startswith("--out="):
+        elif part not in ("--resume", "--auto-resume") and not part.startswith(("--out=", "--profile=")):
             left.append(part)
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
@@ -180,6 +189,7 @@ def _summary(result: JsonObject) -> Group:
         table,
         *shared,
         Text(f"run: {result['run']}\nreport: {result['report']}"),
+        *([Text(f"profile: {result['profile']}")] if "profile" in result else []),
     )
 
 
@@ -316,6 +326,17 @@ def train(
             help="With --dry-run: plan for another device, by name or by its figures, as in preheat plan.",
         ),
     ] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            metavar="STEPS",
+            help=(
+                "After 3 steps to warm up, profile so many steps: where their time goes, beside the plan. Writes "
+                "profile/ in the run's folder: a page, its figures, and a trace for Perfetto or TensorBoard."
+            ),
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a recipe, print the prediction next to the measurement, and write a report.
@@ -331,7 +352,11 @@ def train(
     refuse_model(recipe, "train")
     # An override like any other, so that the run's recipe names its trackers.
     set = [*(set or []), *([f"tracking.to=[{', '.join(track)}]"] if track else [])]
+    if profile is not None and profile < 1:
+        raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
     if dry_run:
+        if profile is not None:
+            raise RecipeError("--profile: profiles steps, and --dry-run takes none; leave one of them out")
         device = None if gpu is None else named_or_described(gpu)
         _dry_run(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
         return
@@ -347,8 +372,9 @@ def train(
         command += ["--out", str(out)] if out else []
         # A process may die before the run has begun: --resume would then be an error, --auto-resume starts it.
         command += ["--auto-resume"] if auto_resume or restarts else ["--resume"] if resume else []
+        command += ["--profile", str(profile)] if profile is not None else []
         command += [flag for flag, on in (("--force", force), ("--json", json)) if on]
         _launch(command, folder, nproc=nproc, restarts=restarts, json=json, typed=context.obj)
         return
     resume = resume or (auto_resume and (folder / "recipe.yaml").exists())
-    run(read, out=out, resume=resume, force=force, json=json, again=context.obj)
+    run(read, out=out, resume=resume, force=force, json=json, again=context.obj, profile=profile)

@@ -34,6 +34,7 @@ __all__ = [
     "Searched",
     "SpeedNow",
     "Startup",
+    "StepSeconds",
     "Timeline",
     "Verdict",
 ]
@@ -145,6 +146,21 @@ class Startup:
 
     techniques: tuple[str, ...]
     pays_from_steps: int | None
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The predicted seconds of a step, split in two ways.
+
+    Attributes:
+        kinds: {kind of operator: seconds}, as in `core.operator_kinds`.
+        gradients: forward and backward.
+        update: clipping and the optimizer's step.
+    """
+
+    kinds: Mapping[str, float]
+    gradients: float
+    update: float
 
 
 @dataclass(frozen=True)
@@ -282,6 +298,7 @@ class Plan:
         recipe: the planned recipe with every default.
         devices: number of devices.
         host: what the host launches, if it launches a GPU's operators more slowly than they run.
+        split: the predicted seconds of a step by kind of operator; None in plans of earlier versions.
         doubt: how a GPU's calibration contradicts its data sheet, whose rates are then used, or, without a data sheet,
             itself.
         chosen: readable description of the techniques.
@@ -340,6 +357,7 @@ class Plan:
     heap: str | None
     devices: int = 1
     host: HostLaunches | None = None
+    split: StepSeconds | None = None
     doubt: str | None = None
     recipe: Mapping[str, Any] | None = None
     chosen: str = "the recipe as it is"

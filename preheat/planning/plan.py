@@ -21,6 +21,7 @@ from preheat.planning.recurrent_kernels import packages_of
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
 from preheat.planning.speed.step_time import limiting_host, step_seconds
+from preheat.planning.speed.time_by_kind import split_step
 from preheat.recipe import Recipe
 
 __all__ = ["describe", "plan", "resolve_auto", "steps_of"]
@@ -209,5 +210,12 @@ def describe(request: Request, observation: Observation) -> Plan:
         devices=request.devices,
         heap=unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
         host=host,
+        split=split_step(
+            observation,
+            rates,
+            seconds,
+            length=recipe.batch.seq_len,
+            vocabulary=request.config.get_text_config().vocab_size,
+        ),
         doubt=doubt,
     )

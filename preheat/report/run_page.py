@@ -48,6 +48,7 @@ from preheat.report.formatting import (
 )
 from preheat.report.long_context_charts import lengths
 from preheat.report.page import GENERATOR, cell, colour_key, number_cell, text_cell, two_columns
+from preheat.report.profile_page import write_profile
 from preheat.report.report_data import RunFigures, collect
 from preheat.run.layout import MARK
 
@@ -56,6 +57,8 @@ __all__ = ["render", "write"]
 
 def write(run: str | Path) -> Path:
     """Writes `report.html` and `report.json` into a run's folder and returns the path of the page.
+
+    A run that was profiled also gets `profile/profile.html`.
 
     Args:
         run: the folder of a run: finished, running, stopped or failed.
@@ -83,6 +86,7 @@ def write(run: str | Path) -> Path:
         raise RunError(
             f"{path}: cannot be written ({error.strerror}); make the folder writable or free some room"
         ) from None
+    write_profile(Path(run))
     return path
 
 

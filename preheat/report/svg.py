@@ -403,15 +403,21 @@ def spans(name: str, rows: Sequence[Span], alt_text: str, *, unit: str) -> str:
     return drawn(name, (NARROW[0], 0.62 + 0.3 * len(rows)), alt_text, draw)
 
 
-def both_widths(name: str, draw: Callable[[str, tuple[float, float]], str], *, wide: tuple[float, float] = WIDE) -> str:
+def both_widths(
+    name: str,
+    draw: Callable[[str, tuple[float, float]], str],
+    *,
+    wide: tuple[float, float] = WIDE,
+    narrow: tuple[float, float] = NARROW,
+) -> str:
     """Returns a drawing twice, of which the page shows the one that suits its width.
 
     Args:
         name: of the drawing, without its width.
         draw: returns the SVG element for a name and a size.
-        wide: size on a wide page.
+        wide, narrow: sizes on a wide and on a narrow page.
     """
-    sizes = {"wide": wide, "narrow": NARROW}
+    sizes = {"wide": wide, "narrow": narrow}
     return "".join(f'<div class="{width}">{draw(f"{name}-{width}", size)}</div>' for width, size in sizes.items())
 
 

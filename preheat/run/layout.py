@@ -16,6 +16,8 @@ samples.json      a list of `SampleTexts` (see `Reader.samples`)
 checkpoints/      step-N/ (engine/checkpoint.py)
 tokenizer/        the tokenizer in transformers' format
 tracking/         of each tracker, how much of the run it has, and its log (tracking/progress.py)
+profile/          of `--profile`: profile.json (`core.step_profile.StepProfile`), trace.json.gz, profile.html; on a GPU
+                  memory.pickle and out-of-memory.pickle, which preheat never reads
 report.html, report.json
 lock              held by the process that writes the run
 
@@ -34,11 +36,12 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.sanitize import shorten
 
-__all__ = ["MARK", "MEMORY_KEYS", "Mark", "abbreviate", "claim", "read_mark"]
+__all__ = ["MARK", "MEMORY_KEYS", "PROFILE", "Mark", "abbreviate", "claim", "read_mark"]
 
 MARK = "preheat.json"
 """The file that marks a folder as written by preheat."""
-
+PROFILE = "profile"
+"""The folder of a run that holds the profile of its steps."""
 
 MEMORY_KEYS = {
     "peak_gib": "peak memory, GiB: resident on a CPU, reserved and the context on a GPU",

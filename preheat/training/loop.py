@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from preheat.engine.async_checkpoint import Saved
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, read_step_stats, update
-from preheat.errors import PreheatError, RunError
+from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.files import strict
 from preheat.hardware.cpu_allocator import release_small, release_unused
 from preheat.hardware.deterministic import explain_lacking
@@ -48,6 +48,7 @@ from preheat.training.throughput import ThroughputMeter
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.hardware.rates import Rates
+    from preheat.training.profiler import StepProfiler
 
 __all__ = ["train"]
 
@@ -62,6 +63,7 @@ def train(
     watch: Watch | None = None,
     rates: Rates | None = None,
     trust_remote_code: bool = False,
+    profile: int | None = None,
 ) -> JsonObject:
     """Trains a recipe into a run folder.
 
@@ -73,6 +75,8 @@ def train(
         watch: callbacks to use instead.
         rates: measured rates to plan with; by default those of this machine, measured if none are stored.
         trust_remote_code: run Python code from the model's folder; `model.trust_remote_code` alone never does.
+        profile: number of steps to profile, after a few to warm up: where their time goes, beside the plan. The folder
+            `profile` of the run gets a trace of torch's profiler and our figures.
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second},
@@ -87,23 +91,32 @@ def train(
         >>> from preheat import load_recipe, train
         >>> train(load_recipe("demo", ["stop.max_steps=20"]), out="runs/first")      # doctest: +SKIP
     """
+    if profile is not None and profile < 1:
+        raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
     with remote_code.trusting(trust_remote_code):
         seen_by = watch or (Logged() if progress else Watch())
-        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates)
+        return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile)
 
 
 def _train(
-    recipe: Recipe, out: str | Path | None, *, resume: bool, force: bool, watch: Watch, rates: Rates | None
+    recipe: Recipe,
+    out: str | Path | None,
+    *,
+    resume: bool,
+    force: bool,
+    watch: Watch,
+    rates: Rates | None,
+    profile: int | None,
 ) -> JsonObject:
     recipes.check(recipe)  # one that was made in Python: before the data is read
     # No watchdog during preparation: rank 0 reads data, benchmarks and plans alone, for as long as that takes.
     folder = Path(out or Path("runs") / recipe.name)
-    session = open_session(recipe, folder, resume=resume, watch=watch, force=force, rates=rates)
+    session = open_session(recipe, folder, resume=resume, watch=watch, force=force, rates=rates, profile=profile)
     if isinstance(session, Finished):
         return session.summary
     # The watchdog reports before torch's own timeout, which aborts the process without saying where the others are.
     watchdog = HangWatchdog(session.ranks, 0.8 * recipe.parallel.timeout, watch.alarm)
-    loop = _Loop(session, watch, watchdog)
+    loop = _Loop(session, watch, watchdog, profile)
     lead = session.ranks.lead
     monitor = SystemMonitor(session.writer, lambda: session.progress.step) if lead else None
     followers = Followers(session.writer.path, recipe.tracking, watch.notice) if lead else None
@@ -123,6 +136,8 @@ def _train(
         raise
     finally:
         watchdog.close()
+        if loop.profiler is not None:
+            loop.profiler.close()
         if monitor is not None:
             monitor.close()
         session.writer.close()
@@ -168,8 +183,14 @@ def _died_again(events: list[run_records.Event], step: int) -> bool:
 class _Loop:
     """The state of the training loop within one session."""
 
-    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog):
+    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog, profile: int | None):
         self.session, self.watch, self.watchdog = session, watch, watchdog
+        self.profiler: StepProfiler | None = None
+        if profile is not None:
+            # Its import takes time, and runs that are not profiled do without it.
+            from preheat.training.profiler import StepProfiler
+
+            self.profiler = StepProfiler(session, profile)
         self.recipe, self.writer = session.recipe, session.writer
         self.recovery = Recovery(session, watchdog)
         self.meter = ThroughputMeter(session)
@@ -255,7 +276,8 @@ class _Loop:
                 # An asynchronous checkpoint is logged once it is complete; an error of its write is raised here.
                 self.watchdog.set_phase(self.progress.step, Phase.SAVING)
                 self._log_checkpoints(self.session.saving.poll())
-                self._step(stream)
+                with self._profiled():
+                    self._step(stream)
         if self.stopped is not None:
             self._stopping()
         self.watchdog.set_phase(self.progress.step, Phase.SAVING)
@@ -324,10 +346,22 @@ class _Loop:
         # With several processes the clocks differ: only `out_of_time`, which `read_step_stats` shares, may end the run.
         return self.out_of_time or (self.build.mesh.world == 1 and self._is_late())
 
+    def _profiled(self) -> AbstractContextManager[None]:
+        if self.profiler is None:
+            return nullcontext()
+        step = self.progress.step
+        return self.profiler.step(self.build, step + 1, self.session.shape(step).length)
+
+    def _enter(self, step: int, phase: Phase) -> None:
+        """Tells who watches the steps that a phase of step `step`, counted from 1, begins."""
+        self.watchdog.set_phase(step, phase)
+        if self.profiler is not None:
+            self.profiler.enter(phase)
+
     def _step(self, stream: Iterator[list[Batch]]) -> None:
         # 1. Read the batch. `step` numbers the step in progress, from 1; `progress.step` counts committed steps.
         start, step = time.perf_counter(), self.progress.step + 1
-        self.watchdog.set_phase(step, Phase.DATA)
+        self._enter(step, Phase.DATA)
         batch: list[Batch] = []
         try:
             # Reading may wait for a slow stream: in a single process a signal aborts it, and the step does not begin.
@@ -343,18 +377,18 @@ class _Loop:
         # 2. Compute the gradients of all micro-batches, then update the weights.
         # By updates, not steps: steps that fp16 skips would use up the warm-up before the weights have changed.
         lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.updates, self.session.total)
-        self.watchdog.set_phase(step, Phase.GRADIENTS)
+        self._enter(step, Phase.GRADIENTS)
         # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
         loss = gradients(self.build, batch, lr)
         # Between the two verbs, while the gradients are queued on the device and the host is free.
         self._read_ahead(stream)
-        self.watchdog.set_phase(step, Phase.UPDATE)
+        self._enter(step, Phase.UPDATE)
         stats = update(self.build, lr)
         # 0 without loss scaling, where no step may be skipped.
         scaling = self.build.loss.dynamic_scale
         loss_scale = scaling.scale() if scaling else torch.zeros_like(stats[0])
         # The only device synchronization of the step. If the gradients are not finite, the update changed no weights.
-        self.watchdog.set_phase(step, Phase.STEP_STATS)
+        self._enter(step, Phase.STEP_STATS)
         late = self._is_late(time.perf_counter() - start)
         # 3. Read the results. Stop requests and time limits travel in the same collective, so that all ranks leave the
         # loop at the same step: a rank that left alone would hang the others.
@@ -475,7 +509,7 @@ class _Loop:
         if not self._reads_ahead or (total is not None and self.progress.step + 1 >= total):
             return
         # A hang of the reader must be reported as one of the data, not of the gradients.
-        self.watchdog.set_phase(self.progress.step + 1, Phase.DATA)
+        self._enter(self.progress.step + 1, Phase.DATA)
         try:
             self.ahead = batches = next(stream)
         except (PreheatError, MemoryError, OSError, RuntimeError) as error:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from preheat.hardware.rates import Rates
 
 __all__ = [
+    "WARM_UP",
     "Finished",
     "Session",
     "open_session",
@@ -66,6 +67,8 @@ __all__ = [
 
 _MOSTLY_TEXT = 0.9
 """With a smaller share of positions that are not padding, a run says so."""
+WARM_UP = 3
+"""Steps before those that are profiled: the first may compile, and the last is the first within the profiler."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +219,21 @@ class Session:
 
 
 def open_session(
-    recipe: Recipe, out: Path, *, resume: bool, watch: Watch, force: bool = False, rates: Rates | None = None
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool,
+    watch: Watch,
+    force: bool = False,
+    rates: Rates | None = None,
+    profile: int | None = None,
 ) -> Session | Finished:
     """Prepares data, plans, opens the folder and builds.
 
     Args:
         force: train even if the plan says that it does not fit.
         rates: measured rates to plan with; by default those of this machine, measured if there are none.
+        profile: number of steps to profile, for which the run must be long enough.
 
     Returns:
         `Finished` if the run to resume has ended already.
@@ -237,7 +248,9 @@ def open_session(
     ready: _Ready | None = None
     # 2. Rank 0 reads, benchmarks and plans; the others wait for its decisions and read the cached data afterwards.
     if ranks.lead:
-        prepared = _prepare(recipe, out, ranks, device, threads, rates, resume=resume, watch=watch, force=force)
+        prepared = _prepare(
+            recipe, out, ranks, device, threads, rates, resume=resume, watch=watch, force=force, profile=profile
+        )
         if isinstance(prepared, Finished):
             ranks.publish("prepared", {"finished": prepared.summary})
             ranks.gather("read")  # this process may hold the store: wait until the others have read it
@@ -396,6 +409,7 @@ def _prepare(
     resume: bool,
     watch: Watch,
     force: bool,
+    profile: int | None,
 ) -> _Ready | Finished:
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
@@ -424,6 +438,9 @@ def _prepare(
     total = steps_of(recipe, row_count(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
         return Finished(summary)
+    if profile is not None and total is not None:
+        before = checkpoint.read_progress(looked[0]).step if looked is not None and looked[0] is not None else 0
+        _require_steps(profile, total - before)
     # A library may swallow the exception of a signal: ask between the long stages.
     check()
     request = Request(
@@ -456,6 +473,14 @@ def _prepare(
         )
         raise DoesNotFit(f"{falls_short(expected)}; {hint}, or train all the same with --force")
     return _Ready(data, probes, samples, resolved, request, expected, looked, events)
+
+
+def _require_steps(profile: int, left: int) -> None:
+    if left < WARM_UP + profile:
+        raise RecipeError(
+            f"--profile {profile}: takes {WARM_UP + profile:,} steps, {WARM_UP} of them to warm up, and the run has "
+            f"{left:,}; profile fewer, or let it end later with --set stop.max_steps=..., stop.tokens or stop.epochs"
+        )
 
 
 class _Measuring:

@@ -286,6 +286,17 @@ class Roofline:
         network = (self.device.network or _NETWORK) * _LINK * within
         return _latency(name, devices, within) + size * share / min(network, link)
 
+    def kernel_seconds(self, kernel: Kernel, observation: Observation) -> float:
+        """Returns the seconds of one call on the device; of no collective."""
+        if kernel.flops and "attention" in kernel.operator:
+            # cuDNN supports only rows of one document; packed rows use flash attention.
+            return self._attention(kernel, observation.cudnn and "varlen" not in kernel.operator) + _LAUNCH
+        if kernel.operator.startswith(FUSED):
+            return self._fused(kernel) + _LAUNCH
+        if kernel.flops:
+            return self._product(kernel) + _LAUNCH
+        return (self._moving(kernel) + _LAUNCH) * fused_share(kernel, observation)
+
     def seconds(self, observation: Observation) -> Seconds:
         """Returns the seconds of one optimizer step, by cause."""
         products = attention = moved = waiting = overlapped = 0.0
@@ -307,17 +318,13 @@ class Roofline:
                     waiting += seconds
                 continue
             launches += count
-            if kernel.flops and "attention" in kernel.operator:
-                # cuDNN supports only rows of one document; packed rows use flash attention.
-                dense = observation.cudnn and "varlen" not in kernel.operator
-                attention += (self._attention(kernel, dense) + _LAUNCH) * count
-            elif kernel.operator.startswith(FUSED):
-                attention += (self._fused(kernel) + _LAUNCH) * count
+            seconds = self.kernel_seconds(kernel, observation) * count
+            if (kernel.flops and "attention" in kernel.operator) or kernel.operator.startswith(FUSED):
+                attention += seconds
             elif kernel.flops:
-                products += (self._product(kernel) + _LAUNCH) * count
+                products += seconds
             else:
-                fused = fused_share(kernel, observation)
-                moved += (self._moving(kernel) + _LAUNCH) * fused * count
+                moved += seconds
         computing = products + attention + moved
         # The device waits only for the part by which the host is slower: launches are queued.
         host = max(launches * _launch_seconds(observation) - computing, 0.0)
