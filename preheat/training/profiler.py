@@ -156,7 +156,8 @@ class StepProfiler:
 
     def _finish(self) -> None:
         running = self._stop()
-        assert running is not None and self._use is not None, "steps were profiled"
+        assert running is not None, "steps were profiled"
+        assert self._use is not None, "steps were profiled"
         machine = self._use.use(self.session.threads)
         self.done = True
         session, lead = self.session, self.session.ranks.lead
