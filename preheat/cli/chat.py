@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.options import generation
-from preheat.cli.views.console import Base
+from preheat.cli.views.console import Base, Checkpoint
 from preheat.cli.views.output import say, write_text
 from preheat.files import to_json
 from preheat.sanitize import shorten
@@ -44,7 +44,7 @@ def chat(
     stop: generation.Stop = None,
     set: generation.Set = None,
     seed: generation.Seed = 0,
-    step: generation.Step = None,
+    checkpoint: Checkpoint = None,
     template: generation.ChatTemplate = None,
     base: Base = None,
 ) -> None:
@@ -67,7 +67,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         stop=tuple(stop or ()),
     )
-    opened = load_model(model, step=step, base=base)
+    opened = load_model(model, checkpoint=checkpoint, base=base)
     layout, source = generation.choose_template(opened, model, template, True)
     assert layout is not None
     generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")

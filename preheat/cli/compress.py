@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from preheat.cli.views.console import Json
+from preheat.cli.views.console import Checkpoint, Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,6 +95,7 @@ def compress(
             help="Choose the smallest variant whose perplexity rises by at most this fraction; default: 0.02.",
         ),
     ] = None,
+    checkpoint: Checkpoint = None,
     json: Json = False,
 ) -> None:
     """Compress a trained model, measure quality, size and speed before and after, and write a model card and a page.
@@ -109,10 +110,12 @@ def compress(
     from preheat.compress.atomic_folder import home_of
     from preheat.compress.compress import compress as run
     from preheat.compress.compress import read_variants, trained_for
+    from preheat.engine.checkpoint import at_checkpoint
     from preheat.errors import RecipeError
     from preheat.models.image_classifiers import is_classifier
     from preheat.report.compress_page import write_compress
 
+    model = str(at_checkpoint(Path(model), checkpoint))
     classifies_images = is_classifier(Path(model))
     if classifies_images and (recipe is None or data is None):
         raise RecipeError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from preheat.cli.views.console import Base, Json
+from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.cli.views.long_context_table import grids
 from preheat.core.json_types import JsonObject
 
@@ -82,6 +82,7 @@ def evaluate(
         Path | None,
         typer.Option("--samples", help="Write the questions and answers, row by row, to this .jsonl file."),
     ] = None,
+    checkpoint: Checkpoint = None,
     base: Base = None,
     json: Json = False,
 ) -> None:
@@ -113,6 +114,7 @@ def evaluate(
         _create_samples_file(samples)
     for path in model:
         require_model(path)
+    model = _at_checkpoint(model, checkpoint)
     recipe = _recipe_of(model)
     texts = data if data is not None else (["validation"] if recipe is not None else [])
     # Each text once, in the order of the command line; the text for forgetting is measured like the others.
@@ -159,12 +161,23 @@ def _create_samples_file(samples: Path) -> None:
         raise RecipeError(f"--samples {samples}: cannot be written ({error.strerror})") from None
 
 
+def _at_checkpoint(models: list[str], checkpoint: str | None) -> list[str]:
+    """Returns the models, each run among them at a checkpoint."""
+    from preheat.engine.checkpoint import at_checkpoint
+
+    runs = [path for path in models if (Path(path) / "recipe.yaml").is_file()]
+    # Of models without a run: the error says so.
+    wanted = runs or models[:1]
+    return [str(at_checkpoint(Path(path), checkpoint)) if path in wanted else path for path in models]
+
+
 def _recipe_of(models: list[str]) -> Recipe | None:
     """Returns the recipe of the last run among the models, which sets how texts are read; None without a run."""
     from preheat import recipe as recipes
+    from preheat.compress.atomic_folder import home_of
     from preheat.run.reader import Reader
 
-    runs = [Path(path) / "recipe.yaml" for path in models if (Path(path) / "recipe.yaml").is_file()]
+    runs = [file for path in models if (file := home_of(path)[0] / "recipe.yaml").is_file()]
     return recipes.parse(Reader(runs[-1].parent).recipe_text, where=str(runs[-1])) if runs else None
 
 
@@ -183,6 +196,7 @@ def _evaluate_model(
 ) -> ResultSet:
     """Evaluates one model on all texts and tasks; the model is freed on return."""
     from preheat.cli.views.console import console
+    from preheat.compress.atomic_folder import home_of
     from preheat.evaluation.lm_eval import measure_by_harness
     from preheat.evaluation.long_context import measure_length, questions_of, reach_of
     from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, tokens_of_text
@@ -193,7 +207,7 @@ def _evaluate_model(
     from preheat.inference.load import load_model
 
     # A full model has no base; in a comparison, the other one may be an adapter that needs it.
-    takes_base = any((Path(path) / name).is_file() for name in ("adapter_config.json", "recipe.yaml"))
+    takes_base = (Path(path) / "adapter_config.json").is_file() or (home_of(path)[0] / "recipe.yaml").is_file()
     opened = load_model(path, base=base if takes_base else None, at_start=at_start)
     # One recipe for all models, so that both read the same rows.
     settings = recipe or opened.recipe

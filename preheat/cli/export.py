@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from preheat.cli.views.console import Base, Json
+from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.core.export import ExportResult
 
 __all__ = ["export"]
@@ -61,6 +61,7 @@ def export(
             "--length", min=2, help="executorch: positions of the KV cache; default: the model's, up to 2,048."
         ),
     ] = None,
+    checkpoint: Checkpoint = None,
     base: Base = None,
     json: Json = False,
 ) -> None:
@@ -72,7 +73,9 @@ def export(
 
     from preheat.cli.views.console import console, emit
     from preheat.compress.export import registry
+    from preheat.engine.checkpoint import at_checkpoint
 
+    run = at_checkpoint(run, checkpoint)
     # transformers shows a bar for each file that it loads.
     disable_progress_bar()
     # By format and precision, so that exports do not overwrite each other.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preheat.cli.options import generation
-from preheat.cli.views.console import Base, Json
+from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.cli.views.output import write_text
 from preheat.core.json_types import JsonObject
 
@@ -50,7 +50,7 @@ def generate(
     stop: generation.Stop = None,
     set: generation.Set = None,
     seed: generation.Seed = 0,
-    step: generation.Step = None,
+    checkpoint: Checkpoint = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -89,7 +89,7 @@ def generate(
     use_chat = True if chat is None and any(not isinstance(p, str) for p in prompts) else chat
     watched, texts = generation.Watched(), []
     for model in models:
-        opened = load_model(model, step=step, base=base)
+        opened = load_model(model, checkpoint=checkpoint, base=base)
         layout, source = generation.choose_template(opened, model, template, use_chat)
         if not json:
             generation.note(f"{model}{f', step {opened.step:,}' if opened.step is not None else ''}: {source}")

@@ -110,14 +110,16 @@ def _exit_code(stopped: str | None) -> int:
 def resuming(arguments: Sequence[str], folder: Path) -> str:
     """Returns the shell command that resumes a run: the user's command with the run's folder and --resume.
 
-    The steps that it profiled are not profiled again.
+    The steps that it profiled are not profiled again, and going back to a checkpoint is done once.
     """
     left, rest = [], iter(arguments)
     for part in rest:
-        if part in ("--out", "--profile"):
+        if part in ("--out", "--profile", "--checkpoint"):
             # Its value, which is the next argument.
             next(rest, None)
-        elif part not in ("--resume", "--auto-resume") and not part.startswith(("--out=", "--profile=")):
+        elif part not in ("--resume", "--auto-resume") and not part.startswith(
+            ("--out=", "--profile=", "--checkpoint=")
+        ):
             left.append(part)
     return shlex.join(["preheat", *left, "--out", str(folder), "--resume"])
 
@@ -125,6 +127,12 @@ def resuming(arguments: Sequence[str], folder: Path) -> str:
 def _finished(result: JsonObject, recipe: Recipe) -> Text:
     from rich.text import Text
 
+    early = {"patience": "a larger stop.patience", "target_loss": "a lower stop.target_loss"}
+    if (reason := result.get("reason")) in early:
+        return Text(
+            f"{result['run']}: is finished already, at step {result['steps']:,}; nothing was written. To train longer, "
+            f"resume it with {early[reason]}: --set stop.{reason}=VALUE (null: none)"
+        )
     limits = {key: limit for key in ("tokens", "epochs", "hours") if (limit := getattr(recipe.stop, key))}
     # A run without any limit of its own ended at its number of steps.
     if recipe.stop.max_steps or not limits:
@@ -183,6 +191,11 @@ def _summary(result: JsonObject) -> Group:
     loss = "".join(
         f", {name} {value:.4f}" for name, value in figures.items() if value is not None and math.isfinite(value)
     )
+    if best := result.get("best"):
+        loss += f"; best {best['name']} {best['value']:.4f} at step {best['step']:,}"
+    if target := result.get("target"):
+        time = f"{target['tokens']:,} tokens and {target['seconds']:.1f} s of training"
+        loss += f"; stop.target_loss {target['loss']:g} reached in {time}"
     skipped = f" ({count:,} skipped: fp16 overflow)" if (count := result.get("skipped_steps")) else ""
     return Group(
         Text(f"{end} step {result['steps']:,}{skipped}{loss}", style="bold"),
@@ -261,6 +274,23 @@ def _launch(command: list[str], folder: Path, *, nproc: int, restarts: int, json
     raise typer.Exit(ended.code)
 
 
+def _rewind(recipe: Recipe, folder: Path, checkpoint: str, *, resume: bool) -> None:
+    """Goes back to a checkpoint, once and before processes start: a restart must not go back again."""
+    from preheat.cli.views.console import Alarms
+    from preheat.errors import RecipeError
+
+    if not resume:
+        raise RecipeError(f"--checkpoint {checkpoint}: says where --resume continues; add --resume, or leave it out")
+    if "RANK" in os.environ:
+        raise RecipeError(
+            f"--checkpoint {checkpoint}: torchrun would go back to it at each restart; leave it out, and rename the "
+            f"later folders in {folder / 'checkpoints'} to step-M.aside-1"
+        )
+    from preheat.training.rewind import rewind
+
+    rewind(recipe, folder, checkpoint, Alarms().alarm)
+
+
 def train(
     context: typer.Context,
     recipe: RecipeArgument,
@@ -280,6 +310,17 @@ def train(
         bool,
         typer.Option("--auto-resume", help="Resume the run if that folder holds one, otherwise start it."),
     ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="best|last|N",
+            help=(
+                "With --resume: continue from the best checkpoint or that of step N; later ones are renamed to "
+                "step-M.aside-1."
+            ),
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Train even if the plan predicts that it does not fit.")
     ] = False,
@@ -354,6 +395,8 @@ def train(
     set = [*(set or []), *([f"tracking.to=[{', '.join(track)}]"] if track else [])]
     if profile is not None and profile < 1:
         raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
+    if dry_run and checkpoint is not None:
+        raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     if dry_run:
         if profile is not None:
             raise RecipeError("--profile: profiles steps, and --dry-run takes none; leave one of them out")
@@ -365,6 +408,8 @@ def train(
     # With several processes, rank 0 prints the warnings.
     read = recipes.load(recipe, set, warn=nproc < 2 or "RANK" in os.environ)
     folder = out or Path("runs") / read.name
+    if checkpoint is not None:
+        _rewind(read, folder, checkpoint, resume=resume)
     # Under torchrun (RANK is set) the processes exist already.
     if nproc > 1 and "RANK" not in os.environ:
         # The same command for each process, without the options of the launcher.

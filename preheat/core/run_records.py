@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Baseline",
+    "BestScore",
     "Checkpoint",
     "Damaged",
     "DataRecord",
@@ -38,6 +39,7 @@ __all__ = [
     "MachineRecord",
     "Measured",
     "MicroBatchSize",
+    "NewBest",
     "Notice",
     "OtherEvent",
     "OutOfMemory",
@@ -52,6 +54,7 @@ __all__ = [
     "Resumed",
     "SampleEvent",
     "SampleTexts",
+    "SetAside",
     "SkippedFallback",
     "Started",
     "StepMetrics",
@@ -412,6 +415,34 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewBest(Event):
+    """An evaluation is the best so far.
+
+    Attributes:
+        score: name of the score.
+    """
+
+    kind: str = field(default="best", init=False)
+    step: Count
+    score: str
+    value: Real
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside(Event):
+    """The run goes back to a checkpoint, and later ones are renamed.
+
+    Attributes:
+        step: the step from which the run continues.
+        checkpoints: their names now.
+    """
+
+    kind: str = field(default="set_aside", init=False)
+    step: Count
+    checkpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Damaged(Event):
     """A damaged checkpoint or file is passed over."""
 
@@ -629,14 +660,25 @@ class Baseline(Event):
     bigram: OmittedReal = None
 
 
+@dataclass(frozen=True)
+class BestScore:
+    """The best evaluation of a run: its step, and the score's value and name."""
+
+    step: Count
+    value: Real
+    name: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finished(Event):
     """The run is complete.
 
     Attributes:
         loss: of the last step.
-        tokens, seconds: over all sessions.
+        tokens, seconds: over all sessions; seconds of training only.
         skipped_steps: with fp16 loss scaling, steps that changed no weight.
+        reason: length (the number of steps), hours, patience or target_loss.
+        best: the best evaluation, if the recipe has one.
     """
 
     kind: str = field(default="finished", init=False)
@@ -646,6 +688,8 @@ class Finished(Event):
     tokens: Omitted[int] = None
     seconds: OmittedReal = None
     skipped_steps: Omitted[int] = None
+    reason: Omitted[str] = None
+    best: Omitted[BestScore] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,7 +203,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """When to stop; the first limit reached counts."""
+    """When to stop; the first limit reached counts. A run that stops early at an evaluation still needs a limit."""
 
     max_steps: Long | None = None
     """Optimizer steps."""
@@ -213,6 +213,13 @@ class Stop:
     """Passes over the training data."""
     hours: Positive | None = None
     """Wall-clock hours."""
+    patience: Count | None = None
+    """Stop after this many evaluations in a row without a better score: that of `checkpoint.best`, or the validation
+    loss."""
+    min_delta: NonNegative = 0.0
+    """A score is better if it exceeds the best one so far by more than this."""
+    target_loss: Positive | None = None
+    """Stop at the first evaluation whose validation loss is at most this; the run reports its time until then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,9 +246,12 @@ class Checkpoint:
     """How often to save checkpoints."""
 
     every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only at the end (and on SIGTERM or Ctrl-C)."""
+    """Steps between checkpoints; 0: only at the end (and on SIGTERM or Ctrl-C), and the best one."""
     keep: Count = 2
     """Number of most recent checkpoints to keep."""
+    best: str | None = None
+    """Also keep the checkpoint with the best score, e.g. validation_loss, validation_accuracy or TASK/METRIC of
+    `evaluate.tasks`: each evaluation with a better score saves its step. `--checkpoint best` loads it."""
     asynchronous: bool | None = None
     """Write during the next steps, from a copy in host memory: of what each process saves (its weights and optimizer
     states), until it is written. By default yes on accelerators, no on CPUs, where the copy uses the run's own

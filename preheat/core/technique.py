@@ -123,6 +123,10 @@ class Technique(ABC):
         """Returns the tags of `provides` that these settings provide."""
         return self.provides
 
+    def evaluation_scores(self) -> Mapping[str, bool]:
+        """Returns the scores that this objective's evaluations add: name -> whether higher is better."""
+        return {}
+
     def acts(self) -> bool:
         """Returns False if these settings do nothing: then the technique has no needs and no conflicts."""
         return True

@@ -7,6 +7,7 @@
         state.json        identity of the run, step, samples, tokens, elapsed, effective recipe, fingerprints,
                           host generators, `Build.state`
         manifest.json     size and SHA-256 of each file: written last
+    checkpoints/best      with `checkpoint.best`: the name of the best one, step-N
 
 Only files that the manifest names are read or removed. Checkpoints of other runs are ignored. No pickle is
 written or read.
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from preheat.core import Build, Device
 from preheat.errors import RunError
-from preheat.files import parse_json, to_json
+from preheat.files import parse_json, read_bytes, to_json, write_atomic
 from preheat.hardware.oom import is_oom, require_room
 from preheat.models.moe import biases
 from preheat.recipe import Recipe
@@ -46,21 +47,30 @@ if TYPE_CHECKING:
 # Resuming refuses any other number; it does not convert.
 FORMAT = 4
 """Version of state.json: increased when the contents of a checkpoint change."""
+BEST = "best"
+"""File of the folder `checkpoints` with the name of the best checkpoint."""
 
 __all__ = [
     "Progress",
     "Snapshot",
     "is_async",
     "all_gather_object",
+    "at_checkpoint",
+    "best_step",
+    "chosen_step",
     "find",
     "host_generators",
     "load",
     "load_weights",
+    "mark_best",
+    "prune",
     "read_progress",
     "restore_host_generators",
     "restore_torch_generators",
     "save",
+    "set_aside",
     "step_of",
+    "steps_of",
     "snapshot",
     "torch_generators",
     "write",
@@ -245,7 +255,9 @@ def _one_process() -> Iterator[None]:
 def is_async(recipe: Recipe, device: Device) -> bool:
     """True if checkpoints are written while training continues."""
     settings = recipe.checkpoint
-    return bool(settings.every) and (device.kind != "cpu" if settings.asynchronous is None else settings.asynchronous)
+    if not (settings.every or settings.best):
+        return False
+    return device.kind != "cpu" if settings.asynchronous is None else settings.asynchronous
 
 
 @dataclass
@@ -289,7 +301,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
 
 
 def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_tensor: bool = False) -> Path:
-    """Writes `folder/step-N` and removes all but the `keep` newest.
+    """Writes `folder/step-N` and removes all but the `keep` newest and the best.
 
     Args:
         file_per_tensor: one file per tensor, which needs the least memory.
@@ -378,13 +390,125 @@ def write(
             f"{final}: cannot be written ({reason}); earlier checkpoints are intact: free disk space and continue "
             "with --resume"
         ) from None
-    if not lead:
-        return final
-    # Later checkpoints belong to steps that the run went back from; they are replaced when it reaches those steps.
-    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= content.step and _is_of(p, content.run)]
-    for old in past[keep:]:
-        _remove(old)
+    if lead:
+        prune(folder, content.step, keep=keep, run=content.run)
     return final
+
+
+def prune(folder: Path, step: int, *, keep: int, run: str) -> None:
+    """Removes checkpoints of a run up to a step, all but the `keep` newest and the one that `best` names."""
+    # Later checkpoints belong to steps that the run went back from; they are replaced when it reaches those steps.
+    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= step and _is_of(p, run)]
+    try:
+        best = best_step(folder)
+    except RunError:
+        return  # which one is the best is unknown: all stay
+    for old in past[keep:]:
+        if step_of(old.name) != best:
+            _remove(old)
+
+
+def best_step(folder: Path) -> int | None:
+    """Returns the step that the file `best` names; None if there is none.
+
+    Raises:
+        RunError: the file does not name a checkpoint.
+    """
+    file = folder / BEST
+    if not os.path.lexists(file):
+        return None
+    try:
+        name = read_bytes(file).decode("utf-8", errors="replace").strip()
+    except ValueError as error:
+        raise RunError(f"{file}: cannot be read ({error}); name a checkpoint by its step") from None
+    step = step_of(name)
+    if step is None:
+        raise RunError(f"{file}: holds {quoted(name, 40)} instead of a checkpoint's name; name one by its step")
+    return step
+
+
+def mark_best(folder: Path, step: int) -> None:
+    """Makes the file `best` name a complete checkpoint, atomically.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        write_atomic(folder / BEST, f"step-{step}\n")
+        # The new name must survive a crash before the former best checkpoint is removed.
+        _sync(folder)
+    except OSError as error:
+        raise RunError(f"{folder / BEST}: cannot be written ({error.strerror})") from None
+
+
+def steps_of(folder: Path, run: str) -> set[int]:
+    """Returns the steps of a run's checkpoints, whose contents are not verified."""
+    return {step for p in _steps(folder) if (step := step_of(p.name)) is not None and _is_of(p, run)}
+
+
+def set_aside(folder: Path, after: int) -> list[str]:
+    """Renames the checkpoints of later steps, so that a run continues from an earlier one; returns their new names.
+
+    Raises:
+        RunError: one cannot be renamed.
+    """
+    names = []
+    # The latest first: if this is interrupted, the run still has no gap.
+    for path in _steps(folder):
+        if (step_of(path.name) or 0) > after:
+            try:
+                names.append(_move_aside(path).name)
+            except OSError as error:
+                raise RunError(f"{path}: cannot be renamed ({error.strerror})") from None
+    _sync(folder)
+    return names
+
+
+def chosen_step(folder: Path, choice: str) -> int | None:
+    """Returns the step that `best`, `last` or a number names; None for the newest intact one.
+
+    Raises:
+        RunError: there is no best checkpoint, or the choice is none of these.
+    """
+    if choice == "last":
+        return None
+    if choice == "best":
+        if (step := best_step(folder)) is None:
+            raise RunError(
+                f"{folder}: has no best checkpoint; a run keeps it if its recipe sets checkpoint.best, e.g. to "
+                "validation_loss"
+            )
+        return step
+    if (step := step_of(f"step-{choice}")) is None:
+        raise RunError(f"--checkpoint {quoted(choice, 40)}: write best, last or a step")
+    return step
+
+
+def at_checkpoint(path: Path, choice: str | int | None) -> Path:
+    """Returns the folder of a run's checkpoint, or the path itself for the newest intact one.
+
+    Args:
+        path: of a run.
+        choice: best, last or a step; None: last.
+
+    Raises:
+        RunError: the path is not a run, or there is no such checkpoint.
+    """
+    if choice is None:
+        return path
+    own = step_of(path.name)
+    if own is not None and (path.parent.parent / "recipe.yaml").is_file():
+        if str(choice) == str(own):
+            return path
+        raise RunError(f"{path}: is the checkpoint of step {own}, not {choice}; name the run")
+    if not (path / "recipe.yaml").is_file():
+        raise RunError(f"{path}: is not a run, so it has no checkpoint {choice}; leave --checkpoint out")
+    folder = path / "checkpoints"
+    step = chosen_step(folder, str(choice))
+    if step is None:
+        return path
+    _require_step(folder, step)
+    return folder / f"step-{step}"
 
 
 def step_of(name: str) -> int | None:
@@ -435,13 +559,17 @@ def _clear_path(path: Path, run: str) -> None:
     """Removes a checkpoint of this run; moves anything else of that name aside."""
     if not path.is_symlink() and _is_of(path, run):
         _remove(path)
+    # Also after `_remove`, which leaves files that it does not know.
+    if os.path.lexists(path):
+        _move_aside(path)
+
+
+def _move_aside(path: Path) -> Path:
+    """Renames a path to the first free of `NAME.aside-1`, `-2`, ..., so that nothing is overwritten."""
     number = 1
-    # Nothing is overwritten: the first free number. Also after `_remove`, which leaves files that it does not know.
-    while os.path.lexists(path):
-        aside = path.with_name(f"{path.name}.aside-{number}")
-        if not os.path.lexists(aside):
-            path.rename(aside)
+    while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
         number += 1
+    return path.rename(aside)
 
 
 def _manifest(path: Path) -> dict[str, JsonObject]:
@@ -505,19 +633,24 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
         RunError: there is no checkpoint of `step`.
     """
     damaged: list[tuple[Path, str]] = []
-    folders = _steps(folder)
-    if step is not None and folder / f"step-{step}" not in folders:
-        there = ", ".join(path.name.removeprefix("step-") for path in reversed(folders))
-        raise RunError(
-            f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
-        )
+    if step is not None:
+        _require_step(folder, step)
     # Checksums of every file: a resumed run falls back to an older checkpoint rather than train on a damaged one.
-    for path in folders if step is None else [folder / f"step-{step}"]:
+    for path in _steps(folder) if step is None else [folder / f"step-{step}"]:
         problem = _damage(path, run)
         if problem is None:
             return path, damaged
         damaged.append((path, problem))
     return None, damaged
+
+
+def _require_step(folder: Path, step: int) -> None:
+    folders = _steps(folder)
+    if folder / f"step-{step}" not in folders:
+        there = ", ".join(path.name.removeprefix("step-") for path in reversed(folders))
+        raise RunError(
+            f"{folder}: has no checkpoint of step {step}; " + (f"there are: {there}" if there else "there is none yet")
+        )
 
 
 @dataclass

@@ -103,18 +103,18 @@ class RunEvaluator:
         self.any = bool(self.tasks or self.forgetting or (data.validation is not None and len(data.validation)))
         """True if there is anything to measure."""
 
-    def take(self, build: Build, writer: Writer, step: int) -> Measured:
+    def take(self, build: Build, writer: Writer, step: int) -> tuple[Measured, EvaluationMetrics]:
         """Runs all evaluations; writes a line of metrics, `before.json` at step 0 and `evaluation.json` after it.
 
         Rows are at most as long as the run's and batches at most as large as a step's, so the planned peak is valid.
 
         Returns:
-            The measurement of the validation rows; a loss of NaN without any.
+            The measurement of the validation rows; a loss of NaN without any. And the line of metrics.
         """
         texts, tasks = self._measure(build)
         nothing = Measured(math.nan, 0, {})
         if not texts and not tasks:
-            return nothing
+            return nothing, EvaluationMetrics(step)
         losses = {name: result.metrics["loss"].value for name, result in texts.items()}
         validation = texts.get("validation")
         # The line has values only; intervals are in evaluation.json.
@@ -155,8 +155,8 @@ class RunEvaluator:
             writer.event(Damaged(file=BEFORE, problem=run.damaged[BEFORE]))
         writer.json(SUMMARY, summary)
         if validation is None:
-            return nothing
-        return Measured(losses["validation"], validation.tokens or 0, dict(validation.alone))
+            return nothing, line
+        return Measured(losses["validation"], validation.tokens or 0, dict(validation.alone)), line
 
     def _measure(self, build: Build) -> tuple[dict[str, Result], dict[str, Result]]:
         settings = self.recipe.evaluate

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Build
-from preheat.engine import checkpoint
 from preheat.engine.builder import alone, build
+from preheat.engine.checkpoint import Progress, at_checkpoint, find, load_weights, read_progress, step_of
 from preheat.engine.device import resolve_device
 from preheat.errors import RecipeError, RunError, SettingError
 from preheat.inference.text_generation import Prompt, write_texts
@@ -67,7 +67,7 @@ def load_model(
     path: str | Path,
     *,
     base: str | None = None,
-    step: int | None = None,
+    checkpoint: str | int | None = None,
     at_start: bool = False,
     trust_remote_code: bool = False,
     device: DeviceKind | None = None,
@@ -76,7 +76,7 @@ def load_model(
 
     Args:
         path: a run, one of its checkpoints (`runs/x/checkpoints/step-N`), a model's folder or an adapter's.
-        step: of a run's checkpoint; the newest complete one by default.
+        checkpoint: of a run: best, last or a step; the newest intact one by default.
         base: the base model of an adapter or a run, if it is no longer at the path that these name.
         at_start: of a run, the initial model: its base with its techniques, before the first step.
         trust_remote_code: run Python code from the model's folder; its author can then do anything that you can.
@@ -88,23 +88,21 @@ def load_model(
         RecipeError: the base is not available, or is not the one of the adapter or run.
     """
     with remote_code.trusting(trust_remote_code):
-        return _open(Path(path), base, step, at_start, device)
+        return _open(at_checkpoint(Path(path), checkpoint), base, at_start, device)
 
 
-def _open(path: Path, base: str | None, step: int | None, at_start: bool, device: DeviceKind | None) -> LoadedModel:
+def _open(path: Path, base: str | None, at_start: bool, device: DeviceKind | None) -> LoadedModel:
     # runs/x/checkpoints/step-N means the run x at step N: the recipe is in the run's folder.
-    own = checkpoint.step_of(path.name)
-    if own is not None and (path.parent.parent / "recipe.yaml").is_file():
-        if step not in (None, own):
-            raise RunError(f"{path}: is the checkpoint of step {own}, not of step {step}; name the run")
-        path, step = path.parent.parent, own
+    step = step_of(path.name)
+    if step is not None and (path.parent.parent / "recipe.yaml").is_file():
+        path = path.parent.parent
+    else:
+        step = None
     # Runs first: `step` and `at_start` are for them alone.
     if (path / "recipe.yaml").is_file():
         return _at_start(path, base, device) if at_start else _run(path, step, base, device)
     if at_start:
         raise RunError(f"{path}: is not a run, so the model before it is unknown; name two models to compare them")
-    if step is not None:
-        raise RunError(f"{path}: is not a run, so it has no checkpoint of step {step}; leave --step out")
     if (path / "adapter_config.json").is_file():
         return _adapter(path, base, device)
     if base is not None:
@@ -153,7 +151,7 @@ def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTraine
 def require_model(path: str | Path) -> None:
     """Raises RunError if `path` has nothing that `load_model` can load."""
     place = Path(path)
-    run = place.parent.parent if checkpoint.step_of(place.name) is not None else place
+    run = place.parent.parent if step_of(place.name) is not None else place
     if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
         raise RunError(
             f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an "
@@ -166,8 +164,8 @@ def _at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedMode
 
     run = Reader(path)
     # The weights of the base are compared with those that a checkpoint recorded, if there is one.
-    newest, _ = checkpoint.find(path / "checkpoints", run=run.id)
-    recipe = _having_device(_on_base(run, base, checkpoint.read_progress(newest) if newest else None), on)
+    newest, _ = find(path / "checkpoints", run=run.id)
+    recipe = _having_device(_on_base(run, base, read_progress(newest) if newest else None), on)
     classes = tuple(run.data.classes or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
@@ -177,7 +175,7 @@ def _at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedMode
     return LoadedModel(recipe, model_build, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
-def _on_base(run: Reader, base: str | None, progress: checkpoint.Progress | None) -> Recipe:
+def _on_base(run: Reader, base: str | None, progress: Progress | None) -> Recipe:
     """A run's recipe for a single device, with the current folder of its base.
 
     A folder that moved is searched for next to the run and in the working directory, by the last parts of its path; its
@@ -225,7 +223,7 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
     run = Reader(path)
     data = run.data
     # Damaged checkpoints are skipped: a crash while saving leaves the one before it intact.
-    newest, damaged = checkpoint.find(path / "checkpoints", step, run=run.id)
+    newest, damaged = find(path / "checkpoints", step, run=run.id)
     if newest is None:
         raise RunError(
             f"{path}: "
@@ -236,7 +234,7 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
             )
         )
     tokenizer = load_tokenizer(str(path / "tokenizer"))
-    progress = checkpoint.read_progress(newest)
+    progress = read_progress(newest)
     recipe = _having_device(_on_base(run, base, progress), on)
     device, _ = resolve_device(recipe)
     # The checkpoint includes an adapter's start, whose folder may be gone. A curriculum's `start` is something else.
@@ -257,7 +255,7 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
             "earlier ones"
         )
     # Over the weights of the base: a checkpoint may hold the trained parameters alone.
-    checkpoint.load_weights(model_build, newest)
+    load_weights(model_build, newest)
     template = data.template if data.chat else None
     classes = tuple(data.classes or ())
     return LoadedModel(

@@ -25,6 +25,7 @@ NAMES: Mapping[str, str] = {
             "global_batch_size train_batch_size total_batch_size batch_size local_batch_size effective_batch_size"
         ),
         "checkpoint.asynchronous": "async_mode async_save enable_async_checkpointing",
+        "checkpoint.best": "load_best_model_at_end metric_for_best_model save_best_model monitor greater_is_better",
         "checkpoint.every": (
             "save_steps save_interval checkpoint_interval ckpt_freq saves_per_epoch ckpt_every_steps save_every"
         ),
@@ -111,6 +112,9 @@ NAMES: Mapping[str, str] = {
             "max_steps max_train_steps total_steps training_steps num_iterations iterations train_steps "
             "max_steps_per_epoch num_steps train_iters max_iterations"
         ),
+        "stop.min_delta": "early_stopping_threshold early_stopping_min_delta",
+        "stop.patience": "early_stopping_patience early_stopping",
+        "stop.target_loss": "target_val_loss target_validation_loss target_eval_loss",
         "stop.tokens": "max_tokens train_tokens num_tokens total_tokens token_budget",
         "tracking.name": "wandb_name wandb_run_name swanlab_run_name trackio_name",
         "tracking.project": (

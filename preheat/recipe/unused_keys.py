@@ -205,6 +205,22 @@ RULES: tuple[Rule, ...] = (
         "it is for schedule.kind: wsd, and this is {schedule}; leave it out",
     ),
     Rule("schedule.min_lr_ratio", lambda r: r.schedule.kind != "constant", "a constant rate never falls; leave it out"),
+    # Early stopping and the best checkpoint.
+    *(
+        Rule(
+            key,
+            lambda r: r.evaluate.every,
+            "it is decided at evaluations during the run, and there are none; set evaluate.every, or leave it out",
+            refuse=True,
+        )
+        for key in ("checkpoint.best", "stop.patience", "stop.min_delta", "stop.target_loss")
+    ),
+    Rule(
+        "stop.min_delta",
+        lambda r: r.stop.patience or r.checkpoint.best,
+        "it is for stop.patience and checkpoint.best; set one of them, or leave it out",
+        refuse=True,
+    ),
     *(
         Rule(
             f"evaluate.{key}",

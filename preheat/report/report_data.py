@@ -11,6 +11,7 @@ from preheat.core.json_types import JsonObject, Omitted, Record
 from preheat.core.plan import Parameters, Plan
 from preheat.core.run_records import (
     Baseline,
+    BestScore,
     Environment,
     Evaluation,
     EvaluationMetrics,
@@ -19,6 +20,7 @@ from preheat.core.run_records import (
     Finished,
     MachineLoad,
     Measured,
+    NewBest,
     Resumed,
     SampleEvent,
     SampleTexts,
@@ -70,6 +72,8 @@ class Summary:
 
     Attributes:
         seconds: of training, over all sessions.
+        best: the best evaluation, if the recipe keeps the best checkpoint or stops early.
+        reason: why the run is complete, as in the event `finished`.
         measured_session: number of the session that was measured last, from 1.
         model: section `model` of the recipe, as written.
         data: `data.source` of the recipe, as written.
@@ -83,6 +87,8 @@ class Summary:
     first_loss: float | None
     loss: float | None
     validation_loss: float | None
+    best: BestScore | None
+    reason: str | None
     sessions: int
     measured_session: int | None
     parameters: Parameters | None
@@ -292,12 +298,20 @@ def _summary(
         first_loss=metrics[0].loss if metrics else None,
         loss=last.loss if end.loss is None else end.loss,
         validation_loss=evaluated if end.validation_loss is None else end.validation_loss,
+        best=_best(events, last.step),
+        reason=end.reason,
         sessions=_sessions(events),
         measured_session=_sessions(events[: at + 1]) or None,
         parameters=plan.parameters if plan else None,
         model=recipe.get("model"),
         data=mapping(recipe.get("data")).get("source"),
     )
+
+
+def _best(events: Sequence[Event], step: int) -> BestScore | None:
+    """Returns the best evaluation up to a step. A resumed run records it again if it went back to an earlier one."""
+    found = next((event for event in reversed(events) if isinstance(event, NewBest)), None)
+    return BestScore(found.step, found.value, found.score) if found is not None and found.step <= step else None
 
 
 def _sessions(events: Iterable[Event]) -> int:
@@ -395,12 +409,20 @@ def _state(events: Sequence[Event], metrics: Sequence[StepMetrics], plan: Plan |
             "stopped", f"Stopped early at {at}" + (f" ({stopping.signal})" if stopping.signal else "") + "."
         )
     if any(isinstance(event, Finished) for event in session):
-        return RunState("finished", f"Finished at {at}.")
+        return RunState("finished", f"Finished at {at}{_early(session)}.")
     if not events and not metrics:
         return RunState("open", "Not started: neither a step nor an event is recorded.")
     return RunState(
         "open", f"No end is recorded: the run is still running, or it was killed. Its newest figures are from {at}."
     )
+
+
+def _early(session: Sequence[Event]) -> str:
+    """Returns why the session ended before the planned number of steps."""
+    end = next((event for event in session if isinstance(event, Finished)), Finished())
+    if end.reason == "patience":
+        return f", since {end.best.name if end.best else 'the score'} did not improve any more"
+    return ", where it reached the target loss" if end.reason == "target_loss" else ""
 
 
 def _verdict(
@@ -412,6 +434,8 @@ def _verdict(
 ) -> str:
     """Returns a summary of the run in a few sentences."""
     parts = [f"{_what(summary)}{_length(summary)}", _losses(summary, baseline)]
+    if summary.best is not None:
+        parts.append(f"The best {summary.best.name} is {loss(summary.best.value)}, at step {summary.best.step:,}.")
     for name, guess, real, off, show in (
         ("", number(predicted.peak_gib), number(measured.peak_gib), difference.peak_gib, gib),
         (

@@ -56,6 +56,12 @@ def losses(figures: RunFigures) -> str:
         lines.append(Curve("validation", x, y, "series-2", "points"))
         legend.append(LegendEntry("validation", "series-2"))
         sentences.append(f"Validation loss {loss(y[-1])} at step {x[-1]:,.0f}, {loss(min(y))} at best.")
+        best = figures.summary.best
+        if best is not None and (at := [e for e in evaluated if e.step == best.step]):
+            # A dot on the validation curve, whatever the score by which the step is the best.
+            point = svg.numbers([best.step]), svg.numbers([at[-1].validation_loss])
+            lines.append(Curve("best", *point, "series-3", "points"))
+            legend.append(LegendEntry(f"best {best.name}", "series-3"))
     else:
         sentences.append("There is no validation loss.")
     levels = _levels(figures.baseline)

@@ -13,7 +13,7 @@ before.json       `StoredResults`: the evaluation before the first step, row by 
 evaluation.json   `Evaluation`: the newest evaluation
 events.jsonl      one line per `Event`
 samples.json      a list of `SampleTexts` (see `Reader.samples`)
-checkpoints/      step-N/ (engine/checkpoint.py)
+checkpoints/      step-N/ (engine/checkpoint.py), and best: the name of the best one
 tokenizer/        the tokenizer in transformers' format
 tracking/         of each tracker, how much of the run it has, and its log (tracking/progress.py)
 profile/          of `--profile`: profile.json (`core.step_profile.StepProfile`), trace.json.gz, profile.html; on a GPU

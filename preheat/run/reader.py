@@ -356,16 +356,26 @@ class Reader:
             self.damaged[name] = f"left out {shorten(invalid[0], 160)}{others}"
 
     def _metrics(self, kind: type[_Metrics]) -> list[_Metrics]:
-        # A step that was repeated after a crash has several lines; the last one is of the model.
-        by_step = {line.step: line for line in self._lines("metrics.jsonl", read_metrics) if isinstance(line, kind)}
-        return [by_step[step] for step in sorted(by_step)]
+        lines: list[_Metrics] = []
+        for line in self._lines("metrics.jsonl", read_metrics):
+            if not isinstance(line, StepMetrics | kind):
+                continue
+            # The run went back to an earlier step, after a crash or on request: later lines are not of this model.
+            while lines and lines[-1].step >= line.step:
+                lines.pop()
+            if isinstance(line, kind):
+                lines.append(line)
+        return lines
 
     def metrics(self) -> list[StepMetrics]:
-        """Returns the metrics of each step; for a step repeated after a crash, the last. Non-finite losses are NaN."""
+        """Returns the metrics of each step; of steps that were trained again, the last. Non-finite losses are NaN."""
         return self._metrics(StepMetrics)
 
     def evaluations(self) -> list[EvaluationMetrics]:
-        """Returns the values of each evaluation; those that were not measured are None."""
+        """Returns the values of each evaluation; those that were not measured are None.
+
+        Evaluations of steps that the run went back from are left out until they are repeated.
+        """
         return self._metrics(EvaluationMetrics)
 
     @overload

@@ -135,6 +135,9 @@ class Classification(Technique):
             problems.append("evaluate.baselines: a unigram model has no classes; set it to false")
         return problems
 
+    def evaluation_scores(self) -> Mapping[str, bool]:
+        return {"accuracy": True, "macro_f1": True}
+
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.ops.classification_head import draw_head, give_classes
 

@@ -171,6 +171,11 @@ class Preference(Technique):
             problems.append("evaluate.baselines: a unigram model compares no answers; set it to false")
         return problems
 
+    def evaluation_scores(self) -> Mapping[str, bool]:
+        if self.loss == "apo_zero":
+            return {"reward_accuracy": True, "reward_desirable": True, "reward_undesirable": False}
+        return {"reward_accuracy": True, "reward_margin": True, "chosen_logp": True, "rejected_logp": False}
+
     def apply(self, build: Build, part: nn.Module) -> Change:
         import copy
 

@@ -21,11 +21,13 @@ from preheat import remote_code
 from preheat.core import Batch, Build, Phase, Shape, Tag, run_records
 from preheat.data import baselines
 from preheat.data.loader import evaluation_rows, rows_consumed
+from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saved
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
 from preheat.engine.step import gradients, read_step_stats, update
 from preheat.errors import PreheatError, RecipeError, RunError
+from preheat.evaluation.best import Evaluated, Verdict, criterion_of, judge, scores_given, unknown_score
 from preheat.files import strict
 from preheat.hardware.cpu_allocator import release_small, release_unused
 from preheat.hardware.deterministic import explain_lacking
@@ -40,6 +42,7 @@ from preheat.training.hang_watchdog import HangWatchdog
 from preheat.training.lr_schedule import lr_factor
 from preheat.training.observer import Logged, Watch
 from preheat.training.recovery.oom import Recovery
+from preheat.training.resume import early_stopping
 from preheat.training.session import Finished, Session, open_session
 from preheat.training.signals import Signals
 from preheat.training.system_monitor import SystemMonitor
@@ -80,9 +83,11 @@ def train(
 
     Returns:
         {run, steps, loss, validation_loss, tokens_per_second, peak_gib, predicted: {peak_gib, tokens_per_second},
-        stopped}; on a GPU also the parts of its memory (`preheat.run.layout.MEMORY_KEYS`); scores: {name: value} of the
-        last evaluation, if the objective has metrics (e.g. accuracy); skipped_steps: with fp16 loss scaling (all of
-        them skipped is an error). `already_finished` is True if the run had finished before; nothing is written then.
+        stopped, reason}; on a GPU also the parts of its memory (`preheat.run.layout.MEMORY_KEYS`); scores: {name:
+        value} of the last evaluation, if the objective has metrics (e.g. accuracy); best: {step, value, name}, if the
+        recipe keeps the best checkpoint or stops early; target: {loss, steps, tokens, seconds}, once
+        `stop.target_loss` is reached; skipped_steps: with fp16 loss scaling (all of them skipped is an error).
+        `already_finished` is True if the run had finished before; nothing is written then.
 
     Raises:
         PreheatError: with a one-line message; see preheat/errors.py for the kinds.
@@ -192,7 +197,7 @@ class _Loop:
 
             self.profiler = StepProfiler(session, profile)
         self.recipe, self.writer = session.recipe, session.writer
-        self.recovery = Recovery(session, watchdog)
+        self.recovery = Recovery(session, watchdog, self._log_checkpoints)
         self.meter = ThroughputMeter(session)
         self.loss = self._last_loss()
         # The last evaluation and its step, so that a final step that was evaluated on schedule is not evaluated twice.
@@ -203,6 +208,13 @@ class _Loop:
         self.tried = False  # whether this session has evaluated
         self.out_of_time = False  # whether some rank has reached stop.hours
         self.ahead: list[Batch] | Exception | None = None  # the prefetched batch, or the error of reading it
+        # What the evaluations up to the current step say about the best checkpoint and stopping early. All ranks have
+        # the same, so that they save and stop together.
+        self.criterion = criterion_of(self.recipe)
+        self.evaluations = self._past_evaluations()
+        self.verdict = self._judged()
+        self.complete: set[int] = set()  # steps of complete checkpoints
+        self.recorded_best: run_records.BestScore | None = None
         self.last_eval_step = self._first_eval_step()  # the last step whose evaluation, if due, is done
 
     def _last_loss(self) -> float:
@@ -210,6 +222,28 @@ class _Loop:
         step = self.session.progress.step
         lines = Reader(self.writer.path).metrics() if step and self.session.ranks.lead else []
         return next((line.loss for line in lines if line.step == step and line.loss is not None), math.nan)
+
+    def _past_evaluations(self) -> dict[int, Evaluated]:
+        """Returns the evaluations of this run up to the step at which the session begins, by step."""
+        if self.criterion is None:
+            return {}
+        step, ranks = self.session.progress.step, self.session.ranks
+        # From the run's files, which only rank 0 reads.
+        if ranks.lead:
+            lines = Reader(self.writer.path).evaluations() if step else []
+            values = [self.criterion.evaluated(line) for line in lines if line.step <= step]
+            ranks.publish("evaluations", values)
+        else:
+            values = [Evaluated(*value) for value in ranks.fetch("evaluations")]
+        return {value.step: value for value in values}
+
+    def _judged(self) -> Verdict:
+        """Judges the evaluations up to the current step."""
+        if self.criterion is None:
+            return Verdict()
+        # After a fallback the current step may be an earlier one.
+        steps = sorted(step for step in self.evaluations if step <= self.progress.step)
+        return judge([self.evaluations[step] for step in steps], self.criterion)
 
     def _first_eval_step(self) -> int:
         """Returns the step at which the session begins, or -1 if its evaluation is still due.
@@ -260,6 +294,7 @@ class _Loop:
         self.meter = ThroughputMeter(self.session)
         # After recovery the loader begins at the committed samples again, so a batch read before is dropped.
         self.ahead = None
+        self._find_best()
         # Once: a fallback in the first step starts this method again, with the hooks of step 0 done.
         if self.progress.step == 0 and self.session.samples.before and self.last_eval_step < 0:
             self._unless_stopped(self._samples)
@@ -280,6 +315,8 @@ class _Loop:
                     self._step(stream)
         if self.stopped is not None:
             self._stopping()
+        elif self._ends_early():
+            self._say_early_end()
         self.watchdog.set_phase(self.progress.step, Phase.SAVING)
         # Before the last evaluation, so that an evaluation that fails loses no step.
         if self.progress.step > max(self.session.saving.last_step, 0):
@@ -316,6 +353,16 @@ class _Loop:
         self.writer.event(run_records.Stopping(signal=self.stopped, step=self.progress.step))
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
+    def _say_early_end(self) -> None:
+        assert self.criterion is not None, "only a criterion ends a run early"
+        name, step = self.criterion.score, self.progress.step
+        if self.verdict.ends == "target_loss":
+            why = f"the validation loss is at most stop.target_loss {self.criterion.target_loss:g}"
+        else:
+            why = f"{self.verdict.without} evaluations without a better {name}"
+            why += f" than {self.verdict.value:.4g} of step {self.verdict.step:,}" if self.verdict.step else ""
+        self.watch.notice(f"step {step:,}: {why}: ending")
+
     def _run_due_hooks(self) -> None:
         """Runs the evaluation and saves the checkpoint that are due at this step."""
         # All conditions below are equal on all ranks, because evaluating and saving are collectives.
@@ -334,7 +381,9 @@ class _Loop:
             self.tried = True
             if not self._unless_stopped(self._evaluate):
                 return
+            self._update_best()
         self.last_eval_step = step
+        save_due = save_due or (self._keeps_best and step > 0 and self.verdict.step == step)
         # The evaluation above may have saved this step, and recovery may have given its checkpoint up.
         if save_due and step not in (self.session.saving.last_step, self.recovery.skipped_saves):
             self._save()
@@ -342,6 +391,8 @@ class _Loop:
     def _finished(self) -> bool:
         total = self.session.total
         if total is not None and self.progress.step >= total:
+            return True
+        if self._ends_early():
             return True
         # With several processes the clocks differ: only `out_of_time`, which `read_step_stats` shares, may end the run.
         return self.out_of_time or (self.build.mesh.world == 1 and self._is_late())
@@ -357,6 +408,10 @@ class _Loop:
         self.watchdog.set_phase(step, phase)
         if self.profiler is not None:
             self.profiler.enter(phase)
+
+    def _ends_early(self) -> bool:
+        """Returns True if the evaluation of this step ends the run."""
+        return self.verdict.ends is not None and self.verdict.at == self.progress.step
 
     def _step(self, stream: Iterator[list[Batch]]) -> None:
         # 1. Read the batch. `step` numbers the step in progress, from 1; `progress.step` counts committed steps.
@@ -561,12 +616,61 @@ class _Loop:
 
     def _save(self, *, last: bool = False) -> None:
         self.watchdog.set_phase(self.progress.step, Phase.LAST_SAVING if last else Phase.SAVING)
+        # Waits first: a write removes old checkpoints, and must know by then whether the one before it is the best.
+        self._log_checkpoints(self.session.saving.wait())
         self._log_checkpoints(self.session.saving.save(self.progress, last=last))
         release_small(self.build.device.kind)
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:
             self.writer.event(save.event(self.writer.path))
+            self.complete.add(save.step)
+        if saved:
+            self._mark_best()
+
+    @property
+    def _keeps_best(self) -> bool:
+        return self.criterion is not None and self.criterion.keep
+
+    def _find_best(self) -> None:
+        """Judges the evaluations so far, and makes `checkpoints/best` agree with them."""
+        self.verdict = self._judged()
+        if not self.session.ranks.lead or self.criterion is None:
+            return
+        folder, step = self.session.saving.folder, self.verdict.step
+        self.complete = {at for at in checkpoint.steps_of(folder, self.writer.id) if at <= self.progress.step}
+        for event in Reader(self.writer.path).events(run_records.NewBest)[-1:]:
+            self.recorded_best = run_records.BestScore(event.step, event.value, event.score)
+        self._update_best()
+        # After an evaluation without a checkpoint: of a session that had other settings, or no memory to save it.
+        if self._keeps_best and step and step not in self.complete and step != self.progress.step:
+            self.watch.notice(
+                f"step {step:,} has the best {self.criterion.score} ({self.verdict.value:.4g}) but no checkpoint; the "
+                "next better one is kept"
+            )
+
+    def _update_best(self) -> None:
+        """Judges the newest evaluation, and records and marks a new best one."""
+        self.verdict = self._judged()
+        best = self._best()
+        if best is not None and best != self.recorded_best:
+            self.writer.event(run_records.NewBest(step=best.step, score=best.name, value=best.value))
+            self.recorded_best = best
+        self._mark_best()
+
+    def _mark_best(self) -> None:
+        """Makes `checkpoints/best` name the best checkpoint if it is complete; the former best one goes after that."""
+        step, saving = self.verdict.step, self.session.saving
+        if not (self.session.ranks.lead and self._keeps_best and step in self.complete):
+            return
+        try:
+            marked = checkpoint.best_step(saving.folder)
+        except RunError as error:  # somebody changed it: it is written again
+            self.watch.notice(str(error))
+            marked = None
+        if marked != step:
+            checkpoint.mark_best(saving.folder, step)
+            checkpoint.prune(saving.folder, self.progress.step, keep=saving.keep, run=self.writer.id)
 
     def _evaluate(self) -> float:
         step = self.progress.step
@@ -574,18 +678,44 @@ class _Loop:
         # A retry after recovery, or the final evaluation, reuses a result of the same weights.
         if self.evaluated is None or self.evaluated[0] != step:
             self.recovery.snapshot()
-            result = self.session.probes.take(self.build, self.writer, step)
+            result, line = self.session.probes.take(self.build, self.writer, step)
             self.evaluated = (step, result)
+            self._record(line)
             if result.weight:
                 self.watch.evaluated(step, result.loss, result.scores)
             release_small(self.build.device.kind)
         return self.evaluated[1].loss
+
+    def _record(self, line: run_records.EvaluationMetrics) -> None:
+        """Keeps the values of an evaluation that count: on all ranks those of rank 0, which logs them."""
+        if self.criterion is None:
+            return
+        value = Evaluated(*checkpoint.all_gather_object(self.build, self.criterion.evaluated(line))[0])
+        if value.score is None:
+            raise RecipeError(f"checkpoint.best: {unknown_score(self.criterion.score, scores_given(line))}")
+        self.evaluations[value.step] = value
+
+    def _reason(self) -> str:
+        """Returns why the run is complete."""
+        if self._ends_early() and self.verdict.ends == "target_loss":
+            return "target_loss"
+        total = self.session.total
+        if total is not None and self.progress.step >= total:
+            return "length"
+        return "patience" if self._ends_early() else "hours"
+
+    def _best(self) -> run_records.BestScore | None:
+        if self.criterion is None or not self.verdict.step:
+            return None
+        return run_records.BestScore(self.verdict.step, self.verdict.value, self.criterion.score)
 
     def _finish(self) -> JsonObject:
         plan, p = self.session.plan, self.progress
         stopped = self.stopped
         # `stopped` is what ended the steps; a signal during the work below sets `self.stopped` as well.
         complete = stopped is None and self._unless_stopped(self._evaluate)
+        if complete:
+            self._update_best()
         validation = self.evaluated[1].loss if complete and self.evaluated is not None else math.nan
         # Measured before the samples: the predicted peak covers training and evaluation only.
         measured = self.meter.measured(self._drain_events())
@@ -600,6 +730,8 @@ class _Loop:
                 tokens=p.tokens,
                 seconds=p.elapsed,
                 skipped_steps=self._skipped(),
+                reason=self._reason(),
+                best=self._best(),
             )
             self.writer.event(end)
         # A signal interrupted the evaluation, the baselines or the samples, after all steps.
@@ -620,7 +752,8 @@ class _Loop:
         }
         if self.evaluated is not None and self.evaluated[1].scores:
             summary["scores"] = self.evaluated[1].scores
-        return summary
+        summary["reason"] = self._reason() if self.stopped is None else None
+        return summary | early_stopping(self.recipe, summary, self._best(), p.tokens, p.elapsed)
 
     def _afterwards(self) -> None:
         try:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
 from preheat.core import Build, Searchable
-from preheat.core.run_records import Damaged
+from preheat.core.run_records import BestScore, Damaged
 from preheat.engine import checkpoint
 from preheat.engine.builder import alone
 from preheat.errors import RunError
+from preheat.evaluation.best import criterion_of, judge
 from preheat.files import strict
 from preheat.hardware.deterministic import is_exact, repeats
 from preheat.recipe import Recipe
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.data.preparation import PreparedData
 
-__all__ = ["Looked", "compare", "fingerprints", "resumed", "summary_of_finished"]
+__all__ = ["Looked", "compare", "early_stopping", "fingerprints", "resumed", "summary_of_finished"]
 
 Looked = tuple[Path | None, list[tuple[Path, str]]]
 """The newest intact checkpoint, and the damaged ones with the problem of each."""
@@ -186,10 +187,11 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
     progress = checkpoint.read_progress(looked[0])
     # With the present recipe, whose `stop` may have been extended to train longer.
     late = recipe.stop.hours is not None and progress.elapsed >= recipe.stop.hours * 3600
-    if end.steps != progress.step or not (late or (total is not None and progress.step >= total)):
+    done = late or (total is not None and progress.step >= total) or _ends_early(run, recipe, progress.step)
+    if end.steps != progress.step or not done:
         return None
     measured, plan, page = strict(run.measured()), run.plan, run.path / "report.html"
-    return {
+    summary = {
         "run": str(run.path),
         "steps": progress.step,
         **({} if end.skipped_steps is None else {"skipped_steps": end.skipped_steps}),
@@ -199,6 +201,37 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
         **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
         "predicted": plan.predicted.known() if plan else {"peak_gib": None, "tokens_per_second": None},
         "stopped": None,
+        "reason": end.reason,
         "already_finished": True,
         "report": str(page) if page.is_file() else None,
     }
+    return summary | early_stopping(recipe, summary, end.best, end.tokens, end.seconds)
+
+
+def _ends_early(run: Reader, recipe: Recipe, step: int) -> bool:
+    """Returns True if the evaluation of a step ends the run."""
+    criterion = criterion_of(recipe)
+    if criterion is None:
+        return False
+    verdict = judge([criterion.evaluated(line) for line in run.evaluations() if line.step <= step], criterion)
+    return verdict.ends is not None and verdict.at == step
+
+
+def early_stopping(
+    recipe: Recipe, summary: JsonObject, best: BestScore | None, tokens: int | None, seconds: float | None
+) -> JsonObject:
+    """Returns the keys of a run's summary about its best evaluation and the time to its target loss.
+
+    Args:
+        tokens, seconds: of the whole run.
+    """
+    keys: JsonObject = {} if best is None else {"best": strict(best)}
+    # The run ends where it reaches the target, so its own figures are those until then.
+    if summary["reason"] == "target_loss":
+        keys["target"] = {
+            "loss": recipe.stop.target_loss,
+            "steps": summary["steps"],
+            "tokens": tokens,
+            "seconds": strict(seconds),
+        }
+    return keys

@@ -19,6 +19,7 @@ from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build, peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
+from preheat.evaluation.best import criterion_of
 from preheat.evaluation.run_evaluator import RunEvaluator
 from preheat.files import read_record, strict
 from preheat.hardware.cpu_allocator import install_heap, release_small, release_unused
@@ -414,6 +415,7 @@ def _prepare(
     # Cheap checks come first: a user should not wait for data and benchmarks to read about a wrong folder.
     check_folder(out, resume=resume)
     tracking.check(recipe, out)
+    criterion_of(recipe)  # raises if no evaluation gives the score
     looked: Looked | None = None
     events: list[Event] = []
     run = Reader(out) if resume else None

@@ -23,7 +23,6 @@ __all__ = [
     "Penalty",
     "Seed",
     "Set",
-    "Step",
     "Stop",
     "Temperature",
     "TopK",
@@ -54,9 +53,6 @@ Set = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling at a temperature above 0.")]
-Step = Annotated[
-    int | None, typer.Option("--step", min=0, help="The checkpoint of a run; default: the newest intact one.")
-]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(

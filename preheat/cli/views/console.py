@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alarms",
     "Base",
+    "Checkpoint",
     "Json",
     "Live",
     "RecipeArgument",
@@ -54,6 +55,14 @@ Set = Annotated[
 Base = Annotated[
     str | None,
     typer.Option("--base", help="The base model of an adapter or run, if it is not at the recorded path."),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="best|last|N",
+        help="The checkpoint of a run: best (by checkpoint.best), last (the newest intact one, the default) or a step.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

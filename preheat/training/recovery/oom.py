@@ -23,7 +23,7 @@ from preheat import recipe as recipes
 from preheat.core import Build, Phase, Stage, Tag
 from preheat.core.run_records import OutOfMemory, Unsaved
 from preheat.engine import checkpoint
-from preheat.engine.async_checkpoint import Saving
+from preheat.engine.async_checkpoint import Saved, Saving
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
 from preheat.files import to_json
@@ -74,8 +74,8 @@ class Recovery:
         watchdog: knows the current phase of this process.
     """
 
-    def __init__(self, session: Session, watchdog: HangWatchdog):
-        self.session, self.watchdog = session, watchdog
+    def __init__(self, session: Session, watchdog: HangWatchdog, log: Callable[[list[Saved]], None]):
+        self.session, self.watchdog, self._log = session, watchdog, log
         self.guard: StepSnapshot | None = None
         self._failure: OutOfMemory | None = None  # set while a fallback is chosen for it
         self.skipped_saves = -1
@@ -206,8 +206,7 @@ class Recovery:
             if self.guard is not None:
                 self.guard.restore()
             self.watchdog.set_phase(session.progress.step, Phase.SAVING)
-            for saved in session.saving.wait():
-                session.writer.event(saved.event(session.writer.path))
+            self._log(session.saving.wait())
         # Reference cycles still hold tensors of the failed attempt; cached memory returns only once they are gone.
         gc.collect()
         release_unused(session.device.kind)
@@ -258,8 +257,7 @@ class Recovery:
                 except MemoryError as error:
                     session.watch.notice(str(error))
                 else:
-                    for save in saved:
-                        session.writer.event(save.event(session.writer.path))
+                    self._log(saved)
                     break
         # The snapshot holds copies of the build's buffers, which would stay in memory with it.
         self.guard = None
