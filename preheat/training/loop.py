@@ -473,7 +473,8 @@ class _Loop:
         p.elapsed += seconds
         self._count_skipped(skipped, scale)
         self.loss = mean
-        self.meter.speeds.append(tokens / seconds)
+        if self.profiler is None or not self.profiler.is_tracing:
+            self.meter.speeds.append(tokens / seconds)
         # 5. Log. The file has a line per committed step; reports and resumed sessions read it.
         line = run_records.StepMetrics(
             step=p.step,

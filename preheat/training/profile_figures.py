@@ -230,8 +230,9 @@ def _gradients(whole: _Span, forward: Sequence[_Span], nodes: Sequence[_Span]) -
     """Splits the computation of gradients: backward lasts from the first of autograd's nodes to the last."""
     spans = [_Span(mark.start, mark.end, _FORWARD) for mark in forward]
     starts = [node.start for node in nodes]
-    gaps = zip([mark.end for mark in forward], [*(mark.start for mark in forward[1:]), whole.end], strict=True)
-    for start, end in gaps:
+    # Of each micro-batch, from the end of its forward pass to the beginning of the next.
+    ends = [*(mark.start for mark in forward[1:]), whole.end]
+    for start, end in zip([mark.end for mark in forward] or [whole.start], ends, strict=True):
         between = nodes[bisect.bisect_left(starts, start) : bisect.bisect_left(starts, end)]
         if between:
             spans.append(_Span(between[0].start, min(max(node.end for node in between), end), _BACKWARD))

@@ -1,6 +1,7 @@
 """Profiles steps of a run with torch's profiler, and writes `profile/` in its folder.
 
-The steps compute what they compute without it. Imported only if a run is profiled.
+The steps compute what they compute without it. Imported only if a run is profiled. The parts for a GPU have not run on
+one yet.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from preheat.core import Build, Phase, Slot
+from preheat.core import Build, MachineUse, Phase, Slot
 from preheat.errors import RunError
 from preheat.files import to_json, write_atomic
+from preheat.hardware.cpu_allocator import release_small
 from preheat.hardware.machine_use import UseMeter
 from preheat.hardware.oom import is_oom
+from preheat.hardware.probe import reset_peak
 from preheat.run.layout import PROFILE
 from preheat.training.profile_figures import STEP_MARK, Measured, Setting, figures_of, phase_mark
 from preheat.training.session import WARM_UP, Session
@@ -157,33 +160,50 @@ class StepProfiler:
     def _finish(self) -> None:
         running = self._stop()
         assert running is not None, "steps were profiled"
-        assert self._use is not None, "steps were profiled"
+        assert self._use is not None, "the first of them began it"
         machine = self._use.use(self.session.threads)
         self.done = True
-        session, lead = self.session, self.session.ranks.lead
+        session = self.session
         # All ranks are profiled, so that none waits for a slower one; rank 0 writes.
-        if lead:
-            try:
-                self.folder.mkdir(exist_ok=True)
-                trace = self.folder / "trace.json.gz"
-                running.export_chrome_trace(str(trace))
-                with gzip.open(trace) as file:
-                    events = json.load(file)
-                figures = figures_of(
-                    events,
-                    Setting(session.ranks.rank, session.ranks.world, session.device.name, self._length, self._head()),
-                    Measured(self._first, statistics.median(self._seconds) if self._seconds else None, machine),
-                    planned=session.plan.split,
-                    planned_seconds=session.plan.seconds_per_step,
-                )
-                write_atomic(self.folder / "profile.json", to_json(figures, indent=1) + "\n")
-            except OSError as error:
-                raise RunError(
-                    f"{self.folder}: cannot be written ({error.strerror}); make the folder writable or free some room"
-                ) from None
-            session.watch.notice(f"profile: {figures.findings[0].text}")
+        if session.ranks.lead:
+            self._write(running, machine)
         if self._on_gpu:
             self._record_memory(True)
+            return
+        # What the profiler held is no memory of the run.
+        del running
+        release_small("cpu")
+        if session.total is None or session.progress.step < session.total:
+            reset_peak()
+        else:
+            session.watch.notice("the measured peak includes the profiler's memory, as no step followed")
+
+    @property
+    def is_tracing(self) -> bool:
+        """True during a step that the profiler slows."""
+        return self._profile is not None
+
+    def _write(self, running: profile, machine: MachineUse) -> None:
+        session = self.session
+        try:
+            self.folder.mkdir(exist_ok=True)
+            trace = self.folder / "trace.json.gz"
+            running.export_chrome_trace(str(trace))
+            with gzip.open(trace) as file:
+                events = json.load(file)
+            figures = figures_of(
+                events,
+                Setting(session.ranks.rank, session.ranks.world, session.device.name, self._length, self._head()),
+                Measured(self._first, statistics.median(self._seconds) if self._seconds else None, machine),
+                planned=session.plan.split,
+                planned_seconds=session.plan.seconds_per_step,
+            )
+            write_atomic(self.folder / "profile.json", to_json(figures, indent=1) + "\n")
+        except OSError as error:
+            raise RunError(
+                f"{self.folder}: cannot be written ({error.strerror}); make the folder writable or free some room"
+            ) from None
+        session.watch.notice(f"profile: {figures.findings[0].text}")
 
     def _head(self) -> int:
         """Returns the rows of the model's head."""

@@ -104,6 +104,8 @@ def test_the_command_that_goes_on_is_what_was_typed_quoted() -> None:
         "--set",
         "x=[1, 2]",
         "--out=runs/x",
+        "--profile",
+        "5",
         "--auto-resume",
         "--nproc",
         "2",
