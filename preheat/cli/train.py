@@ -398,8 +398,6 @@ def train(
     if dry_run and checkpoint is not None:
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     if dry_run:
-        if profile is not None:
-            raise RecipeError("--profile: profiles steps, and --dry-run takes none; leave one of them out")
         device = None if gpu is None else named_or_described(gpu)
         _dry_run(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
         return

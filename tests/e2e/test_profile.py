@@ -76,7 +76,7 @@ def test_a_run_too_short_says_how_many_steps_are_needed(sets: list[str], tmp_pat
         (["--profile", "0"], "--profile 0: must be at least 1, the number of steps to profile\n"),
         (
             ["--profile", "5", "--dry-run"],
-            "--profile: profiles steps, and --dry-run takes none; leave one of them out\n",
+            "--profile 5: would change nothing: --dry-run trains nothing; leave one of them out\n",
         ),
     ],
 )

@@ -115,7 +115,7 @@ MODES: Mapping[str, Sequence[Mode]] = {
     ),
     "train": (
         FOR_ANOTHER_DEVICE,
-        Mode(lambda p: p["dry_run"], ("force", "auto_resume", "restarts"), "--dry-run trains nothing"),
+        Mode(lambda p: p["dry_run"], ("force", "auto_resume", "restarts", "profile"), "--dry-run trains nothing"),
         Mode(
             lambda p: p["nproc"] < 2,
             ("restarts",),

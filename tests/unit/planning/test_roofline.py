@@ -287,6 +287,19 @@ def test_a_plan_says_when_an_unknown_host_decides_and_how_little_it_knows() -> N
     assert any(f"{small.host.operators:,} operators at 9 µs" in line for line in warnings_of(small))
 
 
+def test_the_split_of_a_step_adds_up_by_the_catalogue_and_by_measured_rates() -> None:
+    h100 = Roofline.of("H100")
+    recipe = tiny("{efficient_attention: {}, chunked_loss: {rows: 16}}", rows=4, length=32)
+    for rates in (h100, measured(h100)):
+        step = plan(Request(recipe, h100.as_device, vocabulary=96, rates=rates))
+        assert step.split is not None
+        assert sum(step.split.kinds.values()) == pytest.approx(step.seconds_per_step)
+        assert step.split.gradients + step.split.update == pytest.approx(step.seconds_per_step)
+        assert {"matmul", "attention", "elementwise", "optimizer", "host only"} <= step.split.kinds.keys()
+        # All but the host's part of the update is what the kernels of the update take.
+        assert step.split.kinds["optimizer"] < step.split.update < step.split.gradients
+
+
 def test_kernels_read_what_was_just_written_from_the_cache() -> None:
     l40s = Roofline.of("L40S")
     memory, cache = 0.85 * 864e9, 4590e9
