@@ -146,7 +146,8 @@ def criterion_of(recipe: Recipe) -> Criterion | None:
     if higher is None and "/" in score and any(isinstance(task, str) for task in tasks):
         higher = _LOWER.search(score.rpartition("/")[2]) is None
     if higher is None:
-        key = "checkpoint.best" if best is not None else "stop.patience" if stop.patience is not None else "stop"
+        limit = "patience" if stop.patience is not None else "target_loss"
+        key = "checkpoint.best" if best is not None else f"stop.{limit}"
         raise RecipeError(f"{key}: {unknown_score(score, list(scores))}")
     if stop.target_loss is not None and "validation_loss" not in scores:
         raise RecipeError(f"stop.target_loss: {unknown_score('validation_loss', list(scores))}")

@@ -227,7 +227,7 @@ def test_a_checkpoint_of_another_run_is_neither_read_nor_pruned(command: Command
     mine.write_text("mine")
     foreign = tree(b / "checkpoints/step-6")
     with pytest.raises(RunError, match="step-4: it belongs to another run"):
-        load_model(a, step=4)
+        load_model(a, checkpoint=4)
     assert load_model(a).step == 2
     # A run keeps its two newest, whoever else's lie beside them.
     text = (a / "recipe.yaml").read_text()
@@ -258,10 +258,10 @@ def test_only_files_of_the_manifest_are_read_and_removed(command: Command) -> No
     for name in ("../../recipe.yaml", "/etc/hostname", "..", ""):
         manifest.write_text(json.dumps(whole | {name: {"bytes": 1, "sha256": "x"}}))
         with pytest.raises(RunError, match=r"not a file next to it"):
-            load_model(a, step=6)
+            load_model(a, checkpoint=6)
     manifest.write_text(json.dumps({name: entry for name, entry in whole.items() if not name.endswith(".safetensors")}))
     with pytest.raises(RunError, match="cannot be read") as caught:
-        load_model(a, step=6)
+        load_model(a, checkpoint=6)
     assert "\n" not in str(caught.value)
 
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_without_identity_is_refused(command: Command) -> None:
     sums["state.json"] = {"bytes": state.stat().st_size, "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
     manifest.write_text(json.dumps(sums))
     with pytest.raises(RunError, match="another version of preheat"):
-        load_model(a, step=6)
+        load_model(a, checkpoint=6)
     assert load_model(a).step == 4
     (a / MARK).unlink()
     with pytest.raises(RunError, match=f"has no {MARK}"):

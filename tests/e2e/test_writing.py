@@ -127,15 +127,15 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
     page = (run / "report.html").read_text()
     assert "Before training" in page
     assert "After training" in page
-    by_step = preheat.here.json("generate", "runs/small", "--step", "10", "--prompt", "The cat", "--tokens", "12")
+    by_step = preheat.here.json("generate", "runs/small", "--checkpoint", "10", "--prompt", "The cat", "--tokens", "12")
     by_path = preheat.here.json("generate", "runs/small/checkpoints/step-10", "--prompt", "The cat", "--tokens", "12")
     assert (by_step["step"], by_step["text"]) == (by_path["step"], by_path["text"]) == (10, by_step["text"])
     assert (
         "has no checkpoint of step 7; there are: 10, 12"
-        in preheat.here("generate", "runs/small", "--step", "7", code=1)[1]
+        in preheat.here("generate", "runs/small", "--checkpoint", "7", code=1)[1]
     )
-    asked = preheat.here("generate", "runs/small/checkpoints/step-10", "--step", "12", code=1)[1]
-    assert "is the checkpoint of step 10, not of step 12" in asked
+    asked = preheat.here("generate", "runs/small/checkpoints/step-10", "--checkpoint", "12", code=1)[1]
+    assert "is the checkpoint of step 10, not 12" in asked
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_checkpoints_of_a_run_and_samples_before_and_after(preheat: Command, sto
         (["--file", "chat.jsonl"], 2, "no chat template"),
         (["--top-p", "0.9"], 2, "--top-p: 0.9 filters sampled tokens, and temperature 0 does not sample"),
         (["--stop", ""], 2, "--stop: an empty string"),
-        (["--step", "3"], 1, "is not a run"),
+        (["--checkpoint", "3"], 1, "is not a run"),
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )

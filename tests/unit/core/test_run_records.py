@@ -58,6 +58,8 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "fallback", "step": 4, "cause": "gradients", "changed": ["batch.size=1"], "set": ["batch.size=1"], "peak_gib": 1.5,
      "was_gib": 2.5, "skipped": [{"set": ["a=b"], "reason": "too large"}], "seconds_per_step": [0.5, 0.75]},
     {"kind": "fallback", "step": 4, "cause": "saving", "changed": [], "set": []},
+    {"kind": "best", "step": 4, "score": "validation_loss", "value": 2.5},
+    {"kind": "set_aside", "step": 4, "checkpoints": ["step-6.aside-1"]},
     {"kind": "unsaved", "step": 5, "reason": "no memory"},
     {"kind": "unevaluated", "step": 5},
     {"kind": "damaged", "checkpoint": "step-6", "problem": "cut"},
@@ -70,6 +72,7 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "baseline", "vocabulary": 4096, "unigram": 6.5, "bigram": 4.25},
     {"kind": "sample", "step": 6, "prompt": [{"role": "user", "content": "Hi"}], "text": "Ho", "ended": "stop", "expected": "Ha"},
     {"kind": "finished", "steps": 6, "loss": 2.5, "validation_loss": None, "tokens": 600, "seconds": 3.5, "skipped_steps": 0},
+    {"kind": "finished", "steps": 6, "reason": "patience", "best": {"step": 4, "value": 2.5, "name": "validation_loss"}},
     {"kind": "failed", "reason": "out of memory"},
     {"kind": "of a later version", "step": 6, "values": [1, {"a": None}]},
 ]  # fmt: skip
@@ -164,7 +167,7 @@ def test_a_damaged_line_of_metrics_is_left_out_and_named(line: Any, tmp_path: Pa
 
 def test_a_repeated_step_counts_once_and_half_a_line_is_no_damage(tmp_path: Path) -> None:
     run = write_run(
-        tmp_path / "run", [], [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 3.0}]
+        tmp_path / "run", [], [{"step": n, "loss": loss} for n, loss in ((1, 1.0), (2, 2.0), (1, 3.0), (2, 4.0))]
     )
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": NaN, "lr": Infinity, "note": "of a later version"}\n{"step": 4, "lo')
@@ -200,3 +203,16 @@ def test_defaults_say_what_is_unknown() -> None:
     assert event_type("measured") is Measured
     assert strict(Checkpoint(step=3)) == {"kind": "checkpoint", "step": 3}
     assert strict(EvaluationMetrics(3, validation_loss=math.nan)) == {"step": 3, "validation_loss": None}
+
+
+def test_steps_that_a_run_went_back_from_are_left_out(tmp_path: Path) -> None:
+    def trained(*steps: int) -> list[dict[str, Any]]:
+        return [{"step": step, "loss": float(step)} for step in steps]
+
+    metrics = [
+        *trained(1, 2), {"step": 2, "validation_loss": 1.0}, *trained(3, 4), {"step": 4, "validation_loss": 2.0},
+        *trained(3), {"step": 3, "validation_loss": 3.0},
+    ]  # fmt: skip
+    run = write_run(tmp_path / "run", [], metrics)
+    assert [line.step for line in run.metrics()] == [1, 2, 3]
+    assert [(line.step, line.validation_loss) for line in run.evaluations()] == [(2, 1.0), (3, 3.0)]

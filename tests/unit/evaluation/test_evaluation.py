@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.core.run_records import Estimate, StoredResult
+from preheat.core.run_records import Estimate, EvaluationMetrics, StoredResult
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.evaluation import bootstrap, metrics
+from preheat.evaluation.best import Criterion, Evaluated, Verdict, criterion_of, judge
 from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
 from preheat.evaluation.prompts import items_of, read_rows
 from preheat.evaluation.results import compared, described, deserialize, serialize
@@ -610,3 +611,46 @@ def test_draws_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.Mo
     parts = list(bootstrap.resampled_sums(rows))
     assert len(parts) > 50
     np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_evaluations_are_judged_by_their_improvement() -> None:
+    def verdict(*scores: float | None, **settings: Any) -> Verdict:
+        return judge([Evaluated(n, score, score) for n, score in enumerate(scores)], Criterion("s", **settings))
+
+    # The evaluation of step 0 does not count.
+    assert verdict(1.0, higher=False) == Verdict()
+    assert verdict(1.0, 3.0, 2.0, 4.0, higher=False) == Verdict(2, 2.0, 1, 3)
+    assert verdict(9.0, 3.0, 2.0, 4.0, 4.0, higher=True) == Verdict(3, 4.0, 1, 4)
+    # Small improvements add up, since the best one so far stays the reference.
+    assert verdict(0.0, 3.0, 2.75, 2.5, 2.25, higher=False, min_delta=0.5) == Verdict(4, 2.25, 0, 4)
+    # Values that are missing or not finite are no improvements.
+    missing = verdict(0.0, 3.0, None, math.nan, -math.inf, higher=False, patience=3)
+    assert missing == Verdict(1, 3.0, 3, 4, "patience")
+    assert verdict(0.0, 3.0, 2.0, higher=False, target_loss=2.0).ends == "target_loss"
+    # Only the last evaluation ends a run: an earlier one counted under other settings.
+    assert verdict(0.0, 3.0, 2.0, 2.5, higher=False, target_loss=2.0).ends is None
+
+
+def test_a_criterion_knows_its_direction_and_finds_its_score() -> None:
+    values = {
+        "model": {"size": "1M"},
+        "stop": {"max_steps": 2},
+        "evaluate": {"every": 1, "tasks": ["recall", "lm-eval:x"]},
+    }
+    line = EvaluationMetrics(
+        3, 2.5, scores={"validation_accuracy": 0.75}, tasks={"recall": {"accuracy": 0.5}, "x": {"acc": 1.0}}
+    )
+    for name, higher, value in (
+        ("validation_loss", False, 2.5), ("recall/accuracy", True, 0.5), ("x/acc", True, 1.0), ("x/word_perplexity", False, None),
+    ):  # fmt: skip
+        criterion = criterion_of(parse(json.dumps({**values, "checkpoint": {"best": name}})))
+        assert criterion is not None
+        assert (criterion.higher, criterion.evaluated(line)) == (higher, Evaluated(3, value, 2.5))
+    classes = {
+        **values,
+        "techniques": {"classification": {"classes": 3}},
+        "checkpoint": {"best": "validation_accuracy"},
+    }
+    criterion = criterion_of(parse(json.dumps(classes)))
+    assert criterion is not None
+    assert (criterion.higher, criterion.evaluated(line).score) == (True, 0.75)
