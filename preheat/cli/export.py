@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from preheat.cli.views.console import Base, Checkpoint, Json
 from preheat.core.export import ExportResult
+from preheat.core.json_types import JsonObject
+from preheat.errors import RecipeError, RunError
+
+if TYPE_CHECKING:
+    from preheat.compress.export.hub import Push
 
 __all__ = ["export"]
 
@@ -18,18 +24,21 @@ To = Literal["hf", "peft", "gguf", "onnx", "executorch", "aoti", "vllm", "torchc
 def export(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="The folder of a run, of a Hugging Face model, or of a PEFT adapter."),
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a run, of a Hugging Face model, or of a PEFT adapter; with --push alone, of an export.",
+        ),
     ],
     to: Annotated[
-        To,
+        To | None,
         typer.Option(
             "--to",
-            help="hf: a Hugging Face folder, adapters merged. peft: only the adapter. gguf: one file for llama.cpp. "
-            "onnx: for ONNX Runtime. executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 for "
-            "PyTorch. vllm: a quantized folder in the compressed-tensors format. torchchat: its checkpoint and "
+            help="hf (default): a Hugging Face folder, adapters merged. peft: only the adapter. gguf: one file for "
+            "llama.cpp. onnx: for ONNX Runtime. executorch: a .pte for devices, with a cache. aoti: a compiled .pt2 "
+            "for PyTorch. vllm: a quantized folder in the compressed-tensors format. torchchat: its checkpoint and "
             "settings.",
         ),
-    ] = "hf",
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="The output folder; default: RUN/export-hf, -gguf-q8_0 and so on."),
@@ -61,29 +70,113 @@ def export(
             "--length", min=2, help="executorch: positions of the KV cache; default: the model's, up to 2,048."
         ),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Push the export with its model card to this repository on the Hugging Face hub, which is created if "
+            "necessary. If RUN is the folder of an export, that is pushed as it is. Needs HF_TOKEN or `hf auth login`.",
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: into a private repository.")] = False,
+    push_dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--push-dry-run", help="With --push: write the export and list what would be pushed; needs no network."
+        ),
+    ] = False,
     checkpoint: Checkpoint = None,
     base: Base = None,
     json: Json = False,
 ) -> None:
     """Write a run's model, or only its adapter, in another tool's format, read it back there, and compare logits.
 
-    Example: `preheat export runs/demo --to gguf --dtype q8_0`, `preheat export runs/mine --to peft`
+    Example: `preheat export runs/demo --to gguf --dtype q8_0`, `preheat export runs/mine --to peft --push me/mine`
     """
+    from preheat.cli.views.console import emit
+    from preheat.compress.export import hub
+    from preheat.engine.checkpoint import at_checkpoint
+    from preheat.files import strict
+
+    written = (to, out, dtype, tolerance, length, base)
+    if push is None:
+        if private or push_dry_run:
+            option = "--private" if private else "--push-dry-run"
+            raise RecipeError(f"{option}: would change nothing without --push OWNER/NAME; add it or leave {option} out")
+    else:
+        hub.require_name(push)
+        hub.require_format(to or "hf")
+        if not push_dry_run:
+            hub.require_access()
+    run = at_checkpoint(run, checkpoint)
+    # An export that is pushed with no option that writes another is complete.
+    as_it_is = push is not None and hub.is_export(run) and all(option is None for option in written)
+    result: JsonObject = {"path": str(run)}
+    if not as_it_is:
+        result = strict(_write(run, to or "hf", out, dtype, tolerance, length, base, push, show=not json))
+    if push is not None:
+        sent = hub.push(result["path"], push, private=private, dry_run=push_dry_run)
+        result["push"] = asdict(sent)
+        if not json:
+            _show_push(sent)
+    if json:
+        emit(result)
+
+
+def _write(
+    run: Path,
+    to: To,
+    out: Path | None,
+    dtype: str | None,
+    tolerance: float | None,
+    length: int | None,
+    base: str | None,
+    push: str | None,
+    *,
+    show: bool,
+) -> ExportResult:
+    """Writes the export, and prints its figures if `show`."""
     from transformers.utils.logging import disable_progress_bar
 
-    from preheat.cli.views.console import console, emit
-    from preheat.compress.export import registry
-    from preheat.engine.checkpoint import at_checkpoint
+    from preheat.compress.export import hub, registry
 
-    run = at_checkpoint(run, checkpoint)
     # transformers shows a bar for each file that it loads.
     disable_progress_bar()
     # By format and precision, so that exports do not overwrite each other.
     target = out or registry.default_output(run, to, dtype)
+    if push is not None and hub.is_export(target):
+        raise RunError(
+            f"{target}: already exists; push it as it is: {hub.command(target, push)}; or name another folder with "
+            "--out"
+        )
     result = registry.write(to, run, target, dtype=dtype, tolerance=tolerance, base=base, length=length)
-    if json:
-        emit(result)
-        return
+    if show:
+        _show(result)
+    return result
+
+
+def _show_push(sent: Push) -> None:
+    from preheat.cli.views.console import console
+
+    kind = "private" if sent.private else "public" if sent.url else "not private"
+    size = f"{len(sent.files)} files, {sent.bytes / 2**20:.1f} MiB"
+    if sent.url is None:
+        console().print(
+            f"would push to {sent.repository} ({kind}; {size}), with the card {sent.card}: {sent.message}",
+            soft_wrap=True,
+        )
+        for file in sent.files:
+            console().print(f"  {file.path}  {file.bytes:,} bytes", soft_wrap=True)
+    else:
+        console().print(f"pushed to {sent.url} ({kind}; {size}): {sent.message}", soft_wrap=True)
+    if sent.note:
+        console().print(f"note: {sent.note}", soft_wrap=True)
+
+
+def _show(result: ExportResult) -> None:
+    from preheat.cli.views.console import console
+
     what = result.dtype or f"{result.adapted} maps' adapters, for {result.base}"
     what += f", {result.merged} adapters merged" if result.merged else ""
     console().print(

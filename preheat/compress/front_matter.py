@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Front", "front_matter", "pipeline_of"]
+__all__ = ["FOLDER_NOTE", "Front", "front_matter", "hub_name", "pipeline_of"]
+
+FOLDER_NOTE = "  # a folder, not a name on the hub: put the hub's name here"
+"""Comment behind a `base_model` that is the name of a folder."""
 
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE = ("license", "license_name", "license_link")
@@ -59,9 +62,9 @@ def front_matter(
         omitted.append("base_model: it was trained from new weights")
     # Base known: a name on the hub, or a folder whose name has to be replaced by hand.
     else:
-        name = _hub_name(base)
+        name = hub_name(base)
         if name is None:
-            note = "  # a folder, not a name on the hub: put the hub's name here"
+            note = FOLDER_NOTE
         values |= {"base_model": name or Path(base).resolve().name, "base_model_relation": relation}
     license_fields = _license_of(base)
     values |= license_fields
@@ -85,7 +88,7 @@ def pipeline_of(config: PretrainedConfig) -> str:
     return "text2text-generation" if config.is_encoder_decoder else "text-generation"
 
 
-def _hub_name(base: str) -> str | None:
+def hub_name(base: str) -> str | None:
     """Returns the hub's name of a base, also of a folder in the hub's cache; None if it has none."""
     # The hub's cache has folders models--OWNER--NAME/snapshots/REVISION.
     if match := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots/", base):

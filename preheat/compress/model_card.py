@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import recipe as recipes
+from preheat.compress.atomic_folder import home_of
+from preheat.compress.export import hub
 from preheat.compress.front_matter import front_matter
+from preheat.core.run_records import Results
 from preheat.recipe.paths import published
 from preheat.run.reader import Reader
+from preheat.sanitize import memory, three_digits
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts
     from preheat.core.compression import CompressedVariant, ImageResult
     from preheat.core.export import ExportResult
+    from preheat.recipe import Recipe
 
 __all__ = ["before_and_after", "of_compressed", "of_image_step", "version_of", "write_export"]
 
@@ -217,29 +222,33 @@ def write_export(
 
     Args:
         folder: of the export, while it is written.
-        run: the exported run, whose recipe, data and metrics are included; or a model's or an adapter's folder.
+        run: the exported run, whose data, evaluation, predictions and recipe are included; or a model's or an adapter's
+            folder.
         summary: the writer's result.
         title: the format and dtype, as in "GGUF, q8_0".
         use: a command or a few lines of Python that use it.
         library: the library that loads it, by the hub's name.
         pipeline: the hub's name of the task.
     """
+    # The run's name, also of a checkpoint.
+    title = f"{home_of(run)[0].resolve().name}: {title}"
     sections = [
-        "\n".join(_origin(Path(run), summary)),
+        *_origin(Path(run), summary),
         "## Compared with the original model",
         _compared(summary),
-        f"Note: {summary.note}." if summary.note else "",
+        f"Note: {_without_path(summary.note, Path(run))}." if summary.note else "",
         f"## Use\n\n```\n{use}\n```",
     ]
     text = _card(
         run,
-        f"{Path(run).resolve().name}: {title}",
+        title,
         sections,
         library=library,
         pipeline=pipeline,
         relation="adapter" if library == "peft" else "quantized",
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    (folder / hub.CARD).write_text(text, encoding="utf-8")
+    hub.write_record(folder, title, summary.step)
 
 
 def version_of(package: str) -> str:
@@ -251,33 +260,55 @@ def version_of(package: str) -> str:
     return f"{package} {preheat.__version__ if package == 'preheat' else version(package)}"
 
 
+def _without_path(text: str, run: Path) -> str:
+    """Returns a text about a run that was named by an absolute path, with its name instead."""
+    home, _ = home_of(run)
+    return text.replace(str(home), home.name) if home.is_absolute() else text
+
+
 def _origin(run: Path, summary: ExportResult) -> list[str]:
+    """Returns the sections on the run: data, training, evaluation, prediction and recipe."""
     merged = f", {summary.merged} adapters merged" if summary.merged else ""
-    # A checkpoint's folder is RUN/checkpoints/NAME.
-    run = run.parent.parent if run.parent.name == "checkpoints" else run
+    # Of a checkpoint, the run's folder.
+    run, _ = home_of(run)
     if not (run / "recipe.yaml").is_file():
         return [f"Written by preheat from the folder `{run.resolve().name}`{merged}."]
     reader = Reader(run)
-    lines = [f"Written by preheat from the run `{run.resolve().name}`{merged}.", "", "## Trained", ""]
-    for technique, changes in reader.changes.items():
-        lines += [f"- {technique}: {change.what}" for change in changes]
-    lines += _data(reader) + _measured(reader)
-    text = recipes.dump(published(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml"))))
-    return [*lines, "", "The recipe:", "", "```yaml", text.strip(), "```"]
+    recipe = published(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml")))
+    changes = [f"- {technique}: {change.what}" for technique, made in reader.changes.items() for change in made]
+    return [
+        f"Written by preheat from the run `{run.resolve().name}`{merged}.",
+        "## Trained",
+        "\n".join([*changes, *_data(reader, recipe), *_measured(reader, summary.step)]),
+        *_evaluated(reader, summary.step),
+        *_predicted(reader),
+        f"The recipe:\n\n```yaml\n{recipes.dump(recipe).strip()}\n```",
+    ]
 
 
-def _data(run: Reader) -> list[str]:
+def _data(run: Reader, recipe: Recipe) -> list[str]:
     data = run.data
     if not data.source:
         return []
+    # By the recipe: the record describes the sources with their paths.
+    names = ", ".join(f"`{part.source}`" for part, _ in recipe.data.parts())
+    read = (data.counts or {}).get("read")
+    rows = f", {read:,} rows read" if isinstance(read, int) else ""
     size = data.trained_on
     count = f", {size.documents:,} documents, {size.tokens:,} tokens to train on" if size else ""
-    template = f"; chat template {data.template}" if data.chat else ""
-    return [f"- data: {data.source}{count}{template}"]
+    template = f"; chat template {_bare(data.template)}" if data.chat else ""
+    return [f"- data: {names}{rows}{count}{template}"]
 
 
-def _measured(reader: Reader) -> list[str]:
-    metrics, evaluations = reader.metrics(), reader.evaluations()
+def _bare(template: str | None) -> str | None:
+    """Returns the name of a chat template, of a file without its folder."""
+    return Path(template).name if template and Path(template).is_absolute() else template
+
+
+def _measured(reader: Reader, step: int | None) -> list[str]:
+    # Those of the exported checkpoint: the run may have continued.
+    metrics = [line for line in reader.metrics() if step is None or line.step <= step]
+    evaluations = [line for line in reader.evaluations() if step is None or line.step <= step]
     lines = []
     if metrics:
         last = metrics[-1]
@@ -297,6 +328,36 @@ def _measured(reader: Reader) -> list[str]:
     if device and torch:
         lines.append(f"- on {device}, with torch {torch}")
     return lines
+
+
+def _evaluated(reader: Reader, step: int | None) -> list[str]:
+    """Returns a table of the run's newest evaluation and of that before training; [] if it is of a later checkpoint."""
+    evaluation = reader.evaluation
+    if evaluation.after is None or evaluation.step is None or (step is not None and evaluation.step > step):
+        return []
+    before = evaluation.before or Results()
+    rows = [("", "before training", f"after step {evaluation.step:,}")]
+    for results, earlier in ((evaluation.after.texts, before.texts), (evaluation.after.tasks, before.tasks)):
+        for name, result in results.items():
+            old = earlier[name].metrics if name in earlier else {}
+            for metric, figure in result.metrics.items():
+                was = f"{old[metric].value:.5g}" if metric in old else "not measured"
+                rows.append((f"{name}: {metric.replace('_', ' ')}", was, f"{figure.value:.5g}"))
+    return ["## Evaluation", _table(rows)] if len(rows) > 1 else []
+
+
+def _predicted(reader: Reader) -> list[str]:
+    """Returns a table of predicted and measured memory and speed of training."""
+    plan, measured = reader.plan, reader.measured()
+    if plan is None or measured.peak_gib is None or measured.tokens_per_second is None:
+        return []
+    predicted = plan.predicted
+    rows = [
+        ("", "predicted", "measured"),
+        ("peak memory", memory(predicted.peak_gib), memory(measured.peak_gib)),
+        ("tokens/s", three_digits(predicted.tokens_per_second), three_digits(measured.tokens_per_second)),
+    ]
+    return ["## Memory and speed of training", _table(rows)]
 
 
 def before_and_after(summary: ExportResult) -> str:

@@ -49,12 +49,14 @@ class HeldOutPerplexity:
     Attributes:
         perplexity_of: description of the text.
         unfinished: a note if the model is not the end of its run; else ''.
+        step: of the run's checkpoint; None of a folder.
     """
 
     before: Perplexity
     after: Perplexity
     perplexity_of: str
     unfinished: str
+    step: int | None
 
 
 @dataclass(frozen=True)

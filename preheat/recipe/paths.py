@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,18 +43,34 @@ def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
 
 
 def published(recipe: Recipe) -> Recipe:
-    """Returns the recipe for publication, with absolute paths cut to their last component.
+    """Returns the recipe for publication: absolute paths cut to their last component, URLs without credentials.
 
     Example:
         >>> from preheat.recipe import Model, Stop
         >>> published(Recipe(model=Model(path="/home/me/base"), stop=Stop(max_steps=1))).model.path
         'base'
     """
+    # Not among `_KEYS`: trackers create this folder, so a path that does not exist yet is one, too.
+    folder = recipe.tracking.folder
+    recipe = replace(recipe, tracking=replace(recipe.tracking, folder=folder and _bare(folder)))
+    return _changed(recipe, _bare, _bare)
 
-    def bare(value: str) -> str:
+
+def _bare(value: str) -> str:
+    """Returns a path, name or URL as it can be published.
+
+    Example:
+        >>> _bare("/home/me/base"), _bare("https://me:secret@host/rows.jsonl?signature=1"), _bare("me/rows")
+        ('base', 'https://host/rows.jsonl', 'me/rows')
+    """
+    scheme, separator, rest = value.partition("://")
+    if not separator:
         return Path(value).name if Path(value).is_absolute() else value
-
-    return _changed(recipe, bare, bare)
+    if scheme == "file":
+        return Path(rest).name
+    # A signed URL has its credentials in the query.
+    address, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}://{address.rpartition('@')[2]}{slash}{path}"
 
 
 def possible_paths(recipe: Recipe) -> list[str]:

@@ -176,8 +176,11 @@ def test_whoever_opens_an_export_of_a_chat_stops_where_generate_stops(preheat: C
     middle = preheat.here.json("export", f"{run}/checkpoints/step-60")
     assert middle["path"] == f"{run}/export-hf-step-60"
     assert "step 60 of 120" in middle["unfinished"]
-    front = (preheat.folder / middle["path"] / "README.md").read_text().split("---")[1]
-    values = yaml.safe_load(front)
+    card = (preheat.folder / middle["path"] / "README.md").read_text()
+    assert "# run: Hugging Face folder, float32\n" in card
+    assert "after 60 steps" in card
+    assert "after step" not in card, "the evaluation is of step 120"
+    values = yaml.safe_load(card.split("---")[1])
     assert values == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

@@ -45,6 +45,7 @@ class HeldOutText:
         documents: tokens and labels, [1, n] each, unpacked.
         computes_in: precision that the run computes in, in which `before` was measured.
         unfinished: a note if the model is not the end of its run; else ''.
+        step: of the run; None: the model is from a folder.
     """
 
     words: str
@@ -52,6 +53,7 @@ class HeldOutText:
     documents: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     computes_in: str = ""
     unfinished: str = ""
+    step: int | None = None
 
     def perplexities(self, difference: Difference, replay: Replay | None, *, longest: int = 0) -> HeldOutPerplexity:
         """Returns the perplexities for a writer's result.
@@ -75,7 +77,7 @@ class HeldOutText:
             )
             computes_in = self.computes_in
         own = computes_in if computes_in and replay is not None else None
-        return HeldOutPerplexity(Perplexity(before, own), Perplexity(after), description, self.unfinished)
+        return HeldOutPerplexity(Perplexity(before, own), Perplexity(after), description, self.unfinished, self.step)
 
     def by(self, model: PreTrainedModel, difference: Difference) -> HeldOutPerplexity:
         """Returns `perplexities` for a transformers model."""
@@ -108,7 +110,7 @@ class HeldOutText:
 
 def held_out_text(opened: LoadedModel, source: str | Path) -> HeldOutText:
     """Returns the text for a model's perplexity, with a note if its run is unfinished."""
-    return replace(_held_out_text(opened), unfinished=unfinished(source, opened.step))
+    return replace(_held_out_text(opened), unfinished=unfinished(source, opened.step), step=opened.step)
 
 
 def _held_out_text(opened: LoadedModel) -> HeldOutText:

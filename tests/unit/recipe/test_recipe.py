@@ -16,6 +16,7 @@ from preheat import recipe as recipes
 from preheat.core import registry
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe, Stop, dump, json_schema, load, override, parse, synonyms
+from preheat.recipe.paths import published
 
 BASE = "model: {size: 15M}\nstop: {max_steps: 10}\n"
 
@@ -195,3 +196,16 @@ def test_each_short_name_leads_to_a_field_and_is_none_itself() -> None:
 def test_a_value_of_another_trainer_is_read_as_ours() -> None:
     recipe = parse("stop: {max_steps: 1}\ntechniques: {preference: {loss: apo_zero_unpaired}}")
     assert recipe.techniques["preference"].loss == "apo_zero"  # type: ignore[attr-defined]
+
+
+def test_a_published_recipe_names_no_folder_and_no_credentials() -> None:
+    recipe = parse(
+        "model: {path: /home/me/base}\n"
+        "data: {source: ['s3://key:secret@bucket/a.jsonl', {source: 'file:///home/me/b.jsonl', weight: 2}, me/c]}\n"
+        "tracking: {folder: /home/me/trackers}\nstop: {max_steps: 1}"
+    )
+    sent = published(recipe)
+    assert (sent.model.path, sent.tracking.folder) == ("base", "trackers")
+    assert sent.data.source == ("s3://bucket/a.jsonl", {"source": "b.jsonl", "weight": 2}, "me/c")
+    signed = override(recipe, "data.source=https://me:secret@host/rows.jsonl?signature=1")
+    assert published(signed).data.source == "https://host/rows.jsonl"
