@@ -12,6 +12,7 @@ from preheat.data.chat.template import Template
 from preheat.data.preflight import CHECKS
 from preheat.data.rows.formats import layout_of
 from preheat.data.rows.schemas import LAYOUTS
+from preheat.evaluation.best import Criterion, criterion_of
 from preheat.evaluation.tasks import built_in, load_task
 from preheat.recipe import Data, parse
 
@@ -48,9 +49,10 @@ def test_its_checks_are_those_that_there_are() -> None:
 
 
 def test_its_settings_and_tasks_are_read(tmp_path: Path) -> None:
-    settings, warned, task = re.findall(r"```yaml\n(.*?)\n```", PAGE, re.S)
+    settings, warned, task, early = re.findall(r"```yaml\n(.*?)\n```", PAGE, re.S)
     for block in (settings, warned):
         parse(yaml.safe_dump({**yaml.safe_load(block), "stop": {"max_steps": 1}}))
+    assert criterion_of(parse(early)) == Criterion("validation_loss", False, 0.002, 4, 1.8, keep=True)
     (tmp_path / "colours.yaml").write_text(task)
     assert load_task(tmp_path / "colours.yaml").kind == "multiple_choice"
     assert set(TASK_ROW[0]) == {"question", "options", "right"}
