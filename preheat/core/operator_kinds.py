@@ -124,12 +124,19 @@ def kind_of(
 
 
 def is_score_shaped(operator: str, shapes: Shapes, length: int) -> bool:
-    """Returns True for an operator on the scores of attention, length x length for each head, that no kernel fuses."""
+    """Returns True for an operator on the scores of attention: for each head, square and at most length x length.
+
+    They are smaller if the documents of a sequence are computed one by one.
+    """
     name = operator.rpartition("::")[2]
     if name.rstrip("_") in ("bmm", "baddbmm"):
         a, b = ([*shape] for shape in shapes[-2:]) if len(shapes) > 1 else ([], [])
         # Scores are an operand or the result.
         result = [a[-2], b[-1]] if len(a) > 2 and len(b) > 2 else []
-        return [length, length] in (a[-2:], b[-2:], result)
+        return any(_is_square(ends, length) for ends in (a[-2:], b[-2:], result))
     # At least 4 dimensions: a hidden size may equal the length.
-    return any(len(shape) > 3 and [*shape[-2:]] == [length, length] for shape in shapes)
+    return any(len(shape) > 3 and _is_square(shape[-2:], length) for shape in shapes)
+
+
+def _is_square(ends: Sequence[int], length: int) -> bool:
+    return len(ends) == 2 and ends[0] == ends[1] and 1 < ends[0] <= length

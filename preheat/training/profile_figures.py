@@ -161,7 +161,7 @@ def figures_of(
             planned.gradients if planned else None,
         ),
         kinds=kinds,
-        operators=_costliest(totals, scale, length),
+        operators=_costliest(totals, len(steps), length),
         launch_bound=None if idle is None else idle / length,
         waiting_for_data=totals.phases[_DATA] / length,
         transfers=_transfers(kernels, scale),
@@ -266,7 +266,8 @@ def _operators_of(
             if "::" in name
             else OperatorKind.HOST
         )
-        on_scores = kind is OperatorKind.ATTENTION and is_score_shaped(name, shapes, setting.length)
+        # Only its softmax is certain: the queries of a short sequence may be square, too.
+        on_scores = "_softmax" in name and is_score_shaped(name, shapes, setting.length)
         whole = kind is OperatorKind.ATTENTION or (name.startswith("preheat::") and kind is not OperatorKind.HOST)
         if caller is not None and caller.whole:
             kind, whole = caller.kind, True
@@ -387,14 +388,15 @@ def _transfers(events: Iterable[Mapping[str, Any]], scale: float) -> tuple[Trans
     return tuple(Transfer(name, n * per_step, size * per_step, time * scale) for name, (n, size, time) in sums.items())
 
 
-def _costliest(totals: _Totals, scale: float, length: float) -> tuple[OperatorTime, ...]:
+def _costliest(totals: _Totals, steps: int, length: float) -> tuple[OperatorTime, ...]:
+    scale = 1e-6 / steps
     times: dict[str, float] = defaultdict(float)
     kinds: dict[str, tuple[float, OperatorKind]] = {}
     for (name, kind), time in totals.operators.items():
         times[name] += time
         kinds[name] = max(kinds.get(name, (0.0, kind)), (time, kind))
     rows = [
-        OperatorTime(name, kinds[name][1], totals.calls[name] * scale * 1e6, time * scale, time / length)
+        OperatorTime(name, kinds[name][1], totals.calls[name] / steps, time * scale, time / length)
         for name, time in times.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))[:_LISTED])

@@ -6,6 +6,7 @@ one yet.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import os
@@ -172,6 +173,7 @@ class StepProfiler:
             return
         # What the profiler held is no memory of the run.
         del running
+        gc.collect()
         release_small("cpu")
         if session.total is None or session.progress.step < session.total:
             reset_peak()

@@ -145,7 +145,7 @@ def half_and_half(*events: dict[str, Any], data: float = 0) -> dict[str, Any]:
             "Waiting for data takes 40% of the step, which the plan leaves out.",
         ),
         (
-            half_and_half(operator("aten::bmm", 0, 500, **{"Input Dims": [[8, 64, 16], [8, 16, 64]]})),
+            half_and_half(operator("aten::_softmax", 0, 500, **{"Input Dims": [[2, 4, 64, 64]]})),
             planned(attention=0.5, host_only=0.5),
             "Attention runs with the math kernel, which stores all scores: 50% of the step, planned 50% "
             "(0.5 ms instead of 500 ms).",
@@ -179,6 +179,7 @@ def test_the_time_of_profiling_itself_is_no_gap_of_the_host() -> None:
     [
         ("aten::bmm", [(8, 16, 64), (8, 64, 32)], "matmul"),
         ("aten::bmm", [(8, 64, 64), (8, 64, 16)], "attention"),
+        ("aten::bmm", [(8, 40, 16), (8, 16, 40)], "attention"),
         ("aten::_scaled_dot_product_flash_attention", [(2, 4, 64, 16)], "attention"),
         ("_scaled_mm", [(64, 64), (64, 64)], "matmul"),
         ("aten::mul", [(4, 64, 64)], "elementwise"),
