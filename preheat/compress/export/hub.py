@@ -122,7 +122,7 @@ def require_name(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        problem = shorten(str(error).partition(f": '{repository}'")[0], 160)
+        problem = shorten(str(error), 200)
     if problem:
         raise RecipeError(f"--push {quoted(repository)}: {problem}; write OWNER/NAME, such as --push me/my-model")
 

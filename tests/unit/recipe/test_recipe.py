@@ -199,13 +199,17 @@ def test_a_value_of_another_trainer_is_read_as_ours() -> None:
 
 
 def test_a_published_recipe_names_no_folder_and_no_credentials() -> None:
-    recipe = parse(
-        "model: {path: /home/me/base}\n"
-        "data: {source: ['s3://key:secret@bucket/a.jsonl', {source: 'file:///home/me/b.jsonl', weight: 2}, me/c]}\n"
-        "tracking: {folder: /home/me/trackers}\nstop: {max_steps: 1}"
+    # Not parsed, which refuses credentials.
+    recipe = Recipe(
+        model=recipes.Model(path="/home/me/base"),
+        data=recipes.Data(
+            source=("s3://key:secret@bucket/a.jsonl", {"source": "file:///home/me/b.jsonl", "weight": 2}, "me/c")
+        ),
+        tracking=recipes.Tracking(folder="/home/me/trackers"),
+        stop=Stop(max_steps=1),
     )
     sent = published(recipe)
     assert (sent.model.path, sent.tracking.folder) == ("base", "trackers")
     assert sent.data.source == ("s3://bucket/a.jsonl", {"source": "b.jsonl", "weight": 2}, "me/c")
-    signed = override(recipe, "data.source=https://me:secret@host/rows.jsonl?signature=1")
-    assert published(signed).data.source == "https://host/rows.jsonl"
+    signed = recipes.Data(source="https://me:secret@host/rows.jsonl?signature=1")
+    assert published(dataclasses.replace(recipe, data=signed)).data.source == "https://host/rows.jsonl"
