@@ -61,6 +61,8 @@ NEEDED = {  # module -> the name that pip knows it by
     "pyarrow": "pyarrow",
     "matplotlib": "matplotlib",
     "PIL": "pillow",
+    "psutil": "psutil",
+    "pynvml": "nvidia-ml-py",
     "pytest": "pytest",
 }
 START = 120.0  # seconds that a process may take for its imports and the first kernel

@@ -122,7 +122,8 @@ def _follow(run: Path, tracker: str, project: str | None, name: str | None, fold
     sender = Sender(run, tracker, settings, report)
     url = sender.begin()
     if url is not None:
-        print(url, file=printed, flush=True)
+        printed.write(f"{url}\n")
+        printed.flush()
     sender.send()
     while not select.select([sys.stdin], [], [], _INTERVAL)[0]:
         sender.send()

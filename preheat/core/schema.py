@@ -217,7 +217,7 @@ class Stop:
     """Stop after this many evaluations in a row without a better score: that of `checkpoint.best`, or the validation
     loss."""
     min_delta: NonNegative = 0.0
-    """For `patience`, a score is better only if it exceeds the best one so far by more than this."""
+    """A score is better if it exceeds the best one so far by more than this."""
     target_loss: Positive | None = None
     """Stop at the first evaluation whose validation loss is at most this; the run reports its time until then."""
 

@@ -69,7 +69,7 @@ class Verdict:
 
     Attributes:
         step, value: the best step and its score; step 0: none yet.
-        without: evaluations since the last one that was better by more than `min_delta`.
+        without: evaluations since then, none of which was better.
         at: step of the last evaluation; 0: none yet.
         ends: why the run ends at that step, if it does.
     """
@@ -84,9 +84,8 @@ class Verdict:
 def judge(evaluations: Iterable[Evaluated], criterion: Criterion) -> Verdict:
     """Judges the evaluations of a run up to a step, in the order of their steps.
 
-    The best evaluation is the first of those with the best score. Patience counts the evaluations since the last one
-    that exceeded all before it by more than `min_delta`. The evaluation before the first step has no checkpoint, so it
-    does not count.
+    An evaluation is better if it exceeds the best one so far by more than `min_delta`. The evaluation before the first
+    step has no checkpoint, so it does not count.
 
     Example:
         >>> losses = enumerate([3.0, 2.0, 2.5, 2.1], start=1)
@@ -95,15 +94,12 @@ def judge(evaluations: Iterable[Evaluated], criterion: Criterion) -> Verdict:
         Verdict(step=20, value=2.0, without=2, at=40, ends='patience')
     """
     sign = 1 if criterion.higher else -1
-    best, to_exceed, without, last = (0, math.nan), -math.inf, 0, None
+    best, without, last = (0, math.nan), 0, None
     for last in (e for e in evaluations if e.step > 0):
         # Of a score that is missing or not finite nothing is known: it is no improvement.
-        score = math.nan if last.score is None or not math.isfinite(last.score) else last.score
-        if not math.isnan(score) and (best[0] == 0 or sign * (score - best[1]) > 0):
-            best = (last.step, score)
-        without += 1
-        if sign * score - to_exceed > criterion.min_delta:  # False for NaN
-            to_exceed, without = sign * score, 0
+        score = math.nan if last.score is None else last.score
+        better = math.isfinite(score) and (best[0] == 0 or sign * (score - best[1]) > criterion.min_delta)
+        best, without = ((last.step, score), 0) if better else (best, without + 1)
     if last is None:
         return Verdict()
     ends: Literal["patience", "target_loss"] | None = None

@@ -217,8 +217,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stop.min_delta",
-        lambda r: r.stop.patience,
-        "it is for stop.patience; set that, or leave it out",
+        lambda r: r.stop.patience or r.checkpoint.best,
+        "it is for stop.patience and checkpoint.best; set one of them, or leave it out",
         refuse=True,
     ),
     *(

@@ -188,7 +188,7 @@ def _died_again(events: list[run_records.Event], step: int) -> bool:
 class _Loop:
     """The state of the training loop within one session."""
 
-    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog, profile: int | None):
+    def __init__(self, session: Session, watch: Watch, watchdog: HangWatchdog, profile: int | None = None):
         self.session, self.watch, self.watchdog = session, watch, watchdog
         self.profiler: StepProfiler | None = None
         if profile is not None:

@@ -300,7 +300,7 @@ def test_what_keeps_an_export_from_the_hub_is_one_line(
     text = ("base", "--dtype", "float32")
     for push, words in (
         (("--push", "alone"), "--push 'alone': it has no owner; write OWNER/NAME"),
-        (("--push", "me/a..b"), "--push 'me/a..b': Cannot have -- or .. in repo_id; write OWNER/NAME"),
+        (("--push", "me/a..b"), "--push 'me/a..b': Cannot have -- or .. in repo_id"),
         (("--private",), "--private: would change nothing without --push"),
         (("--push", "me/x", "--to", "aoti"), "--push: an AOTInductor package is compiled for this machine's processor"),
     ):

@@ -95,7 +95,7 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], capsys: pytest.C
 def test_shells_complete_commands_and_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("_PREHEAT_COMPLETE", "complete_bash")
     for line, place, expected in (
-        ("preheat tr", 1, {"train", "try"}),
+        ("preheat tr", 1, {"track", "train", "try"}),
         ("preheat launch x --scheduler s", 4, {"slurm", "skypilot"}),
     ):
         monkeypatch.setenv("COMP_WORDS", line)

@@ -48,7 +48,8 @@ def needed(requirements: Iterable[Requirement]) -> set[str]:
             if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras[name]):
                 one.marker = None
                 left.append(one)
-    return {name for name in extras if not name.startswith(OF_CUDA)}
+    # nvidia-ml-py reads figures of the driver, on machines without CUDA too.
+    return {name for name in extras if not name.startswith(OF_CUDA) or name == "nvidia-ml-py"}
 
 
 def project() -> dict:

@@ -24,6 +24,7 @@ from preheat.planning.plan_request import in_use
 from preheat.planning.request import Request
 from preheat.planning.search.result import falls_short, held_by_others
 from preheat.planning.speed.roofline import Roofline
+from preheat.report.report_data import Differences, MeasuredFigures
 from preheat.report.run_page import _memory_of_gpu
 from preheat.training.session import reset_memory_baseline
 from tests.unit.plans import plan_of, values_of
@@ -187,15 +188,19 @@ def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:
 
 def test_predictions_of_the_same_figures() -> None:
     on_gpu = values_of(25.0, 80.0, allocated_gib=20.0, reserved_gib=24.0, overhead={"context": 0.5, "workspaces": 0.25})
-    predicted = vars(plan_of(on_gpu).predicted)
+    predicted = plan_of(on_gpu).predicted
     sizes = {"peak_gib": 25.0, "allocated_gib": 20.25, "reserved_gib": 24.25, "context_gib": 0.5}
-    assert predicted == {**sizes, "tokens_per_second": on_gpu["tokens_per_second"]}
+    assert vars(predicted) == {**sizes, "tokens_per_second": on_gpu["tokens_per_second"]}
     on_cpu = plan_of(values_of(2.0, 8.0, allocated_gib=1.0, overhead={"process": 0.1})).predicted
     assert (on_cpu.peak_gib, on_cpu.allocated_gib, on_cpu.context_gib) == (2.0, None, None)
-    measured = {"peak_gib": 20.0, "allocated_gib": 20.0, "reserved_gib": 30.0}
-    difference = {"allocated_gib": 0.0125, "reserved_gib": -0.19, "context_gib": None}
-    page = _memory_of_gpu({"predicted": predicted, "measured": measured, "difference": difference})
+    unknown = dict.fromkeys(("tokens_per_second", "seconds_per_step", "mfu"))
+    measured = MeasuredFigures(peak_gib=20.0, allocated_gib=20.0, reserved_gib=30.0, **unknown)
+    difference = Differences(peak_gib=None, allocated_gib=0.0125, reserved_gib=-0.19, context_gib=None, **unknown)
+    page = _memory_of_gpu(SimpleNamespace(predicted=predicted, measured=measured, difference=difference))
     assert "24.25" in page
     assert "−19\u00a0%" in page
     assert "context" not in page
-    assert _memory_of_gpu({"predicted": {"peak_gib": 1.0}, "measured": {"peak_gib": 1.0}, "difference": {}}) == ""
+    nothing = SimpleNamespace(
+        predicted=predicted, measured=MeasuredFigures(peak_gib=1.0, **unknown), difference=difference
+    )
+    assert _memory_of_gpu(nothing) == ""

@@ -58,7 +58,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
         for key, value in {"checkpoint.best": "validation_loss", "stop.patience": 2, "stop.target_loss": 2.0}.items()
     ),
     ("stop.min_delta", 0.1, {"stop": {"patience": 2}}, {"stop": {"patience": 2}, "evaluate": {"every": 2}}),
-    ("stop.min_delta", 0.1, {"evaluate": {"every": 2}}, {"stop": {"patience": 2}, "evaluate": {"every": 2}}),
+    ("stop.min_delta", 0.1, {"evaluate": {"every": 2}}, {"checkpoint": {"best": "validation_loss"}, "evaluate": {"every": 2}}),
     *((f"evaluate.{key}", 4, {"data": {"validation": 0}}, {"data": {"validation": "held.txt"}}) for key in ("every", "rows", "micro_batch_size")),
     ("evaluate.baselines", True, {"data": {"validation": 0.0}}, {}),
     *((f"sample.{key}", value, {}, {"sample": {"prompts": ["a"]}}) for key, value in {"max_new_tokens": 5, "temperature": 1.0, "repetition_penalty": 1.1, "stop": ["x"], "cache": "int8", "window": 9, "draft_model": "x", "prompt_lookup_tokens": 3}.items()),

@@ -236,7 +236,7 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none.txt: cannot be read \(No such file"):
         from_file(tmp_path / "none.txt", rows)
     bad = {
-        "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ rows"),
+        "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ sequences"),
         "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is not a score"),
         "nan.txt": ("1\nnan\n", "line 2 is not a finite number"),
         "keys.jsonl": ('{"scor": 1}\n', "keys.jsonl:1"),

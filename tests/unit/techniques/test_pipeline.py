@@ -171,7 +171,7 @@ def test_a_v_comes_back_to_the_first_device() -> None:
     ("techniques", "sets", "words"),
     [
         ("{pipeline_parallel: {}}", [], "micro_batches: 1 for 2 stages"),
-        ("{pipeline_parallel: {micro_batches: 8}}", [], "are more than the 4 rows"),
+        ("{pipeline_parallel: {micro_batches: 8}}", [], "are more than the 4 sequences"),
         ("{pipeline_parallel: {degree: 4, micro_batches: 4}}", [], "the model has 3 layers"),
         ("{pipeline_parallel: {stages: 2, micro_batches: 4}}", ["model.num_layers=4"], "which takes 1"),
         ("{pipeline_parallel: {schedule: interleaved, micro_batches: 3}}", ["model.num_layers=4"], None),
