@@ -51,7 +51,7 @@ def track(
     Example: preheat track runs/demo --to tensorboard
     """
     from preheat.errors import RecipeError, RunError
-    from preheat.tracking.progress import Progress
+    from preheat.tracking.progress import SentState
     from preheat.tracking.tracker import find
 
     if follow:
@@ -72,7 +72,7 @@ def track(
             if ended.returncode:
                 reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
                 raise RunError(f"{run}: {tracker}: {reason.removeprefix('error: ')}")
-            progress = Progress.read(run, tracker)
+            progress = SentState.read(run, tracker)
             assert progress is not None, "the process has recorded what it sent"
             sent.append({"run": str(run), "tracker": tracker, "url": progress.url, "step": progress.step})
             if not json:

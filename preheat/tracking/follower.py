@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 from preheat.errors import RecipeError
 from preheat.sanitize import shorten
-from preheat.tracking.progress import Progress
+from preheat.tracking.progress import SentState
 from preheat.tracking.tracker import Start, find, local_folder
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def check(recipe: Recipe, folder: Path) -> None:
     settings = recipe.tracking
     for name in settings.to:
         tracker = find(name)
-        if Progress.read(folder, name) is not None:
+        if SentState.read(folder, name) is not None:
             continue  # a resumed run continues where it was sent before
         local = local_folder(settings, name)
         start = Start("", folder, settings.project, settings.name or folder.absolute().name, settings.tags, {}, local)

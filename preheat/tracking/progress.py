@@ -10,11 +10,11 @@ from typing import TextIO
 from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
 
-__all__ = ["Progress"]
+__all__ = ["SentState"]
 
 
 @dataclass
-class Progress:
+class SentState:
     """What a tracker has of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Progress:
         return run / "tracking" / f"{tracker}.json"
 
     @classmethod
-    def read(cls, run: Path, tracker: str) -> Progress | None:
+    def read(cls, run: Path, tracker: str) -> SentState | None:
         """Returns what was recorded, or None if the run was never sent.
 
         Raises:

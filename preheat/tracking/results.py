@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from preheat.core.schema import Tracking
 from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes
-from preheat.tracking.progress import Progress
+from preheat.tracking.progress import SentState
 from preheat.tracking.sender import finite_numbers, flatten
 from preheat.tracking.tracker import Start, Table, find, local_folder
 
@@ -42,9 +42,9 @@ def send_result(file: Path, tracker_name: str, settings: Tracking) -> None:
         rows = [dict(flatten(row)) for row in result[_ROWS[file.name]]]
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file}: is damaged ({error})") from None
-    sent = Progress.read(folder, tracker_name)
+    sent = SentState.read(folder, tracker_name)
     name = settings.name or folder.absolute().name
-    sent = sent or Progress(tracker_name, settings.project, name)
+    sent = sent or SentState(tracker_name, settings.project, name)
     start = Start(
         run=hashlib.sha256(content).hexdigest()[:32],
         folder=folder,

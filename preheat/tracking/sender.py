@@ -32,7 +32,7 @@ from preheat.core.run_records import (
 from preheat.files import strict, to_json
 from preheat.run.reader import Reader, read_event, read_metrics, read_system
 from preheat.sanitize import shorten
-from preheat.tracking.progress import Progress
+from preheat.tracking.progress import SentState
 from preheat.tracking.tracker import Start, Status, Table, Tracker, find, local_folder
 
 if TYPE_CHECKING:
@@ -150,17 +150,17 @@ class Sender:
     def __init__(self, run: Path, name: str, settings: Tracking, report: Callable[[], Path]):
         self.run, self.name, self.settings, self.report = Reader(run), name, settings, report
         self.tracker: Tracker = find(name)()
-        self.progress: Progress | None = None
+        self.progress: SentState | None = None
         self._constants: dict[str, float] = {}
         self._end: Status = "killed"
 
     def begin(self) -> str | None:
         """Starts or continues the run at the tracker, and returns where to see it."""
         start = start_of(self.run, self.settings, self.name)
-        self._lock = Progress.lock(self.run.path, self.name)  # held until this process ends
-        self.progress = Progress.read(self.run.path, self.name)
+        self._lock = SentState.lock(self.run.path, self.name)  # held until this process ends
+        self.progress = SentState.read(self.run.path, self.name)
         if self.progress is None:
-            self.progress = Progress(self.name, start.project, start.name)
+            self.progress = SentState(self.name, start.project, start.name)
         else:  # a run keeps the place where it began, whatever the recipe of the resumed session says
             start = Start(**{**vars(start), "project": self.progress.project, "name": self.progress.name})
         if start.local is not None:
@@ -190,7 +190,7 @@ class Sender:
         self._sent.write(self.run.path)
 
     @property
-    def _sent(self) -> Progress:
+    def _sent(self) -> SentState:
         assert self.progress is not None, "begin is called first"
         return self.progress
 

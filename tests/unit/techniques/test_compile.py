@@ -195,6 +195,7 @@ def test_other_shapes_are_counted_and_beyond_the_limit_they_run_uncompiled() -> 
 
 
 def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
+    from preheat.core.run_records import Event
     from preheat.training.loop import _Loop
     from preheat.training.observer import Watch
 
@@ -204,14 +205,14 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
         def notice(self, words: str) -> None:
             told.append(words)
 
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     b = build(tiny("{compile: {limit: 2}}"), vocabulary=96, device=DEVICE)
     session: Any = SimpleNamespace(
         recipe=b.recipe,
         build=b,
         progress=SimpleNamespace(step=0),
         ranks=SimpleNamespace(lead=False, fetch=lambda key: 0),
-        writer=SimpleNamespace(path=Path("run"), event=lambda kind, **values: events.append({"kind": kind, **values})),
+        writer=SimpleNamespace(path=Path("run"), event=events.append),
     )
     standing: Any = SimpleNamespace()
     loop = _Loop(session, Told(), standing)
@@ -221,7 +222,7 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
             gradients(b, [uneven(rows)])
             update(b, 0.01)
     assert loop._drain_events() == {"recompilations": 1}
-    assert [e["kind"] for e in events] == ["notice"]
+    assert [event.kind for event in events] == ["notice"]
     assert len(told) == 1
     assert "compile.limit: 2 graphs" in told[0]
 
