@@ -67,13 +67,13 @@ def main() -> None:
             rates = calibrate(device, 1, grid=replace(grid, dtypes=("bf16", "fp32")))
             assert rates.host_operator is not None
             assert rates.host_custom is not None
-        made = build(recipe, vocabulary=96, device=device, source_config=None)
+        model_build = build(recipe, vocabulary=96, device=device, source_config=None)
         tokens, positions = torch.randint(96, (2, 16)), torch.arange(16).expand(2, 16).contiguous()
         batch = Batch(tokens, tokens.clone(), positions, MaskSpec(), 32, (0, 1))
 
-        def step(made=made, batch=batch) -> None:  # type: ignore[no-untyped-def]
-            loss = gradients(made, [batch], 1e-6)
-            torch.cat([loss.total.float().reshape(1), update(made, 1e-6)]).tolist()
+        def step(model_build=model_build, batch=batch) -> None:  # type: ignore[no-untyped-def]
+            loss = gradients(model_build, [batch], 1e-6)
+            torch.cat([loss.total.float().reshape(1), update(model_build, 1e-6)]).tolist()
 
         step()
         measured = quartile(step)

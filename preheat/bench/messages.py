@@ -168,7 +168,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Ending:
-    """What is measured after all shapes.
+    """Measurements after all shapes.
 
     Attributes:
         beyond_weights_gib: peak memory above that of the opened model; None if the system does not report it.

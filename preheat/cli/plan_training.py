@@ -27,7 +27,7 @@ __all__ = ["plan_as_written", "plan_training"]
 
 @dataclass(frozen=True)
 class _Question:
-    """What is planned: the options, with the recipe and the devices that follow from them."""
+    """The options of a plan, with the recipe and the devices that follow from them."""
 
     options: TrainingPlanOptions
     subject: Subject

@@ -96,7 +96,7 @@ def _follow(run: Path, tracker: str, project: str | None, name: str | None, fold
     from preheat.tracking.sender import Sender
 
     os.nice(10)  # the run comes first
-    # What the tracker prints goes to the log, with its errors: standard output is for the user.
+    # Redirects the output of the tracker's package to the log: standard output is for the user.
     printed = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

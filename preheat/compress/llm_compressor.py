@@ -50,7 +50,7 @@ class QuantizedWeights:
 
 
 class QuantizationRequest(TypedDict):
-    """What to quantize: the algorithm, the bits, and {map: group size, or None for one scale per output}."""
+    """Settings of a quantization: algorithm, bits, and {map: group size, or None for one scale per output}."""
 
     by: Literal["gptq", "awq", "awq_gptq", "nearest"]
     bits: Literal[4, 8]

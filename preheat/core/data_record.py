@@ -1,4 +1,4 @@
-"""What `preheat data` prints of prepared data, and the counts in a run's data.json. No torch."""
+"""The output of `preheat data`, and the counts of prepared data in a run's data.json. No torch."""
 
 from __future__ import annotations
 

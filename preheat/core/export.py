@@ -76,8 +76,8 @@ class LlamaCppComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Written(Record):
-    """What an export wrote. Keys of other formats are left out.
+class _ExportFiles(Record):
+    """The files of an export. Keys of other formats are left out.
 
     Attributes:
         path: folder of the export.
@@ -107,7 +107,7 @@ class _Written(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportResult(HeldOutPerplexity, Comparison, _Written):
+class ExportResult(HeldOutPerplexity, Comparison, _ExportFiles):
     """An export and its comparison with the original model.
 
     Attributes:

@@ -11,7 +11,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 class OperatorKind(StrEnum):
-    """What an operator does in a training step.
+    """The kind of work of an operator in a training step.
 
     A dry run and a profile use the same rule, `kind_of`, so that their times can be compared.
     """

@@ -57,7 +57,7 @@ _BASE_KEYS = ("base", "base_model_name_or_path", "_name_or_path", "name_or_path"
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What an export was made from.
+    """The source of an export.
 
     Attributes:
         title: that of the card: the run, and the format.
@@ -82,7 +82,7 @@ class SentFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """What was sent to the hub, or would be.
+    """A push to the hub, or a dry run of one.
 
     Attributes:
         private: of the repository; of a dry run, as asked for.
@@ -255,7 +255,7 @@ def _is_hidden(path: Path) -> bool:
 
 def _require_no_path(staged: Path, file: Path) -> None:
     """Raises RunError if a file to be sent names the user's home, the current folder, or the one of the export."""
-    # /root or /tmp may stand in a file for other reasons, such as a vocabulary.
+    # A file may contain /root or /tmp for other reasons, for example in a vocabulary.
     folders = {path for path in (Path.home(), Path.cwd(), file.parent.resolve()) if len(path.parts) > 2}
     if not staged.stat().st_size:
         return
