@@ -47,7 +47,8 @@ class Webhook(Tracker):
         return start.run
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._step, self._loss = step, values.get("train/loss", self._loss)
+        # Figures of the system come after the steps, with the steps at which they were taken.
+        self._step, self._loss = max(step, self._step), values.get("train/loss", self._loss)
 
     def table(self, step: int, name: str, table: Table) -> None:
         """Does nothing: a message has no tables."""
