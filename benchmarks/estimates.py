@@ -2,7 +2,7 @@
 
     python benchmarks/estimates.py [--model llama-3.1-70b] [--gpu H100] [--devices 64] [--rows 2] [--out benchmarks/results/estimates.md]
 
-A search orders its candidates by these estimates (`planning/search/ranking.py`), and dry-runs few of them: one that is estimated too low is
+A search orders its candidates by these estimates (`planning/search/cost_model.py`), and dry-runs few of them: one that is estimated too low is
 dry-run for nothing, one that is estimated too high is never seen. Allocated bytes are compared, because estimates know nothing of the allocator.
 """
 
@@ -21,7 +21,7 @@ from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.plan_request import request_of
 from preheat.planning.search.candidates import Space, candidate_problems
-from preheat.planning.search.ranking import observe_layer
+from preheat.planning.search.cost_model import observe_layer
 from preheat.planning.search.search import _Search
 from preheat.planning.search.technique_combinations import Combination
 

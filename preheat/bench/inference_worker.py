@@ -107,7 +107,7 @@ class InferenceWorker:
         from preheat.bench.messages import OpenedModel
         from preheat.models.generation.generate import patterned, settled
         from preheat.models.generation.kv_cache import room
-        from preheat.planning.inference_cache import CACHES, cache_bytes
+        from preheat.planning.kv_cache_size import CACHES, cache_bytes
 
         model = self.model
         # Settled once here, so that prediction and measurement use the same kind of cache.

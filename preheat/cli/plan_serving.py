@@ -46,7 +46,7 @@ def _figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObjec
     """Returns what `--json` prints, without the note on a model's text part."""
     from preheat.hardware.rates import Rates
     from preheat.planning.analytic import serving, size_of
-    from preheat.planning.inference_cache import CACHES, cache_bytes
+    from preheat.planning.kv_cache_size import CACHES, cache_bytes
     from preheat.planning.plan_request import hardware
 
     model = size_of(recipe)

@@ -16,7 +16,7 @@ from preheat.core.schema import SMALLEST_TOKENIZER
 from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, encoder_decoder, moe, text_part, vision
-from preheat.models.image_blocks import with_blocks
+from preheat.models.image_attention import with_blocks
 from preheat.models.layer_sizes import head_dim, largest
 from preheat.models.module_lookup import (
     SOFTCAP,

@@ -14,7 +14,7 @@ from preheat.errors import RecipeError
 from preheat.model_folder import FAULTS, fault
 from preheat.models import configs, hf, moe
 from preheat.models.layer_sizes import largest
-from preheat.planning.inference_cache import CACHES, cache_bytes, layer_caches
+from preheat.planning.kv_cache_size import CACHES, cache_bytes, layer_caches
 from preheat.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import describe_techniques
-from preheat.planning.search.ranking import seconds
+from preheat.planning.search.cost_model import seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
 from preheat.sanitize import memory, percent

@@ -1,6 +1,6 @@
 """Search for the techniques, parallel layout and micro-batch size that fit a device and serve an aim best.
 
-Candidates are ordered by an estimate (`planning/search/ranking.py`) and dry-run from the best on; each dry run
+Candidates are ordered by an estimate (`planning/search/cost_model.py`) and dry-run from the best on; each dry run
 recalibrates the estimates of similar candidates. A candidate that does not fit rules out the same one with larger
 micro-batches. All verdicts come from dry runs, and the chosen candidate is dry-run with all its layers.
 """
@@ -24,7 +24,7 @@ from preheat.planning.layer_extrapolation import ENOUGH, FEW, of_layers
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
-from preheat.planning.search.ranking import Guess, LayerCost, estimate, gathered_share, observe_layer
+from preheat.planning.search.cost_model import Guess, LayerCost, estimate, gathered_share, observe_layer
 from preheat.planning.search.result import (
     LESS_MEMORY,
     BestByStart,

@@ -13,7 +13,7 @@ from preheat.errors import RecipeError
 from preheat.planning.layer_extrapolation import of_layers, sampled_layers
 from preheat.planning.observation_cache import prefetch
 from preheat.planning.search.candidates import Settings, Space, candidate_problems
-from preheat.planning.search.ranking import LayerCost, observe_layer
+from preheat.planning.search.cost_model import LayerCost, observe_layer
 
 __all__ = ["Combination", "TechniqueCombinations"]
 

@@ -13,7 +13,7 @@ from preheat.inference.load import LoadedModel, load_model
 from preheat.models.generation.generate import PrefixCache, Timed, generate
 from preheat.models.generation.kv_cache import Int8Layer, dequantize, make_cache, quantize
 from preheat.models.token_mixers import pass_cache
-from preheat.planning.inference_cache import CACHES, cache_bytes
+from preheat.planning.kv_cache_size import CACHES, cache_bytes
 from preheat.recipe import Sample
 
 

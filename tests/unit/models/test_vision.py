@@ -25,7 +25,7 @@ from preheat.engine.builder import build
 from preheat.engine.step import gradients, update
 from preheat.errors import DataError, RecipeError
 from preheat.hardware.catalogue import accelerator
-from preheat.models.image_blocks import with_blocks
+from preheat.models.image_attention import with_blocks
 from preheat.models.vision import processor_of, vision_of
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.planning.dry_run import observe

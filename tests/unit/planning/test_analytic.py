@@ -12,7 +12,7 @@ from preheat.errors import RecipeError
 from preheat.models import configs
 from preheat.planning.analytic import compute_optimal, serving, size_of, state_bytes
 from preheat.planning.dry_run import observe
-from preheat.planning.inference_cache import cache_bytes
+from preheat.planning.kv_cache_size import cache_bytes
 from preheat.planning.request import Request
 from preheat.recipe import override, parse
 

@@ -31,7 +31,7 @@ from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space, candidate_problems, worst
 from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-from preheat.planning.search.ranking import Guess, LayerCost, _of_busiest, gathered_share, observe_layer
+from preheat.planning.search.cost_model import Guess, LayerCost, _of_busiest, gathered_share, observe_layer
 from preheat.planning.search.result import EvaluatedPlan, is_tradeoff
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations

@@ -8,7 +8,7 @@ import torch
 from preheat.models.generation.kv_cache import cache_tensors
 from preheat.models.token_mixers import find_cache
 from preheat.planning.analytic import ModelSize, prefill_flops, serving, size_of
-from preheat.planning.inference_cache import cache_bytes, layer_caches
+from preheat.planning.kv_cache_size import cache_bytes, layer_caches
 from preheat.recipe import parse
 
 from ...architectures.tiny import create_model, tiny_config
