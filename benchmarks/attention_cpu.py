@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.blockwise import attend_blockwise
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 
 SHAPES = (  # rows, heads, heads of keys and values, length, head_dim
@@ -27,7 +27,7 @@ SHAPES = (  # rows, heads, heads of keys and values, length, head_dim
     (1, 12, 12, 2048, 64),
     (1, 8, 8, 4096, 64),
 )
-KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash": sdpa_attention, "blocks": blocked_attention}
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash": sdpa_attention, "blocks": attend_blockwise}
 
 
 def once(kernel: str, tensors: list[torch.Tensor], slope: torch.Tensor) -> float:

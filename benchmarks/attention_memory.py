@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from preheat.core import MaskSpec, Phase
-from preheat.ops.attention.blockwise import blocked_attention
-from preheat.ops.attention.multihead import EfficientAttention, attention_in_chunks
-from preheat.ops.attention.patterns import in_shifted_groups
+from preheat.ops.attention.blockwise import attend_blockwise
+from preheat.ops.attention.multihead import EfficientAttention, attend_in_chunks
+from preheat.ops.attention.patterns import limit_to_shifted_groups
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.planning.dispatch_recorder import Recorder
-from preheat.planning.dry_run import highest
+from preheat.planning.dry_run import peak_by_phase
 
 HEADS, DIM = 2, 64
 WINDOW = MaskSpec(window=512)
@@ -34,11 +34,11 @@ def kernels(length: int) -> dict[str, tuple[Callable[..., Any], MaskSpec]]:
         "plain form (scores in memory)": (reference_attention, MaskSpec()),
         "flash (torch)": (sdpa_attention, MaskSpec()),
         "flash, documents of 512": (sdpa_attention, MaskSpec(documents=((512,) * (length // 512),))),
-        "flash, shifted groups of a quarter": (in_shifted_groups(sdpa_attention, length // 4), MaskSpec()),
-        "blocks": (blocked_attention, MaskSpec()),
-        "blocks, window of 512": (blocked_attention, WINDOW),
-        "blocks, window of 512, 64 global": (blocked_attention, MaskSpec(window=512, global_tokens=64)),
-        "chunks (any bias, dropout)": (attention_in_chunks, MaskSpec()),
+        "flash, shifted groups of a quarter": (limit_to_shifted_groups(sdpa_attention, length // 4), MaskSpec()),
+        "blocks": (attend_blockwise, MaskSpec()),
+        "blocks, window of 512": (attend_blockwise, WINDOW),
+        "blocks, window of 512, 64 global": (attend_blockwise, MaskSpec(window=512, global_tokens=64)),
+        "chunks (any bias, dropout)": (attend_in_chunks, MaskSpec()),
         "module, memory_efficient": (_module, MaskSpec()),
     }
 
@@ -69,7 +69,7 @@ def measure(name: str, length: int, send: Any) -> None:
     with recorder:
         recorder.phase = Phase.FORWARD
         once(name, length)
-    send.send((max(highest(recorder).values()), grown))
+    send.send((max(peak_by_phase(recorder).values()), grown))
 
 
 def measured(name: str, length: int) -> tuple[int, int]:

@@ -27,12 +27,12 @@ from typing import Any
 from preheat import recipe as recipes
 from preheat.bench.compare import Contender, bench
 from preheat.core import Device
-from preheat.files import strict
-from preheat.hardware.catalogue import accelerator
+from preheat.files import to_plain_data
+from preheat.hardware.catalogue import find_accelerator
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
-from preheat.planning.speed.step_time import step_seconds
+from preheat.planning.speed.step_time import estimate_step_seconds
 
 GIB = 2**30
 LLAMA = (
@@ -82,7 +82,12 @@ def memory() -> dict[str, Any]:
         }
         for row in result.rows
     ]
-    return {"machine": strict(result.machine), "rows": rows, "predicted": predicted, "accumulation_peak_gib": batches}
+    return {
+        "machine": to_plain_data(result.machine),
+        "rows": rows,
+        "predicted": predicted,
+        "accumulation_peak_gib": batches,
+    }
 
 
 def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:
@@ -93,7 +98,7 @@ def _predicted(gpu: str, rows: int) -> dict[str, dict[str, float]]:
         seen = observe(
             Request(recipe("claims", LLAMA_1B, max(rows, 8), 2048, techniques), Device("cpu", gpu, 999 * GIB))
         )
-        found[name] = {"gib": max(seen.peak.values()) / GIB, "seconds": step_seconds(seen, rates)}
+        found[name] = {"gib": max(seen.peak.values()) / GIB, "seconds": estimate_step_seconds(seen, rates)}
     return found
 
 
@@ -102,7 +107,7 @@ def _data_sheet(gpu: str) -> Rates:
 
     Shares that others measured to be sustained; for ratios only.
     """
-    known = accelerator(gpu)
+    known = find_accelerator(gpu)
     assert known.bf16
     assert known.fp32
     assert known.bandwidth

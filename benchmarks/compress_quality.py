@@ -33,8 +33,8 @@ from preheat.compress.save_load import finish, write_model
 from preheat.data import prepare
 from preheat.data.loader import collate
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
-from preheat.evaluation.results import Result, compared
+from preheat.engine.step import accumulate_gradients, update
+from preheat.evaluation.results import Result, compare_results
 from preheat.hardware.probe import probe
 from preheat.inference.load import LoadedModel, load_model
 from preheat.ops.adapters.peft_layers import merge, names_of
@@ -124,7 +124,7 @@ class Bench:
             made = build(recipe, vocabulary=None, device=probe("cpu"))
         for step in range(steps):
             numbers = [(batch * step + n) % len(self.rows) for n in range(batch)]
-            gradients(made, [collate([(n, self.rows.row(n)) for n in numbers])])
+            accumulate_gradients(made, [collate([(n, self.rows.row(n)) for n in numbers])])
             update(made, lr * min(1.0, (step + 1) / 20) * (1 - step / steps))
         model: Any = made.trained[0]
         unfake_(model)
@@ -145,7 +145,7 @@ def rows_to_train_on(opened: LoadedModel, texts: Texts) -> RowSubset:
 
 
 def rise(before: Result, after: Result) -> str:
-    loss = compared(before, after).metrics["loss"]
+    loss = compare_results(before, after).metrics["loss"]
     assert loss.low is not None
     assert loss.high is not None
     value, low, high = map(math.expm1, (loss.value, loss.low, loss.high))

@@ -111,7 +111,7 @@ def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], fl
 
     from preheat.core import Slot
     from preheat.engine.builder import build
-    from preheat.engine.step import gradients, update
+    from preheat.engine.step import accumulate_gradients, update
     from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.probe import probe
 
@@ -137,7 +137,7 @@ def profile(options: argparse.Namespace, folder: Path) -> tuple[Counter[str], fl
         for _ in range(count):
             batch, start = next(rows), time.process_time()
             with record_function("step"):
-                loss = gradients(model_build, batch)
+                loss = accumulate_gradients(model_build, batch)
                 with record_function("update"):
                     stats = update(model_build, job.lr)
                 torch.cat([(loss.total / loss.weight).float().reshape(1), stats]).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from preheat.hardware.probe import quick_half
+from preheat.hardware.probe import fastest_half_dtype
 
 __all__ = ["drawn", "settings"]
 
@@ -18,7 +18,7 @@ QUIET = ["evaluate={rows: 4}", "checkpoint={}", "sample={}"]
 def drawn(count: int, seed: int) -> Iterator[list[str]]:
     """`KEY=VALUE` settings on top of the recipe `demo`, for so many recipes; the same for the same seed, but that those in bf16 are in fp32 on a CPU that is slow
     in bf16, where a step would take minutes."""
-    draw, half = random.Random(seed), quick_half() == torch.bfloat16
+    draw, half = random.Random(seed), fastest_half_dtype() == torch.bfloat16
     while count:
         family = draw.choice(["llama", "llama", "qwen3", "gpt2"])
         width = draw.choice([128, 192, 256, 384, 512, 640])

@@ -16,11 +16,11 @@ from pathlib import Path
 from preheat import recipe as recipes
 from preheat.cli.options.subject import subject_of
 from preheat.core import STEP, Technique
-from preheat.hardware.catalogue import named_or_described
+from preheat.hardware.catalogue import resolve_accelerator
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
 from preheat.planning.plan_request import request_of
-from preheat.planning.search.candidates import Space, candidate_problems
+from preheat.planning.search.candidates import Space, find_candidate_problems
 from preheat.planning.search.cost_model import observe_layer
 from preheat.planning.search.search import _Search
 from preheat.planning.search.technique_combinations import Combination
@@ -62,18 +62,18 @@ def rows(space: Space) -> Iterator[str]:
         alone = techniques_of(
             f"efficient_attention: {{}}, mixed_precision: {{mode: bf16_weights}}, fused_operators: {{}}, {checkpointing}"
         )
-        kind = Combination(alone, observe_layer(space.single(alone)), frozenset())
+        kind = Combination(alone, observe_layer(space.to_single_device(alone)), frozenset())
         for layout, micros in LAYOUTS:
             added = techniques_of(layout)
             sizes = space.sizes(added)
             assert sizes is not None, "these layouts divide the devices"
             candidate = next(
                 c
-                for c in search._candidates_of(added, sizes, [kind])
+                for c in search._list_layout_candidates(added, sizes, [kind])
                 if (c.cuts.micro_batch_count() if c.cuts else 1) == micros
             )
-            request = space.having(candidate.added)
-            if candidate_problems(space, request):
+            request = space.add_techniques(candidate.added)
+            if find_candidate_problems(space, request):
                 continue
             observation = observe_cached(request, how="few")
             allocated = max(size for phase, size in observation.peak.items() if phase in STEP)
@@ -98,7 +98,7 @@ def main() -> None:
     batch = [f"batch.size={options.rows * options.devices}"]
     subject = subject_of(options.model, batch, method="full", length=None, batch_tokens=None, devices=options.devices)
     request = request_of(
-        subject.recipe, named_or_described(options.gpu), world=options.devices, per_host=8, count_rows=False
+        subject.recipe, resolve_accelerator(options.gpu), world=options.devices, per_host=8, count_rows=False
     )
     space = Space(replace(request, recipe=replace(request.recipe, techniques={})), "rounding")
     table = "\n".join(rows(space))

@@ -26,12 +26,12 @@ from preheat.core import Build
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.probe import probe
 from preheat.inference.load import load_model
 from preheat.models.moe import routers
-from preheat.planning.phases import fake_batch
+from preheat.planning.phases import build_fake_batch
 from preheat.recipe import Recipe, parse
 from preheat.training.loop import train
 
@@ -61,7 +61,7 @@ def prepared(experts: int, mode: str, rows: int, length: int) -> tuple[Build, An
     text = f"model: {sizes(experts, 4, 256)}\nbatch: {{size: {rows}, seq_len: {length}}}\nstop: {{max_steps: 1}}\ntechniques: {{efficient_attention: {{}}, chunked_loss: {{}}, mixed_precision: {{mode: {mode}}}}}"
     recipe = parse(text)
     model_build = build(recipe, vocabulary=512, device=probe("cpu"))
-    batch = fake_batch(recipe, rows)
+    batch = build_fake_batch(recipe, rows)
     batch.tokens.random_(512, generator=torch.Generator().manual_seed(0))
     batch.labels.copy_(batch.tokens.roll(-1, dims=1))
     return model_build, batch
@@ -72,7 +72,7 @@ def once(model_build: Build, batch: Any, way: str) -> float:
     model: Any = model_build.trained[0]
     model.config._experts_implementation = WAYS[way]
     begun = time.perf_counter()
-    gradients(model_build, [batch], 1e-4)
+    accumulate_gradients(model_build, [batch], 1e-4)
     update(model_build, 1e-4)
     return time.perf_counter() - begun
 

@@ -41,8 +41,8 @@ from _gpu import peers, records  # noqa: E402
 from _gpu.case import Case, Skip, Where, Wrong  # noqa: E402
 
 # Before `missing` has looked for what preheat needs: these import the standard library only.
-from preheat.hardware.child_processes import tethered  # noqa: E402
-from preheat.hardware.interrupts import Interrupted, raising  # noqa: E402
+from preheat.hardware.child_processes import wrap_in_parent_death  # noqa: E402
+from preheat.hardware.interrupts import Interrupted, raise_on_signal  # noqa: E402
 
 PARTS = ("correct", "memory", "ladder")
 NEEDED = {  # module -> the name that pip knows it by
@@ -153,7 +153,7 @@ class Process:
         ]
         self.process = subprocess.Popen(
             # Tethered, for a `kill -9` of this process; a session of its own, so that `end` reaches all of its processes.
-            tethered(command),
+            wrap_in_parent_death(command),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -419,7 +419,10 @@ def main() -> int:
         ):
             try:
                 # Closing the generator ends its process, also if the signal arrives outside of it.
-                with raising(), contextlib.closing(results(options.part, where, chosen, options.budget, log)) as done:
+                with (
+                    raise_on_signal(),
+                    contextlib.closing(results(options.part, where, chosen, options.budget, log)) as done,
+                ):
                     for result in done:
                         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                         rows.append(result | {"at": now, "code": code, "machine": device})

@@ -26,13 +26,13 @@ from typing import Any
 from preheat.cli.options.subject import Subject, subject_of
 from preheat.core import Numerics, Technique, registry
 from preheat.core.plan import Plan
-from preheat.hardware.catalogue import accelerator
+from preheat.hardware.catalogue import find_accelerator
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
-from preheat.planning.plan_request import hardware, request_of
-from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
-from preheat.planning.search.search import passes_for, search
-from preheat.planning.worker_pool import worker_pool
+from preheat.planning.plan_request import choose_hardware, request_of
+from preheat.planning.search.candidates import Space, describe_techniques, find_candidate_problems
+from preheat.planning.search.search import count_passes, search
+from preheat.planning.worker_pool import start_worker_pool
 
 LEAST = 0.7
 """Share of the best that a search must reach."""
@@ -101,14 +101,14 @@ def searched(case: Case, gpu: str, passes: int | None = None, allow: Numerics = 
     """What `preheat plan` chooses, and the seconds that it took."""
     request = request_of(
         case.subject().recipe,
-        accelerator(gpu),
+        find_accelerator(gpu),
         world=case.devices,
         per_host=case.devices,
         count_rows=False,
     )
     space = Space(request, allow)
     begun = time.perf_counter()
-    limit = passes or 2 * passes_for(case.devices)
+    limit = passes or 2 * count_passes(case.devices)
     best = search(space, passes=limit).best
     techniques = frozenset(best.recipe.techniques)
     return Choice(describe_techniques(best.added, best.micro), best.plan, techniques), time.perf_counter() - begun
@@ -139,20 +139,20 @@ def brute_force(
 ) -> dict[str, Choice]:
     """The best of all that is tried on each GPU. Each is observed once, and what was observed serves all GPUs."""
     recipe, kinds = case.subject().recipe, registry()
-    request = request_of(recipe, accelerator("H100"), world=case.devices, per_host=case.devices, count_rows=False)
+    request = request_of(recipe, find_accelerator("H100"), world=case.devices, per_host=case.devices, count_rows=False)
     space = Space(request, "rounding")
     best: dict[str, tuple[Choice, tuple[Technique, ...]]] = {}
 
     def attempt(settings: tuple[Technique, ...], more: tuple[Technique, ...], names: tuple[str, ...]) -> None:
-        candidate = space.having((*more, *settings))
-        if candidate_problems(space, candidate):
+        candidate = space.add_techniques((*more, *settings))
+        if find_candidate_problems(space, candidate):
             return
         began = time.perf_counter()
         seen = observe_cached(candidate, how="few")
         cut = math.prod(t.micro_batch_count() for t in settings)
         what = describe_techniques((*more, *settings), recipe.batch.size // case.devices // cut)
         for gpu in names:
-            device, rates, in_use = hardware(accelerator(gpu), candidate.recipe, case.devices)
+            device, rates, in_use = choose_hardware(find_accelerator(gpu), candidate.recipe, case.devices)
             plan = describe(replace(candidate, device=device, rates=rates, in_use=in_use), seen)
             if plan.fits and (gpu not in best or plan.tokens_per_second > best[gpu][0].speed):
                 best[gpu] = Choice(what, plan, frozenset(candidate.recipe.techniques)), settings
@@ -252,7 +252,7 @@ def main() -> None:
         left = [gpu for gpu in options.gpus if (case.name, gpu) not in rows]
         if not left or (options.models and case.model not in options.models):
             continue
-        with worker_pool(observe_for_others):
+        with start_worker_pool(observe_for_others):
             chosen = {}
             for gpu in left:
                 chosen[gpu] = searched(case, gpu)

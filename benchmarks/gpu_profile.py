@@ -56,7 +56,7 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
     from preheat.bench.worker import take_steps
     from preheat.engine import step as verbs
 
-    gradients, update = verbs.gradients, verbs.update
+    gradients, update = verbs.accumulate_gradients, verbs.update
     begun: dict[str, Any] = {"steps": 0}
 
     # Dry runs, whose tensors are fake, take steps too.
@@ -80,11 +80,11 @@ def profiled(text: str, steps: int) -> tuple[dict[str, Any], list[tuple[int, int
         begun["steps"] += not is_in_torch_dispatch_mode()
         return result
 
-    verbs.gradients, verbs.update = watched_gradients, watched_update  # type: ignore[assignment]
+    verbs.accumulate_gradients, verbs.update = watched_gradients, watched_update  # type: ignore[assignment]
     try:
         run = take_steps(TurnJob(text, steps + 1))
     finally:
-        verbs.gradients, verbs.update = gradients, update
+        verbs.accumulate_gradients, verbs.update = gradients, update
     events = begun["profile"].profiler.kineto_results.events()
     kernels = sorted((e.start_ns(), e.duration_ns(), e.name()) for e in events if "CUDA" in str(e.device_type()))
     timed = sorted(run.seconds[UNTIMED:steps])

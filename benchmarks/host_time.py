@@ -47,11 +47,11 @@ def main() -> None:
     from preheat.core import Batch, MaskSpec
     from preheat.engine.builder import build
     from preheat.engine.device import resolve_device
-    from preheat.engine.step import gradients, update
+    from preheat.engine.step import accumulate_gradients, update
     from preheat.hardware.benchmark_rates import calibrate
     from preheat.planning.dry_run import observe
     from preheat.planning.request import Request
-    from preheat.planning.speed.step_time import grids_of_step, step_seconds
+    from preheat.planning.speed.step_time import collect_grids, estimate_step_seconds
 
     torch.set_num_threads(1)
     rates = None
@@ -63,7 +63,7 @@ def main() -> None:
         device, _ = resolve_device(recipe)
         seen = observe(Request(recipe, device, vocabulary=96))
         if rates is None:
-            (grid,) = grids_of_step(seen, device, width=32, vocabulary=96)
+            (grid,) = collect_grids(seen, device, width=32, vocabulary=96)
             rates = calibrate(device, 1, grid=replace(grid, dtypes=("bf16", "fp32")))
             assert rates.host_operator is not None
             assert rates.host_custom is not None
@@ -72,13 +72,13 @@ def main() -> None:
         batch = Batch(tokens, tokens.clone(), positions, MaskSpec(), 32, (0, 1))
 
         def step(model_build=model_build, batch=batch) -> None:  # type: ignore[no-untyped-def]
-            loss = gradients(model_build, [batch], 1e-6)
+            loss = accumulate_gradients(model_build, [batch], 1e-6)
             torch.cat([loss.total.float().reshape(1), update(model_build, 1e-6)]).tolist()
 
         step()
         measured = quartile(step)
-        planned = step_seconds(seen, rates)
-        before = step_seconds(seen, replace(rates, host_operator=None, host_custom=None))
+        planned = estimate_step_seconds(seen, rates)
+        before = estimate_step_seconds(seen, replace(rates, host_operator=None, host_custom=None))
         operators = sum(seen.kernels.values())
         custom = sum(n for kernel, n in seen.kernels.items() if kernel.operator.startswith("preheat::"))
         name = f"{layers} layers{', ' if techniques else ''}{techniques}"

@@ -318,13 +318,13 @@ def words_of(length: int, options: argparse.Namespace) -> int:
 
 def lists_for(length: int, steps: int, options: argparse.Namespace, folder: Path) -> Path:
     """Words, template and lists of a run in rows of `length`, as many lists as all steps read, so that none is read twice: the rule is learnt, not the lists."""
-    from preheat.evaluation.needle import word_tokens
+    from preheat.evaluation.needle import find_word_tokens
 
     into = folder / f"lists-{length}"
     if (into / "words.jinja").is_file():  # which is written last
         return into
     into.mkdir(exist_ok=True)
-    words = word_tokens(vocabulary_of_words(into / "words", words_of(length, options)))
+    words = find_word_tokens(vocabulary_of_words(into / "words", words_of(length, options)))
     rng = np.random.default_rng(options.seed)
     sizes = pairs_in_order(
         length, round(1.03 * steps * max(length, options.rows * options.length)), rng, first=length == options.length
@@ -642,13 +642,13 @@ def planned(devices: int, length: int) -> dict[str, Any]:
         file = Path(name) / "far.yaml"
         file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         from preheat.errors import PreheatError
-        from preheat.hardware.catalogue import accelerator
+        from preheat.hardware.catalogue import find_accelerator
         from preheat.planning.plan import plan
         from preheat.planning.request import Request
         from preheat.planning.speed.roofline import Roofline
         from preheat.recipe import load
 
-        roofline = Roofline(accelerator("H100"), 8)
+        roofline = Roofline(find_accelerator("H100"), 8)
         try:
             prediction = plan(Request(load(file), roofline.as_device, world=devices, rates=roofline))
         except PreheatError as error:

@@ -27,17 +27,23 @@ from torch.nn.functional import cross_entropy
 
 from preheat.hardware import probe
 from preheat.hardware.cpu_allocator import install_heap
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits, liger_logits, torch_logits
+from preheat.ops.losses.cross_entropy import (
+    CrossEntropy,
+    sum_chunked_loss,
+    sum_full_loss,
+    sum_liger_loss,
+    sum_torch_loss,
+)
 
 ROWS, PIECES, WIDTHS = 2048, 32_000, (288, 768)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "plain": full_logits,
-    "ours 512": functools.partial(chunked_logits, rows=512),
-    "ours 256": functools.partial(chunked_logits, rows=256),
-    "torch 512": functools.partial(torch_logits, rows=512),
-    "torch 256": functools.partial(torch_logits, rows=256),
-    "liger": liger_logits,
+    "plain": sum_full_loss,
+    "ours 512": functools.partial(sum_chunked_loss, rows=512),
+    "ours 256": functools.partial(sum_chunked_loss, rows=256),
+    "torch 512": functools.partial(sum_torch_loss, rows=512),
+    "torch 256": functools.partial(sum_torch_loss, rows=256),
+    "liger": sum_liger_loss,
 }
 
 

@@ -34,8 +34,8 @@ from preheat.engine import checkpoint
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.hardware.probe import probe
-from preheat.models.conversions.slicing import counter, sizes_of
-from preheat.models.hf import plain_logits
+from preheat.models.conversions.slicing import build_parameter_counter, sizes_of
+from preheat.models.hf import compute_reference_logits
 from preheat.recipe import Model, Recipe, Stop
 from preheat.training.loop import train
 
@@ -77,7 +77,7 @@ def shape_for(name: str, model: Any, share: float, seed: int) -> Method:
     if name == "lottery":
         return found[name](parameters=share, seed=seed)  # type: ignore[call-arg]
     now, whole = sizes_of(model.config), model.num_parameters()
-    count = counter(model)
+    count = build_parameter_counter(model)
     if name == "depth":
         layers = max(n for n in range(1, now.layers + 1) if n == 1 or count(replace(now, layers=n)) <= share * whole)
         return found[name](layers=layers / now.layers)  # type: ignore[call-arg]
@@ -204,7 +204,11 @@ def main() -> None:
             model.save_pretrained(cut)
             prepared.tokenizer.save_pretrained(cut)
             again: Any = AutoModelForCausalLM.from_pretrained(cut, dtype=torch.float32)
-            off = float((plain_logits(again, calibration[0]) - plain_logits(model, calibration[0])).abs().max())
+            off = float(
+                (compute_reference_logits(again, calibration[0]) - compute_reference_logits(model, calibration[0]))
+                .abs()
+                .max()
+            )
             after = held_out(replace(recipe, model=Model(path=str(cut))), vocabulary, rows)
             folders.append(recovered(Model(path=str(cut)), name))
             end = held_out(replace(recipe, model=Model(path=str(folders[-1]))), vocabulary, rows)

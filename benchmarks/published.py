@@ -82,7 +82,7 @@ def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tup
     from dataclasses import replace
 
     from preheat.core import conflicts_of
-    from preheat.engine.builder import context_of
+    from preheat.engine.builder import build_context
     from preheat.models import hf
     from preheat.planning.layer_extrapolation import observe_few_layers
     from preheat.planning.plan import describe
@@ -93,7 +93,7 @@ def planned(row: Row, recipe: Any, roofline: Any, *, timed: bool = False) -> tup
     device = replace(roofline.as_device, expandable=segments_grow(row, recipe, roofline))
 
     def problems_of(chosen: Any) -> list[Any]:
-        return conflicts_of(chosen.techniques.values(), context_of(chosen, config, device))
+        return conflicts_of(chosen.techniques.values(), build_context(chosen, config, device))
 
     problems = problems_of(recipe)
     for name in ("", *LESS):
@@ -150,9 +150,9 @@ def layers_of(row: Row, *, timed: bool) -> Iterator[None]:
         if not (trainer.adds_in_place or compiled(row)):
             copies = timed and trainer.peft_layers
             layer = Cloned if copies and row["method"] == "qlora" else Linear
-            stack.enter_context(mock.patch.object(peft_layers, "added_linear", return_value=layer))
+            stack.enter_context(mock.patch.object(peft_layers, "added_linear_class", return_value=layer))
             if copies and row["method"] == "lora":
-                stack.enter_context(mock.patch.object(peft_layers, "under_autocast"))
+                stack.enter_context(mock.patch.object(peft_layers, "prevent_fp32_cast"))
         if timed and not trainer.autocasts:
             without = contextlib.nullcontext()
             stack.enter_context(mock.patch.object(mixed_precision, "autocast", return_value=without))
@@ -370,7 +370,7 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
     from dataclasses import replace
 
     from preheat.errors import RecipeError
-    from preheat.hardware.catalogue import Accelerator, accelerator, accelerators
+    from preheat.hardware.catalogue import Accelerator, accelerators, find_accelerator
     from preheat.planning.speed.roofline import Roofline
 
     try:
@@ -409,7 +409,7 @@ def roofline_of(name: str, gpus: Mapping[str, Row]) -> tuple[Any, bool]:
                 return Roofline(made), True
         if sized is None:
             raise
-        return Roofline(replace(accelerator("RTX-3090"), name=name, memory=int(sized[1]) * 2**30)), False
+        return Roofline(replace(find_accelerator("RTX-3090"), name=name, memory=int(sized[1]) * 2**30)), False
 
 
 def on_its_network(row: Row, roofline: Any) -> Any:

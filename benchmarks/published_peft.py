@@ -67,7 +67,7 @@ def planned(row: Mapping[str, str], tokens: int) -> Plan:
     rates = replace(Roofline.of(row["gpu"]), alone=True)
     request = Request(recipes.parse(json.dumps(values)), rates.as_device, rates=rates, in_use=0)
     with (
-        mock.patch.object(peft_layers, "added_linear", return_value=Linear),
+        mock.patch.object(peft_layers, "added_linear_class", return_value=Linear),
         mock.patch.object(mixed_precision, "autocast", return_value=contextlib.nullcontext()),
     ):
         return describe(request, observe_few_layers(request))

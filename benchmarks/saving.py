@@ -19,7 +19,7 @@ from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build
 from preheat.engine.device import resolve_device
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 
 RECIPE = """
 model: {num_layers: 6, hidden_size: 288, num_heads: 6, vocab_size: 32000, tie_embeddings: true}
@@ -42,7 +42,7 @@ def step(b: Build) -> None:
         weight=512,
         rows=(0, 1, 2, 3),
     )
-    gradients(b, [batch], 1e-3)
+    accumulate_gradients(b, [batch], 1e-3)
     float(update(b, 1e-3)[0])
 
 

@@ -27,15 +27,15 @@ from preheat.cli.options.subject import subject_of
 from preheat.core import Numerics, Technique
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import named_or_described
+from preheat.hardware.catalogue import resolve_accelerator
 from preheat.planning.observation_cache import observe_cached, observe_for_others
 from preheat.planning.plan import describe
 from preheat.planning.plan_request import request_of
 from preheat.planning.request import Request
-from preheat.planning.search.candidates import Space, candidate_problems, describe_techniques
+from preheat.planning.search.candidates import Space, describe_techniques, find_candidate_problems
 from preheat.planning.search.result import EvaluatedPlan
-from preheat.planning.search.search import passes_for, search
-from preheat.planning.worker_pool import worker_pool
+from preheat.planning.search.search import count_passes, search
+from preheat.planning.worker_pool import start_worker_pool
 
 MOST = 0.02
 """Largest improvement by a neighbour that passes."""
@@ -75,7 +75,7 @@ class Task:
             devices=self.devices,
         )
         per_host = self.count if self.nodes > 1 else min(self.devices, 8)
-        gpu = None if self.gpu is None else named_or_described(self.gpu)
+        gpu = None if self.gpu is None else resolve_accelerator(self.gpu)
         return request_of(subject.recipe, gpu, world=self.devices, per_host=per_host, count_rows=False)
 
 
@@ -140,7 +140,7 @@ def _text(t: Technique) -> str:
 
 def single_changes(space: Space, added: Mapping[str, Technique]) -> Iterator[Change]:
     """Yields every change of one technique of an answer, and every other layout that differs in two techniques."""
-    context = space.context(space.having(added.values()).recipe)
+    context = space.context(space.add_techniques(added.values()).recipe)
     for cls in space.searched():
         present = added.get(cls.name())
         if cls.last_resort and present is None:
@@ -148,10 +148,10 @@ def single_changes(space: Space, added: Mapping[str, Technique]) -> Iterator[Cha
         if present is not None:
             yield Change({cls.name(): None})
         for t in space.settings_of(cls).options(context):
-            if space.allowed(t) and t != present:
+            if space.is_allowed(t) and t != present:
                 yield Change({cls.name(): t})
     if space.world > 1:
-        shared = {cls.name() for cls in space.searched()} - {cls.name() for cls in space.on_one_device()}
+        shared = {cls.name() for cls in space.searched()} - {cls.name() for cls in space.single_device_techniques()}
         layout = {name: t for name, t in added.items() if name in shared and t.micro_batch_count() == 1}
         for other in space.layouts():
             named = {t.name(): t for t in other}
@@ -181,8 +181,8 @@ class Neighbourhood:
 
     def plan(self, added: Iterable[Technique], how: str = "few") -> Plan | None:
         """Returns the plan of the recipe with these techniques; None if they are refused."""
-        request = self.space.having(added)
-        if candidate_problems(self.space, request):
+        request = self.space.add_techniques(added)
+        if find_candidate_problems(self.space, request):
             return None
         try:
             return describe(request, observe_cached(request, how=how))
@@ -190,7 +190,7 @@ class Neighbourhood:
             return None
 
     def refused(self, *changes: Change) -> bool:
-        return bool(candidate_problems(self.space, self.space.having(changed(self.added, *changes))))
+        return bool(find_candidate_problems(self.space, self.space.add_techniques(changed(self.added, *changes))))
 
     def _speed(self, plan: Plan, added: Iterable[Technique]) -> float:
         return self.space.over_run(plan.tokens_per_second, added)
@@ -325,7 +325,7 @@ def check(task: Task, tell: Callable[[str], None]) -> dict[str, Any]:
     request = task.request()
     space = Space(request, task.allow)
     began = time.perf_counter()
-    result = search(space, passes=passes_for(task.devices))
+    result = search(space, passes=count_passes(task.devices))
     seconds = time.perf_counter() - began
     best = result.best
     tell(
@@ -348,7 +348,7 @@ def main() -> None:
     def tell(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
-    with worker_pool(observe_for_others):  # before the first dry run of this process
+    with start_worker_pool(observe_for_others):  # before the first dry run of this process
         for task in TASKS:
             asked = not options.tasks or any(part.lower() in task.name.lower() for part in options.tasks)
             if task.name in rows or not asked:

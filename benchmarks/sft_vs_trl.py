@@ -67,7 +67,7 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
     from preheat.data.loader import collate
     from preheat.data.packing import Rows, Tokens
     from preheat.engine.builder import build
-    from preheat.engine.step import gradients, update
+    from preheat.engine.step import accumulate_gradients, update
     from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.probe import probe
 
@@ -84,7 +84,7 @@ def ours(name: str, folder: Path, examples: list[tuple[list[int], int]], steps: 
         ids = np.array([n for row, _ in mine for n in row], np.uint16)
         marks = np.array([n for row, start in mine for n in (*[0] * start, *[1] * (len(row) - start))], np.uint8)
         packed = Rows(Tokens(ids, np.cumsum([len(row) for row, _ in mine]), marks), LENGTH, "whole")
-        loss = gradients(made, [collate([(n, packed.row(n)) for n in range(len(packed))])])
+        loss = accumulate_gradients(made, [collate([(n, packed.row(n)) for n in range(len(packed))])])
         stats = update(made, LR)
         losses.append(float(loss.total / loss.weight))
         assert stats[1] > 0, "gradients are not finite"

@@ -22,9 +22,9 @@ import torch
 
 from preheat.hardware.probe import probe
 from preheat.inference.load import load_draft_model, load_model
-from preheat.models.generation.detokenizer import alike
+from preheat.models.generation.detokenizer import common_prefix_length
 from preheat.models.generation.generate import Timed, generate
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.recipe import Sample
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -53,8 +53,8 @@ def prompts_of(text: str, tokenizer: Any, count: int, length: int) -> list[list[
 
 def tie(model: Any, prompt: list[int], plain: list[int], other: list[int]) -> float:
     """How far apart the two tokens' logits are where the texts part, in steps of the dtype."""
-    at = alike(plain, other)
-    logits = plain_logits(model, torch.tensor([[*prompt, *plain[:at]]]))[0, -1]
+    at = common_prefix_length(plain, other)
+    logits = compute_reference_logits(model, torch.tensor([[*prompt, *plain[:at]]]))[0, -1]
     a, b = float(logits[plain[at]]), float(logits[other[at]])
     return abs(a - b) / (max(abs(a), abs(b)) * torch.finfo(next(model.parameters()).dtype).eps)
 

@@ -23,7 +23,7 @@ from preheat import recipe as recipes
 from preheat.data.loader import collate
 from preheat.data.packing import Rows, Tokens
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.hardware.probe import probe
 
 LENGTH, PAIRS, LR = 256, 4, 5e-4  # tokens of prompt and answer at most; pairs (or answers) a step
@@ -69,7 +69,7 @@ def ours(model: Path, rows: list[Row], techniques: str, steps: int) -> tuple[lis
     for step in range(steps):
         packed = Rows(tokens(rows[step * PAIRS : (step + 1) * PAIRS], paired=paired), 2 * LENGTH, "whole")
         batch = collate([(n, packed.row(n)) for n in range(len(packed))])
-        loss = gradients(made, [batch])
+        loss = accumulate_gradients(made, [batch])
         losses.append(float(loss.total / loss.weight))
         update(made, LR)
     return losses, first

@@ -101,7 +101,7 @@ def work(folder: Path, turns: int) -> None:
     from preheat import recipe as recipes
     from preheat.core import Batch, MaskSpec
     from preheat.engine.builder import build
-    from preheat.engine.step import gradients, update
+    from preheat.engine.step import accumulate_gradients, update
     from preheat.hardware.cpu_allocator import install_heap
     from preheat.hardware.probe import probe
     from preheat.models.hf import configure
@@ -127,7 +127,7 @@ def work(folder: Path, turns: int) -> None:
 
     def by_preheat() -> float:
         batch = Batch(tokens, labels, positions, MaskSpec(), 2 * rows * (length - 1), tuple(range(rows)))
-        loss = gradients(ours, [batch])
+        loss = accumulate_gradients(ours, [batch])
         stats = update(ours, 1e-3)
         mean, *_ = torch.cat([(loss.total / loss.weight).float().reshape(1), stats]).tolist()
         return mean

@@ -16,7 +16,7 @@ import yaml
 
 from preheat.core import Technique, registry
 from preheat.models.presets import PRESETS, needs
-from preheat.recipe import Recipe, field_docs, json_schema
+from preheat.recipe import Recipe, build_json_schema, field_docs
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -321,7 +321,7 @@ def main(sources: Path = BUILD, target: Path = ROOT / "site") -> None:
         "recipe.md": recipe_page(),
         "ablation.md": ablation_page(),
         "evidence.md": evidence_page(),
-        "recipe.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+        "recipe.schema.json": json.dumps(build_json_schema(), indent=1) + "\n",
     }
     for name, text in pages.items():
         path = sources / name

@@ -17,7 +17,7 @@ __all__ = ["add_lora", "checkpoint_layers", "load_recipe", "plan", "train"]
 
 # For type checkers and editors, which do not follow `__getattr__`.
 if TYPE_CHECKING:
-    from preheat.planning.plan_request import plan_here as plan
+    from preheat.planning.plan_request import plan_on_this_machine as plan
     from preheat.recipe import load as load_recipe
     from preheat.techniques.activation_checkpointing import checkpoint_layers
     from preheat.techniques.lora import add_lora

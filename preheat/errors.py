@@ -9,7 +9,7 @@
 Any other exception is a bug in preheat and keeps its traceback.
 """
 
-__all__ = ["DataError", "DoesNotFit", "PreheatError", "RecipeError", "RunError", "SettingError", "nearest"]
+__all__ = ["DataError", "DoesNotFit", "PreheatError", "RecipeError", "RunError", "SettingError", "suggest_nearest"]
 
 
 class PreheatError(ValueError):
@@ -54,7 +54,7 @@ class SettingError(ValueError):
         self.setting = setting
 
 
-def nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:
+def suggest_nearest(word: str, known: "list[str] | tuple[str, ...]") -> str:
     """Returns "did you mean ...?" with the known word closest to `word`, or a list of known words if none is close."""
     import difflib
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from preheat.core.json_types import INLINE, OMITTED, Record
 from preheat.errors import RunError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -33,8 +33,8 @@ __all__ = [
     "read_record",
     "read_value",
     "require_overwritable",
-    "schema_of",
-    "strict",
+    "build_schema",
+    "to_plain_data",
     "to_json",
     "write_atomic",
     "write_generated",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def strict(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Returns plain data: records as dicts, and None in place of NaN and infinities, which JSON cannot express.
 
     Example:
@@ -50,40 +50,40 @@ def strict(value: Any) -> Any:
         {'loss': None, 'steps': [1, 2]}
     """
     if isinstance(value, Mapping):
-        return {str(k): strict(v) for k, v in value.items()}
+        return {str(k): to_plain_data(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(v) for v in value]
+        return [to_plain_data(v) for v in value]
     if isinstance(value, Record):
-        return _strict_record(value)
+        return _record_to_dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: strict(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _strict_record(record: Record) -> dict[str, Any]:
+def _record_to_dict(record: Record) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, marks in record.marks().items():
         content = getattr(record, name)
         if INLINE in marks:
-            values |= strict(content)
+            values |= to_plain_data(content)
         elif content is not None or OMITTED not in marks:
-            values[name] = strict(content)
+            values[name] = to_plain_data(content)
     return values
 
 
 def to_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Returns the JSON text of `strict` data. All of preheat writes JSON through this function.
+    """Returns the JSON text of `to_plain_data` data. All of preheat writes JSON through this function.
 
     Example:
         >>> to_json({"loss": float("inf"), "name": "ä"})
         '{"loss": null, "name": "ä"}'
     """
-    # `strict` has removed what JSON cannot express; allow_nan=False turns a gap in it into an error.
-    text = json.dumps(strict(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
+    # `to_plain_data` has removed what JSON cannot express; allow_nan=False turns a gap in it into an error.
+    text = json.dumps(to_plain_data(value), indent=indent, ensure_ascii=False, allow_nan=False, default=default)
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold
-        return json.dumps(strict(value), indent=indent, allow_nan=False, default=default)
+        return json.dumps(to_plain_data(value), indent=indent, allow_nan=False, default=default)
     return text
 
 
@@ -119,7 +119,7 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = json.loads(text, object_pairs_hook=_object if once else None)
+        value = json.loads(text, object_pairs_hook=_parse_object if once else None)
     # A BadJson is a ValueError too: without this clause, the last one would replace its message.
     except BadJson:
         raise
@@ -132,22 +132,22 @@ def read_value(text: str | bytes, *, once: bool = False) -> Any:
     except ValueError:  # Python's limit on the digits of an integer
         raise BadJson("holds a number of thousands of digits, which no reader accepts; write it as text") from None
     # A cheap upper bound first: brackets within strings count too, so only a high count calls for the exact check.
-    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+    if text.count("[") + text.count("{") > DEEPEST and _is_too_deep(value):
         raise BadJson(f"JSON nested too deeply, more than {DEEPEST} levels; flatten it")
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     # Fewer fields than pairs: a name occurs twice, and the dict has its last value.
     if len(fields) < len(pairs):
         names = Counter(name for name, _ in pairs)
         duplicate = next(name for name, count in names.items() if count > 1)
-        raise BadJson(f"names the field {quoted(duplicate, 40)} twice; leave one of the two out")
+        raise BadJson(f"names the field {quote_value(duplicate, 40)} twice; leave one of the two out")
     return fields
 
 
-def _deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     """Checks, without recursion, if a value is nested deeper than `DEEPEST`."""
     # One level after the other: a recursive check would fail on the very values that it looks for.
     level = [value]
@@ -171,14 +171,14 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         BadJson: as `read_value`, or a number is out of range.
     """
-    return _bounded(read_value(text))
+    return _limit_depth(read_value(text))
 
 
-def _bounded(value: Any) -> Any:
+def _limit_depth(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _bounded(v) for key, v in value.items()}
+        return {key: _limit_depth(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [_bounded(v) for v in value]
+        return [_limit_depth(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
@@ -206,11 +206,11 @@ def read_record(kind: type[_Record], value: object) -> _Record:
     from pydantic import ValidationError
 
     try:
-        return _validated(kind, value)
+        return _validate_record(kind, value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise BadJson(f"{place + ': ' if place else ''}{quoted(first['input'], 40)}: {first['msg']}") from None
+        raise BadJson(f"{place + ': ' if place else ''}{quote_value(first['input'], 40)}: {first['msg']}") from None
 
 
 def read_intact(kind: type[_Record], values: Mapping[str, object]) -> tuple[_Record, list[str]]:
@@ -228,23 +228,23 @@ def read_intact(kind: type[_Record], values: Mapping[str, object]) -> tuple[_Rec
     from pydantic import ValidationError
 
     try:
-        return _validated(kind, values), []
+        return _validate_record(kind, values), []
     except ValidationError as error:
         places = {problem["loc"][0] for problem in error.errors(include_url=False, include_input=False)}
     invalid = [key for key in values if key in places]
-    return _validated(kind, {key: value for key, value in values.items() if key not in places}), invalid
+    return _validate_record(kind, {key: value for key, value in values.items() if key not in places}), invalid
 
 
-def _validated(kind: type[_Record], value: object) -> _Record:
+def _validate_record(kind: type[_Record], value: object) -> _Record:
     text = json.dumps(value, ensure_ascii=False)
     try:
         encoded = text.encode()
     except UnicodeEncodeError:  # names of files may hold lone surrogates, which UTF-8 has not
         encoded = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
-    return cast(_Record, _adapter(kind).validate_json(encoded, strict=True))  # type: ignore[arg-type]
+    return cast(_Record, _build_adapter(kind).validate_json(encoded, strict=True))  # type: ignore[arg-type]
 
 
-def schema_of(kind: type) -> dict[str, Any]:
+def build_schema(kind: type) -> dict[str, Any]:
     """Returns the JSON schema of a record as `to_json` writes it, with the descriptions of its docstring.
 
     Example:
@@ -263,17 +263,17 @@ def schema_of(kind: type) -> dict[str, Any]:
             hints = typing.get_type_hints(record)
             for field in dataclasses.fields(record):
                 if not field.init:
-                    values["properties"][field.name] = _adapter(hints[field.name]).json_schema()
-            for name, text in _descriptions(record).items():
+                    values["properties"][field.name] = _build_adapter(hints[field.name]).json_schema()
+            for name, text in _parse_descriptions(record).items():
                 if name in values["properties"]:
                     values["properties"][name]["description"] = text
             values["required"] = [*values["properties"]]
             return values
 
-    return _adapter(kind).json_schema(mode="serialization", schema_generator=WithComputed)
+    return _build_adapter(kind).json_schema(mode="serialization", schema_generator=WithComputed)
 
 
-def _descriptions(record: type) -> dict[str, str]:
+def _parse_descriptions(record: type) -> dict[str, str]:
     """Returns the descriptions in the section "Attributes" of a docstring."""
     _, _, section = (inspect.getdoc(record) or "").partition("Attributes:\n")
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {5,}.*)*)", section.partition("\n\n")[0], re.M)
@@ -281,7 +281,7 @@ def _descriptions(record: type) -> dict[str, str]:
 
 
 @functools.cache
-def _adapter(kind: Hashable) -> TypeAdapter[object]:
+def _build_adapter(kind: Hashable) -> TypeAdapter[object]:
     import pydantic
 
     return pydantic.TypeAdapter(kind)  # type: ignore[arg-type]
@@ -367,12 +367,12 @@ def write_generated(path: str | Path, text: str, mark: str) -> Path:
     if path.is_file() and (old := path.read_text(encoding="utf-8", errors="replace")):
         header = re.match(rf"(#![^\n]*\n)?{re.escape(mark)}(?: \((\w+)\))?\n", old)
         # Another hash than that of the text below it: somebody has edited the file.
-        if header and header[2] and header[2] != _digest(old[header.end() :]):
+        if header and header[2] and header[2] != _compute_digest(old[header.end() :]):
             raise RunError(f"{path}: was edited since preheat wrote it; name another file, or remove this one")
-    return write_user_file(path, f"{shebang or ''}{mark} ({_digest(body)})\n{body}")
+    return write_user_file(path, f"{shebang or ''}{mark} ({_compute_digest(body)})\n{body}")
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preheat.errors import RecipeError
 from preheat.files import BadJson, read_value
-from preheat.sanitize import clean, quoted, shorten
+from preheat.sanitize import escape_control_characters, quote_value, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,19 +26,19 @@ __all__ = [
     "INDEX",
     "WEIGHTS",
     "Weights",
-    "beginning",
-    "fault",
-    "finite",
-    "listed",
-    "missing_weights",
-    "model_stops",
+    "beginning_tokens",
+    "describe_fault",
+    "check_finite",
+    "format_names",
+    "describe_missing_weights",
+    "find_stop_tokens",
     "open_tensors",
     "quantization_of",
-    "quiet",
+    "silence_transformers",
     "read_object",
-    "repository_file",
-    "vocabulary_size",
-    "weight_files",
+    "find_repository_file",
+    "count_embedding_rows",
+    "find_weight_files",
 ]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,7 +66,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
-def fault(error: BaseException, limit: int = 240) -> str:
+def describe_fault(error: BaseException, limit: int = 240) -> str:
     """Returns a library's error as one line, with the exception's type if the message alone is unclear.
 
     Example:
@@ -90,7 +90,7 @@ def fault(error: BaseException, limit: int = 240) -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silences transformers' warnings within the block; our own messages cover them."""
     from transformers.utils import logging
 
@@ -102,7 +102,7 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def beginning_tokens(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Returns [beginning-of-text token] if a fast tokenizer's own rules prepend one, as in training; else [].
 
     Example:
@@ -119,7 +119,7 @@ def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return firsts[0] if firsts[0] == [tokenizer.bos_token_id] != firsts[1] else []
 
 
-def repository_file(name: str, file: str) -> Path | None:
+def find_repository_file(name: str, file: str) -> Path | None:
     """Returns a file of a folder or of a hub repository, which is downloaded; None without such a file.
 
     Args:
@@ -137,11 +137,13 @@ def repository_file(name: str, file: str) -> Path | None:
         # None rather than an error, so that callers can name the missing file.
         cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
-        raise RecipeError(f"data.tokenizer: {file} of {quoted(name)} cannot be read: {fault(error, 200)}") from None
+        raise RecipeError(
+            f"data.tokenizer: {file} of {quote_value(name)} cannot be read: {describe_fault(error, 200)}"
+        ) from None
     return Path(cached) if cached else None
 
 
-def model_stops(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+def find_stop_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """Returns the tokens at which generation stops by the settings of the model that a tokenizer was loaded with.
 
     These are in generation_config.json, or in config.json without it. A tokenizer that was trained here has none.
@@ -151,20 +153,21 @@ def model_stops(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """
     name = tokenizer.name_or_path
     for file in ("generation_config.json", "config.json"):
-        if name and (found := repository_file(name, file)):
+        if name and (found := find_repository_file(name, file)):
             value = read_object(found, "data.tokenizer").get("eos_token_id")
             ids = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(n) is int and n >= 0 for n in ids):
                 raise RecipeError(
-                    f"data.tokenizer: {found}: eos_token_id is {quoted(value)}, not a token ID; fix it or remove it"
+                    f"data.tokenizer: {found}: eos_token_id is {quote_value(value)}, not a token ID; fix it or "
+                    "remove it"
                 )
             # A tokenizer with fewer tokens than the model lacks some of them.
-            tokens = tokenizer.convert_ids_to_tokens([n for n in ids if n < vocabulary_size(tokenizer)])
+            tokens = tokenizer.convert_ids_to_tokens([n for n in ids if n < count_embedding_rows(tokenizer)])
             return tuple(token for token in tokens if token is not None)
     return ()
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+def count_embedding_rows(tokenizer: PreTrainedTokenizerFast) -> int:
     """Returns the number of embedding rows that the tokens need: the largest id + 1.
 
     `len(tokenizer)` counts the tokens, which are fewer if the ids have gaps.
@@ -172,7 +175,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Returns the first three names and the number of the others.
 
     Example:
@@ -193,15 +196,16 @@ def read_object(file: Path, knob: str) -> dict[str, Any]:
     try:
         value = read_value(file.read_bytes())
     except OSError as error:
-        raise RecipeError(f"{knob}: {clean(file)}: cannot be read ({error.strerror})") from None
+        raise RecipeError(f"{knob}: {escape_control_characters(file)}: cannot be read ({error.strerror})") from None
     except BadJson as error:
         line = f", line {error.line:,}" if error.line else ""
         raise RecipeError(
-            f"{knob}: {clean(file)}: is not JSON ({error.message}{line}); restore the model's own"
+            f"{knob}: {escape_control_characters(file)}: is not JSON ({error.message}{line}); restore the model's own"
         ) from None
     if not isinstance(value, dict):
         raise RecipeError(
-            f"{knob}: {clean(file)}: holds {quoted(value, 60)}, not a JSON object; restore the model's own"
+            f"{knob}: {escape_control_characters(file)}: holds {quote_value(value, 60)}, not a JSON object; restore "
+            "the model's own"
         )
     return value
 
@@ -232,7 +236,7 @@ class Weights(NamedTuple):
     notes: list[str]
 
 
-def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
+def find_weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     """Returns the weight files that transformers reads: `model.safetensors`, else the shards of its index.
 
     Args:
@@ -250,10 +254,10 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
             f"and write it again by save_pretrained, which makes {WEIGHTS}"
         )
     if stated is not None:
-        main = _inside(folder, stated, f"{knob}: {folder / 'config.json'}: transformers_weights")
+        main = _resolve_inside(folder, stated, f"{knob}: {folder / 'config.json'}: transformers_weights")
         if not main.is_file() or not main.name.endswith((".safetensors", ".safetensors.index.json")):
             raise RecipeError(
-                f"{knob}: {folder / 'config.json'} names {quoted(stated)} as transformers_weights, which is not a "
+                f"{knob}: {folder / 'config.json'} names {quote_value(stated)} as transformers_weights, which is not a "
                 "safetensors file of the folder"
             )
     elif (folder / WEIGHTS).is_file():
@@ -261,15 +265,15 @@ def weight_files(folder: Path, knob: str, *, stated: Any = None) -> Weights:
     elif (folder / INDEX).is_file():
         main = folder / INDEX
     else:
-        raise RecipeError(f"{knob}: {folder} {_lacking(folder, present)}")
-    files = _shards(folder, main, knob) if main.name.endswith(".json") else [main]
+        raise RecipeError(f"{knob}: {folder} {_describe_missing(folder, present)}")
+    files = _list_shards(folder, main, knob) if main.name.endswith(".json") else [main]
     # Many published folders also have the same weights in Mistral's own layout (consolidated*.safetensors).
     unread = [name for name in present if folder / name not in files and not name.startswith("consolidated")]
-    notes = [f"{folder}: {listed(unread)} not read; transformers reads {main.name}"] if unread else []
+    notes = [f"{folder}: {format_names(unread)} not read; transformers reads {main.name}"] if unread else []
     return Weights(files, notes)
 
 
-def missing_weights(folder: Path) -> str:
+def describe_missing_weights(folder: Path) -> str:
     """Returns the weights that a download has not brought into a folder, as part of a sentence; "" if all are there."""
     if not any(folder.glob("*.safetensors")):
         return "its weights"
@@ -277,36 +281,36 @@ def missing_weights(folder: Path) -> str:
         return ""
     places = read_object(folder / INDEX, "model.path").get("weight_map")
     names = set(places.values()) if isinstance(places, dict) else set()
-    return listed(sorted(str(name) for name in names if not (folder / str(name)).is_file()))
+    return format_names(sorted(str(name) for name in names if not (folder / str(name)).is_file()))
 
 
-def _inside(folder: Path, name: Any, what: str) -> Path:
+def _resolve_inside(folder: Path, name: Any, what: str) -> Path:
     """Returns the path of a file that the folder's settings name; it must lie inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise RecipeError(f"{what} names {quoted(name)}, which is not a file name")
+        raise RecipeError(f"{what} names {quote_value(name)}, which is not a file name")
     # abspath rather than resolve: the hub's cache holds links, whose targets are outside of the folder.
     file, root = Path(os.path.abspath(folder / name)), Path(os.path.abspath(folder))
     if root not in file.parents:
-        raise RecipeError(f"{what} names {quoted(name)}, which is outside the folder and is not read")
+        raise RecipeError(f"{what} names {quote_value(name)}, which is outside the folder and is not read")
     return folder / name
 
 
-def _shards(folder: Path, index: Path, knob: str) -> list[Path]:
+def _list_shards(folder: Path, index: Path, knob: str) -> list[Path]:
     places = read_object(index, knob).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise RecipeError(f"{knob}: {index} has no weight_map that maps tensors to files; restore the model's own")
     # Each shard once, though it holds many tensors.
-    files = sorted({_inside(folder, name, f"{knob}: {index}") for name in places.values()})
+    files = sorted({_resolve_inside(folder, name, f"{knob}: {index}") for name in places.values()})
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise RecipeError(
-            f"{knob}: {index} names {listed(absent)}, not in the folder ({len(absent)} of {len(files)} "
+            f"{knob}: {index} names {format_names(absent)}, not in the folder ({len(absent)} of {len(files)} "
             "files); download the rest"
         )
     return files
 
 
-def _lacking(folder: Path, present: list[str]) -> str:
+def _describe_missing(folder: Path, present: list[str]) -> str:
     """Explains why transformers finds no weights in a folder, and what to do."""
     if variant := next((name for name in present if re.fullmatch(r"model\.[\w-]+\.safetensors", name)), None):
         return (
@@ -315,7 +319,8 @@ def _lacking(folder: Path, present: list[str]) -> str:
         )
     if present:
         return (
-            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {listed(present)}; rename the file, or "
+            f"has neither {WEIGHTS} nor {INDEX}, which transformers reads, but {format_names(present)}; rename the "
+            "file, or "
             "restore the index (or set model.weights: random)"
         )
     others = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
@@ -340,13 +345,13 @@ def open_tensors(file: Path, knob: str) -> Any:
         return safe_open(str(file), framework="pt")
     except SafetensorError as error:
         raise RecipeError(
-            f"{knob}: {file}: not a complete safetensors file ({fault(error, 160)}); download it again"
+            f"{knob}: {file}: not a complete safetensors file ({describe_fault(error, 160)}); download it again"
         ) from None
     except OSError as error:
-        raise RecipeError(f"{knob}: {file}: cannot be read ({fault(error, 160)})") from None
+        raise RecipeError(f"{knob}: {file}: cannot be read ({describe_fault(error, 160)})") from None
 
 
-def finite(value: Tensor, name: str, file: Path, knob: str, *, limit: bool = False) -> Tensor:
+def check_finite(value: Tensor, name: str, file: Path, knob: str, *, limit: bool = False) -> Tensor:
     """Returns the tensor after checking that all of its values are finite.
 
     Args:

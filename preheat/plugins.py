@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from preheat.errors import RecipeError
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 __all__ = ["IMPORT_ERRORS", "add", "load"]
 
@@ -42,6 +42,7 @@ def load() -> None:
             importlib.import_module(name)
         except IMPORT_ERRORS as error:
             raise RecipeError(
-                f"--plugin {quoted(name)}: cannot be imported ({type(error).__name__}: {shorten(str(error), 200)}); "
+                f"--plugin {quote_value(name)}: cannot be imported ({type(error).__name__}: "
+                f"{shorten(str(error), 200)}); "
                 "name a module of this folder or an installed one, such as my_plugin for my_plugin.py"
             ) from error

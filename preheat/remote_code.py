@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from preheat.errors import RecipeError
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
-__all__ = ["OPTION", "VARIABLE", "allowed", "consent", "may_run", "names_of_code", "trusting"]
+__all__ = ["OPTION", "VARIABLE", "is_allowed", "preserve_consent", "may_run", "find_code_classes", "trust_remote_code"]
 
 OPTION = "--trust-remote-code"
 VARIABLE = "PREHEAT_TRUST_REMOTE_CODE"
@@ -25,13 +25,13 @@ VARIABLE = "PREHEAT_TRUST_REMOTE_CODE"
 _consent: ContextVar[bool] = ContextVar("consent", default=False)
 
 
-def allowed() -> bool:
+def is_allowed() -> bool:
     """Returns True if the user of this command or the caller allowed code from model folders to run."""
     return _consent.get() or os.environ.get(VARIABLE) == "1"
 
 
 @contextlib.contextmanager
-def consent() -> Iterator[None]:
+def preserve_consent() -> Iterator[None]:
     """Restores the consent of this process and of its environment when the block ends, whatever was set within it."""
     # `set` returns the token by which the former value is restored.
     before, mark = os.environ.get(VARIABLE), _consent.set(False)
@@ -46,7 +46,7 @@ def consent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trusting(given: bool) -> Iterator[None]:
+def trust_remote_code(given: bool) -> Iterator[None]:
     """Allows code from model folders within the block if `given`, or if it was allowed before.
 
     Example:
@@ -62,7 +62,7 @@ def trusting(given: bool) -> Iterator[None]:
         _consent.reset(mark)
 
 
-def names_of_code(settings: Mapping[str, Any]) -> list[str]:
+def find_code_classes(settings: Mapping[str, Any]) -> list[str]:
     """Returns the classes that a configuration (config.json, tokenizer_config.json) loads from the folder's own code.
 
     Example:
@@ -84,10 +84,10 @@ def may_run(knob: str, folder: str, code: list[str]) -> bool:
     Raises:
         RecipeError: the code was not allowed.
     """
-    if code and not allowed():
+    if code and not is_allowed():
         more = f" and {len(code) - 1} more" if len(code) > 1 else ""
         raise RecipeError(
-            f"{knob}: {shorten(folder, 200)} wants to run its own code ({quoted(code[0])}{more}), which a "
+            f"{knob}: {shorten(folder, 200)} wants to run its own code ({quote_value(code[0])}{more}), which a "
             "recipe or a folder cannot "
             f"allow; read that code and add {OPTION} (in Python: trust_remote_code=True) if you trust its author"
         )

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["clean", "has_secret", "mask_secrets", "memory", "percent", "quoted", "shorten", "three_digits"]
+__all__ = [
+    "escape_control_characters",
+    "has_secret",
+    "mask_secrets",
+    "format_memory",
+    "format_percent",
+    "quote_value",
+    "shorten",
+    "format_three_digits",
+]
 
 # Unsafe in a page or a terminal: control characters, direction overrides (they reorder the text behind them), and
 # lone surrogates.
@@ -41,7 +50,7 @@ def mask_secrets(text: str) -> str:
     return _SECRETS.sub("***", text)
 
 
-def clean(text: Any) -> str:
+def escape_control_characters(text: Any) -> str:
     """Returns the text with control characters replaced by visible ones (from U+2400); line feeds and tabs stay.
 
     Example:
@@ -49,15 +58,15 @@ def clean(text: Any) -> str:
         'a␛[31mb'
     """
 
-    def visible(match: re.Match[str]) -> str:
+    def make_visible(match: re.Match[str]) -> str:
         code = ord(match.group())
         # U+2400 to U+241F picture the ASCII control characters, U+2421 DEL.
         return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
-    return _CONTROLS.sub(visible, str(text).replace("\r\n", "\n"))
+    return _CONTROLS.sub(make_visible, str(text).replace("\r\n", "\n"))
 
 
-def memory(gib: float) -> str:
+def format_memory(gib: float) -> str:
     """Returns an amount of memory in GiB, or below 1 GiB in MiB.
 
     Example:
@@ -67,7 +76,7 @@ def memory(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Returns a fraction as a percentage.
 
     Example:
@@ -77,7 +86,7 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
-def three_digits(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """Returns a number with three significant digits, without an exponent from 0.0001 on.
 
     Example:
@@ -97,13 +106,13 @@ def shorten(text: str, limit: int = 80) -> str:
     # Only the ends are cleaned: the text may be a hundred megabytes long.
     if len(text) > 4 * limit:
         text = text[: 2 * limit] + "…" + text[-2 * limit :]
-    text = mask_secrets(" ".join(clean(text).split()))
+    text = mask_secrets(" ".join(escape_control_characters(text).split()))
     # Half of what remains for both ends.
     half = (limit - 1) // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
 
 
-def quoted(value: Any, limit: int = 80) -> str:
+def quote_value(value: Any, limit: int = 80) -> str:
     """Returns the shortened `repr` of a foreign value, for error messages. Never raises.
 
     Example:

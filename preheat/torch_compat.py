@@ -24,13 +24,13 @@ __all__ = [
     "all_gather_single",
     "export_options",
     "fake_device",
-    "fsdp_groups",
+    "find_fsdp_groups",
     "has_expandable_segments",
     "linear_cross_entropy",
-    "missing_linear_cross_entropy",
-    "missing_integer_shards",
+    "why_no_linear_cross_entropy",
+    "why_no_integer_shards",
     "reduce_scatter_single",
-    "unsharded_like",
+    "allocate_unsharded",
 ]
 
 # `torch.__version__` compares itself with texts by version: 2.9 is older than 2.11, 2.13.0a0 older than 2.13.
@@ -70,7 +70,7 @@ def has_expandable_segments() -> bool:
     return bool(torch._C._cuda_memorySnapshot(None)["allocator_settings"]["expandable_segments"])
 
 
-def missing_linear_cross_entropy() -> str:
+def why_no_linear_cross_entropy() -> str:
     """Returns why `linear_cross_entropy` cannot be called, and the fix; "" if it can."""
     if _IS_2_13:
         return ""
@@ -90,7 +90,7 @@ def linear_cross_entropy(
         ignore_index: label of rows that do not count.
         rows: rows of logits that are computed at once.
     """
-    assert not missing_linear_cross_entropy()
+    assert not why_no_linear_cross_entropy()
     # By default torch does not chunk, so the chunk size is explicit.
     options = torch.nn.LinearCrossEntropyOptions(  # type: ignore[attr-defined]
         batch_chunk_size=rows, chunking_method=None
@@ -101,13 +101,13 @@ def linear_cross_entropy(
     return loss
 
 
-def missing_integer_shards() -> str:
+def why_no_integer_shards() -> str:
     """Returns why FSDP cannot shard integer weights, and the fix; "" if it can."""
     # 2.11 makes each shard trainable first, which fails for integers, and casts them to the dtype of gathers.
     return "" if _IS_2_12 else f"torch {torch.__version__} cannot shard integer weights; use torch 2.12 or newer"
 
 
-def fsdp_groups(state: Any) -> list[Any]:
+def find_fsdp_groups(state: Any) -> list[Any]:
     """Returns the parameter groups of a module's FSDP state; 2.11 has at most one."""
     if _IS_2_12:
         groups: list[Any] = state._fsdp_param_groups
@@ -115,7 +115,7 @@ def fsdp_groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def unsharded_like(parameter: Any, full: Tensor) -> Tensor:
+def allocate_unsharded(parameter: Any, full: Tensor) -> Tensor:
     """Returns a local tensor of a gathered weight's shape as FSDP hands it to modules: a DTensor if the weight was one.
 
     Args:

@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = str(item.callspec.params).replace("'", "") if hasattr(item, "callspec") else ""
         if "kernel: torch" in parameters:
-            from preheat.torch_compat import missing_linear_cross_entropy as missing
+            from preheat.torch_compat import why_no_linear_cross_entropy as missing
         elif "fsdp: " in parameters and "nf4: " in parameters:
-            from preheat.torch_compat import missing_integer_shards as missing
+            from preheat.torch_compat import why_no_integer_shards as missing
         else:
             continue
         if reason := missing():
@@ -120,9 +120,9 @@ def data_folder() -> Path:
 @pytest.fixture
 def torchs_loss() -> None:
     """Skips a test of torch's own kernel of the loss if torch is too old for it."""
-    from preheat.torch_compat import missing_linear_cross_entropy
+    from preheat.torch_compat import why_no_linear_cross_entropy
 
-    if reason := missing_linear_cross_entropy():
+    if reason := why_no_linear_cross_entropy():
         pytest.skip(reason)
 
 
@@ -172,7 +172,7 @@ def uneven(
     """
     import torch
 
-    from preheat.data.loader import weight_of
+    from preheat.data.loader import count_weight
 
     examples = examples or ExampleKind()
     g = torch.Generator().manual_seed(seed)
@@ -201,7 +201,7 @@ def uneven(
     positions = torch.stack([torch.cat([torch.arange(n) for n in d]) for d in documents])
     group = 2 if examples.kind == "pairs" else 1
     liked = tuple((n % 2, 1) for n in range(rows)) if examples.kind == "desirable" else ()
-    weight = weight_of(labels, tuple(documents), group, liked)
+    weight = count_weight(labels, tuple(documents), group, liked)
     mask = MaskSpec(documents=tuple(documents))
     numbers = tuple(range(rows))
     blank = padding if padded else None
@@ -210,14 +210,14 @@ def uneven(
 
 def split(batch: Batch, sizes: list[int]) -> list[Batch]:
     """A batch cut into micro-batches of so many rows."""
-    from preheat.data.loader import weight_of
+    from preheat.data.loader import count_weight
 
     out, start = [], 0
     for n in sizes:
         rows = slice(start, start + n)
         labels, liked = batch.labels[rows], batch.desirable[rows]
         mask = MaskSpec(documents=batch.mask.documents[rows] if batch.mask.documents else None)
-        weight = weight_of(labels, mask.documents, batch.group, liked)
+        weight = count_weight(labels, mask.documents, batch.group, liked)
         tokens, positions, numbers = batch.tokens[rows], batch.positions[rows], batch.rows[rows]
         padding = batch.padding[rows] if batch.padding is not None else None
         out.append(Batch(tokens, labels, positions, mask, weight, numbers, batch.group, liked, padding=padding))

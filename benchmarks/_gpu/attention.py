@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.blockwise import attend_blockwise
 from preheat.ops.attention.flex import compiled_flex_attention
-from preheat.ops.attention.sdpa import allowed, sdpa_attention
+from preheat.ops.attention.sdpa import build_dense_mask, sdpa_attention
 from preheat.ops.attention.varlen import attend_varlen
 
 __all__ = ["Case", "cases", "run"]
@@ -131,7 +131,7 @@ def _kernel(name: Kernel) -> Callable[..., Tensor]:
     if name == "varlen":
         return attend_varlen
     if name == "blocks":
-        return blocked_attention
+        return attend_blockwise
     if name == "flex":
         return compiled_flex_attention
     return functools.partial(sdpa_attention, kernel=name, varlen=False)
@@ -141,5 +141,5 @@ def _truth(tensors: list[Tensor], mask: MaskSpec, scale: float) -> Tensor:
     """All scores in memory, all in fp64."""
     q, k, v = tensors
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    may = allowed(mask, q.shape[0], q.shape[2], q.device)
+    may = build_dense_mask(mask, q.shape[0], q.shape[2], q.device)
     return (q @ k.transpose(-2, -1) * scale).masked_fill(~may, float("-inf")).softmax(-1) @ v

@@ -65,10 +65,10 @@ def compare(model: Any, original: Any) -> dict[str, float]:
     """
     import torch
 
-    from preheat.models.hf import plain_logits
-    from preheat.ops.quantization.serialization import quantized_modules
+    from preheat.models.hf import compute_reference_logits
+    from preheat.ops.quantization.serialization import find_quantized_modules
 
-    modules = quantized_modules(model)
+    modules = find_quantized_modules(model)
     assert modules, "nothing is compressed"
     plain = _plain(model, modules)
     figures: dict[str, float] = {}
@@ -77,7 +77,9 @@ def compare(model: Any, original: Any) -> dict[str, float]:
         for key, error in _products(model, original, modules, tokens).items():
             key = f"products, {label}" if key == "products" else key
             figures[key] = max(figures.get(key, 0.0), error)
-        figures[f"logits, {label}"] = _error(plain_logits(model, tokens), plain_logits(plain, tokens))
+        figures[f"logits, {label}"] = _error(
+            compute_reference_logits(model, tokens), compute_reference_logits(plain, tokens)
+        )
     return figures
 
 
@@ -110,9 +112,9 @@ def _product(module: Any, x: Any) -> Any:
     from torch.nn import functional
 
     from preheat.ops.quantization.grids import round_inputs
-    from preheat.ops.quantization.serialization import form_of
+    from preheat.ops.quantization.serialization import find_form
 
-    form = form_of(module)
+    form = find_form(module)
     assert form is not None
     weight = module.weight.detach().cpu().double()  # input factors included
     if not x.is_floating_point():  # an embedding
@@ -136,13 +138,13 @@ def _products(model: Any, original: Any, modules: dict[str, Any], tokens: Any) -
     """The largest errors of compressed modules in a forward pass, each from the inputs that it gets there."""
     from torch.nn import functional
 
-    from preheat.models.hf import plain_logits
-    from preheat.ops.quantization.serialization import form_of
+    from preheat.models.hf import compute_reference_logits
+    from preheat.ops.quantization.serialization import find_form
 
     errors: dict[str, float] = {}
 
     def compare_with(name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        form, x = form_of(module), inputs[0].detach().cpu()
+        form, x = find_form(module), inputs[0].detach().cpu()
         assert form is not None
         before = original.get_submodule(name)
         weight, bias = before.weight.double(), getattr(before, "bias", None)
@@ -157,7 +159,7 @@ def _products(model: Any, original: Any, modules: dict[str, Any], tokens: Any) -
 
     hooks = [module.register_forward_hook(functools.partial(compare_with, name)) for name, module in modules.items()]
     try:
-        plain_logits(model, tokens)
+        compute_reference_logits(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()

@@ -21,7 +21,7 @@ from typing import Any
 from _gpu import compressed
 from _gpu.case import Case, Skip, Where, Wrong
 from _gpu.short_of_memory import LIMITED
-from preheat.hardware.child_processes import tethered
+from preheat.hardware.child_processes import wrap_in_parent_death
 
 ROOT = Path(__file__).resolve().parents[2]
 SPREAD = {
@@ -155,11 +155,11 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     from torch.nn import functional
 
     from preheat.ops.losses import cross_entropy
-    from preheat.torch_compat import missing_linear_cross_entropy
+    from preheat.torch_compat import why_no_linear_cross_entropy
 
     if kernel == "liger" and (where.kind == "cpu" or importlib.util.find_spec("liger_kernel") is None):
         raise Skip("liger-kernel is not installed" if where.kind == "cuda" else "liger's kernels need a CUDA device")
-    if kernel == "torch" and (missing := missing_linear_cross_entropy()):
+    if kernel == "torch" and (missing := why_no_linear_cross_entropy()):
         raise Skip(missing)
     rows, width, vocabulary = (50, 32, 96) if where.tiny else (4096, 2048, 32000)
     hidden, weight = _drawn(where, rows, width), _drawn(where, vocabulary, width) / math.sqrt(width)
@@ -171,9 +171,9 @@ def _loss(kernel: str, where: Where) -> dict[str, Any]:
     head = torch.nn.Linear(width, vocabulary, bias=False, device=_device(where))
     head.weight = torch.nn.Parameter(weight)
     over: Any = {
-        "loop": cross_entropy.chunked_logits,
-        "torch": cross_entropy.torch_logits,
-        "liger": cross_entropy.liger_logits,
+        "loop": cross_entropy.sum_chunked_loss,
+        "torch": cross_entropy.sum_torch_loss,
+        "liger": cross_entropy.sum_liger_loss,
     }[kernel]
     more = {} if kernel == "liger" else {"rows": 17 if where.tiny else 512}
     loss = over(hidden.requires_grad_(), head, cross_entropy.CrossEntropy(), labels, **more)
@@ -190,7 +190,7 @@ def _nf4(where: Where) -> dict[str, Any]:
     """The device's weights and products of four-bit weights against those of the CPU."""
     import torch
 
-    from preheat.ops.quantization.nf4 import dequantize, quantize, tables
+    from preheat.ops.quantization.nf4 import build_tables, dequantize, quantize
 
     shape = (96, 128) if where.tiny else (4096, 4096)
     weight = _drawn(where, *shape)
@@ -202,8 +202,8 @@ def _nf4(where: Where) -> dict[str, Any]:
         different = (packed.codes.cpu() != there.codes).float().mean()
         figures[f"{scales}: codes that differ"] = float(different)
         for dtype in (torch.float32, torch.bfloat16):
-            value = dequantize(packed, shape, dtype, tables(_device(where)))
-            reference = dequantize(there, shape, torch.float32, tables())
+            value = dequantize(packed, shape, dtype, build_tables(_device(where)))
+            reference = dequantize(there, shape, torch.float32, build_tables())
             figures[f"{scales}: {str(dtype).removeprefix('torch.')}"] = _error(value.cpu(), reference)
     return _within(figures, {key: 3e-3 if "bfloat16" in key else 1e-3 for key in figures})
 
@@ -300,7 +300,7 @@ def _recipes() -> list[Case]:
             recipe = recipes.load(name)
         except RecipeError:
             continue  # a chain of `compress`
-        techniques = {key: t for key, t in recipes.as_values(recipe)["techniques"].items() if key not in SPREAD}
+        techniques = {key: t for key, t in recipes.to_values(recipe)["techniques"].items() if key not in SPREAD}
         selected.append(Case(f"recipes/{name}", functools.partial(_technique, techniques)))
     return selected
 
@@ -450,7 +450,7 @@ def _reads(model: Any, batch: Any, where: Where) -> str:
     """What a step reads from the device, which makes the host wait: none is to."""
     import torch
 
-    from preheat.engine.step import gradients, update
+    from preheat.engine.step import accumulate_gradients, update
     from tests.conftest import split
 
     if where.kind == "cpu":
@@ -460,7 +460,7 @@ def _reads(model: Any, batch: Any, where: Where) -> str:
     batches = split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else []))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gradients(model, batches)
+        accumulate_gradients(model, batches)
         update(model, 0.01)
     except RuntimeError as error:
         if "synchroniz" not in str(error):
@@ -494,7 +494,7 @@ techniques: {techniques}
 
 def _preheat(where: Where, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command, which is to succeed."""
-    command = tethered([sys.executable, "-m", "preheat", *arguments])
+    command = wrap_in_parent_death([sys.executable, "-m", "preheat", *arguments])
     done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
@@ -596,7 +596,7 @@ def _short(phase: str, where: Where) -> dict[str, Any]:
     recipe = _write_recipe(where, f"short-{phase}", techniques, vocabulary=vocabulary, width=width)
     out = Path(where.folder) / f"short-{phase}"
     script = str(Path(__file__).with_name("short_of_memory.py"))
-    command = tethered([sys.executable, script, recipe, out.name, phase, *OFTEN])
+    command = wrap_in_parent_death([sys.executable, script, recipe, out.name, phase, *OFTEN])
     done = subprocess.run(command, cwd=where.folder, capture_output=True, text=True, check=False)
     file = out / "events.jsonl"  # written with the first event
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []

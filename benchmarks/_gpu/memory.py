@@ -139,11 +139,11 @@ def _measured(shape: str, rows: int, length: int, techniques: dict[str, Any], wh
     from preheat.bench.messages import TurnJob
     from preheat.bench.worker import take_steps
     from preheat.errors import RecipeError
-    from preheat.planning.plan_request import plan_here
+    from preheat.planning.plan_request import plan_on_this_machine
 
     recipe = recipe_of(where, shape, rows, length, techniques, STEPS)
     try:
-        plan = plan_here(recipe)
+        plan = plan_on_this_machine(recipe)
     except RecipeError as error:
         raise Skip(str(error)) from None
     if not plan.fits:

@@ -16,8 +16,8 @@ import torch
 from contract import Clock, Job, read_job, report
 
 from preheat.core import Batch, MaskSpec, Slot
-from preheat.engine.builder import build, peak_learning_rate
-from preheat.engine.step import gradients, update
+from preheat.engine.builder import build, find_peak_learning_rate
+from preheat.engine.step import accumulate_gradients, update
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.probe import probe
 from preheat.recipe import Recipe, parse
@@ -76,10 +76,10 @@ def main() -> None:
     losses: list[float] = []
     clock.tick()
     for step, batch in enumerate(batches(job, shape.micro)):
-        lr = peak_learning_rate(made) * lr_factor(recipe.schedule, step, job.steps)
+        lr = find_peak_learning_rate(made) * lr_factor(recipe.schedule, step, job.steps)
         if lr != job.lr:
             raise RuntimeError(f"step {step}: learning rate {lr:g}, the job says {job.lr:g}")
-        loss = gradients(made, batch)
+        loss = accumulate_gradients(made, batch)
         stats = update(made, lr)
         # One read of the device a step, as in preheat's own loop.
         mean, _, finite = torch.cat([(loss.total / loss.weight).float().reshape(1), stats]).tolist()

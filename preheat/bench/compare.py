@@ -19,11 +19,11 @@ from preheat.core.bench import BenchResult, FailedRow, Machine, MeasuredRow, Tec
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.files import to_json, write_atomic
-from preheat.hardware.child_processes import ended_by, tethered
-from preheat.planning.search.result import falls_short
+from preheat.hardware.child_processes import describe_exit, wrap_in_parent_death
+from preheat.planning.search.result import describe_shortfall
 from preheat.recipe import Recipe
-from preheat.run.layout import MEMORY_KEYS, claim
-from preheat.sanitize import memory, percent
+from preheat.run.layout import MEMORY_KEYS, claim_folder
+from preheat.sanitize import format_memory, format_percent
 
 __all__ = ["Contender", "ablation", "bench", "chosen", "cosine_of", "speed_of", "take_turn", "verdicts"]
 
@@ -112,7 +112,7 @@ def bench(
     # Contenders that do not fit are not run: their failure would cost time and could end other processes.
     running = [c for c in contenders if not c.failed]
     total, done = len(running) * repeats, 0
-    claim(out, "bench", ("bench.json", "bench.html"))
+    claim_folder(out, "bench", ("bench.json", "bench.html"))
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(repeats):
             # Each round begins with the next contender, so that drifts of clock and temperature reach all of them.
@@ -144,7 +144,7 @@ def bench(
         available_gib=available,
         rows=tuple(rows),
         verdicts=tuple(verdicts(rows, list(recipe.techniques), available)),
-        recipe=recipes.as_values(recipe),
+        recipe=recipes.to_values(recipe),
     )
     write_atomic(out / "bench.json", to_json(result, indent=1) + "\n")
     return result
@@ -162,12 +162,12 @@ def _machine(recipe: Recipe) -> Machine:
 
 def _plans(contenders: Sequence[Contender]) -> list[Plan | None]:
     """Plans each contender; marks those that do not fit or are rejected as failed."""
-    from preheat.planning.plan_request import plan_here
+    from preheat.planning.plan_request import plan_on_this_machine
 
     plans: list[Plan | None] = []
     for c in contenders:
         try:
-            planned = plan_here(c.recipe)
+            planned = plan_on_this_machine(c.recipe)
         except RecipeError as error:
             c.failed = str(error).splitlines()[0]
             plans.append(None)
@@ -176,7 +176,7 @@ def _plans(contenders: Sequence[Contender]) -> list[Plan | None]:
         c.recipe = recipes.parse(json.dumps(planned.recipe))
         plans.append(planned)
         if not planned.fits:
-            c.failed, c.fits = falls_short(planned), False
+            c.failed, c.fits = describe_shortfall(planned), False
     return plans
 
 
@@ -190,11 +190,11 @@ def take_turn(c: Contender, steps: int, gradient: Path | None, folder: Path, sec
     command = [sys.executable, "-m", "preheat.bench.worker", str(job), str(result)]
     # A process of its own: peaks of memory, compiled code and allocator state of one contender do not reach
     # the next. `tethered` ends it if this process ends first.
-    done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
+    done = subprocess.run(wrap_in_parent_death(command), capture_output=True, text=True, check=False)
     if done.returncode or not result.exists():
         # A negative code is a signal: the last line of standard error would not explain it.
         last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode >= 0 else ""
-        c.failed = last or f"its process {ended_by(done.returncode)}"
+        c.failed = last or f"its process {describe_exit(done.returncode)}"
         return
     measured = json.loads(result.read_text(encoding="utf-8"))
     if "failed" in measured:
@@ -304,14 +304,14 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _words(name: str, speed: float, noise: bool | None, freed: float, without: float, available: float) -> str:
-    change = f"{'gives' if speed > 1 else 'costs'} {percent(abs(speed - 1))} speed"
+    change = f"{'gives' if speed > 1 else 'costs'} {format_percent(abs(speed - 1))} speed"
     if noise:
         change = "no difference in speed seen"
     elif noise is None:
         change = "no verdict on speed from one turn (--repeats 3 gives one)"
     # Below 2 % or 0.01 GiB a difference in memory counts as none.
     small = abs(freed) < max(0.02 * without, 0.01)
-    size = memory(abs(freed))
+    size = format_memory(abs(freed))
     space = "memory stays" if small else f"{'frees' if freed > 0 else 'takes'} {size}"
     if noise is False:
         text = f"{name} {change} and {space}" if not small else f"{name} {change}; {space} as it is"

@@ -25,9 +25,9 @@ from preheat.bench.messages import Ending, Generation, InferenceJob, OpenedModel
 from preheat.core.bench import InferenceMachine, InferenceModel, InferenceResult, InferenceRow, Spread
 from preheat.errors import DoesNotFit, RecipeError, RunError
 from preheat.files import read_record, to_json, write_atomic
-from preheat.hardware.child_processes import ended_by, last_error_line, tethered
+from preheat.hardware.child_processes import describe_exit, last_error_line, wrap_in_parent_death
 from preheat.recipe import Sample
-from preheat.run.layout import claim
+from preheat.run.layout import claim_folder
 
 __all__ = ["InferenceContender", "bench_inference"]
 
@@ -69,7 +69,7 @@ class _Worker:
         self._errors: IO[str] = (folder / f"{id(self)}.log").open("w+", encoding="utf-8", errors="replace")
         command = [sys.executable, "-m", "preheat.bench.inference_worker", str(file)]
         self._process = subprocess.Popen(
-            tethered(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            wrap_in_parent_death(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
 
     def __enter__(self) -> _Worker:
@@ -119,7 +119,7 @@ class _Worker:
         if not line:
             code = self._process.wait()
             last = last_error_line(self._errors) if code >= 0 else ""
-            self.failed = last or f"its process {ended_by(code)}"
+            self.failed = last or f"its process {describe_exit(code)}"
             return None
         answer = json.loads(line)
         self.failed = answer.get("failed", "")
@@ -157,7 +157,7 @@ def bench_inference(
     """
     say = say or (lambda what, done, total: None)
     cells = [(rows, length) for length in lengths for rows in batches]
-    claim(out, "inference", ("inference.json", "inference.html"))
+    claim_folder(out, "inference", ("inference.json", "inference.html"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = []

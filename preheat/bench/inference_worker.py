@@ -45,7 +45,7 @@ class InferenceWorker:
 
     def __init__(self, job: InferenceJob):
         from preheat.inference.load import load_draft_model, load_model
-        from preheat.models.hf import facts, require_decoder_only
+        from preheat.models.hf import read_facts, require_decoder_only
 
         self.job, self.tokens, self.settings = job, job.tokens, job.settings
         # transformers' engine opens the model too, for its device, positions and tokenizer.
@@ -63,7 +63,7 @@ class InferenceWorker:
         )
         if self.draft is not None and job.dtype is not None:
             _cast(self.draft, job.dtype)
-        self.facts = facts(self.model.config)
+        self.facts = read_facts(self.model.config)
         self._text: list[int] = []
         self._baseline: int | None = None
 
@@ -76,7 +76,7 @@ class InferenceWorker:
         """
         from preheat.data.sources import open_source
         from preheat.errors import DataError
-        from preheat.hardware.probe import begin_peak, can_begin_peak, peak_bytes
+        from preheat.hardware.probe import can_begin_peak, peak_bytes, start_peak
         from preheat.recipe import Data
 
         file, cells = self.job.text, self.job.cells
@@ -93,7 +93,7 @@ class InferenceWorker:
             )
         # From here on, so that the peak of opening the model does not hide that of generation.
         if can_begin_peak(self.device.kind):
-            begin_peak(self.device.kind)
+            start_peak(self.device.kind)
             self._baseline = peak_bytes(self.device.kind, since_begun=True)
 
     def _prompt(self, row: int, length: int) -> list[int]:
@@ -105,22 +105,24 @@ class InferenceWorker:
     def about(self) -> OpenedModel:
         """Returns the sizes of the model and the predicted cache of each shape."""
         from preheat.bench.messages import OpenedModel
-        from preheat.models.generation.generate import patterned, settled
-        from preheat.models.generation.kv_cache import room
-        from preheat.planning.kv_cache_size import CACHES, cache_bytes
+        from preheat.models.generation.generate import has_attention_pattern, resolve_auto
+        from preheat.models.generation.kv_cache import cache_capacity
+        from preheat.planning.kv_cache_size import CACHES, count_cache_bytes
 
         model = self.model
         # Settled once here, so that prediction and measurement use the same kind of cache.
-        self.settings = settled(self.settings, model, 0 if patterned(model) else self.tokens)
+        self.settings = resolve_auto(self.settings, model, 0 if has_attention_pattern(model) else self.tokens)
         # The integer codes of a compressed model are skipped.
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         # Bytes per element, and per vector for its scale.
         size, scale = CACHES["int8"] if self.settings.cache == "int8" else (dtype.itemsize, 0.0)
 
         def cache(rows: int, length: int) -> float:
-            positions = room(self.settings, length + self.tokens - 1)  # the last token is never an input
+            positions = cache_capacity(self.settings, length + self.tokens - 1)  # the last token is never an input
             settings = self.settings
-            return cache_bytes(model.config, positions, rows, size, scale=scale, window=settings.window, latent=False)
+            return count_cache_bytes(
+                model.config, positions, rows, size, scale=scale, window=settings.window, latent=False
+            )
 
         # By storage, so that tied weights count once.
         storages = {
@@ -206,7 +208,7 @@ class InferenceWorker:
 
         from preheat.bench.messages import Ending
         from preheat.hardware.probe import peak_bytes
-        from preheat.models.generation.generate import cached_loss
+        from preheat.models.generation.generate import evaluate_cached_loss
 
         # Before the loss, whose longer pass would raise the peak.
         beyond = (
@@ -217,7 +219,7 @@ class InferenceWorker:
         length = max(length for _, length in self.job.cells)
         # [_ROWS, length]: the same rows for every contender with this tokenizer.
         rows = torch.tensor([self._prompt(row, length) for row in range(_ROWS)])
-        return Ending(beyond, cached_loss(self.model, rows, self.settings))
+        return Ending(beyond, evaluate_cached_loss(self.model, rows, self.settings))
 
 
 def _joined(parts: list[Timed], texts: list[list[int]]) -> Generation:

@@ -22,7 +22,7 @@ from preheat.core.bench import MeasuredTrialRow, TrialBatch, TrialResult, TrialR
 from preheat.core.plan import Plan
 from preheat.errors import RecipeError, RunError
 from preheat.recipe import Batch, Data, Hardware, Model, Recipe, Stop, check, dump
-from preheat.sanitize import memory, percent
+from preheat.sanitize import format_memory, format_percent
 
 __all__ = ["PRECISIONS", "SIZES", "TECHNIQUES", "Size", "TrialOptions", "trial"]
 
@@ -229,11 +229,11 @@ def trial(wish: TrialOptions, say: Callable[[str], None] = lambda line: None) ->
 
 
 def _plan(group: _Group) -> None:
-    from preheat.planning.plan_request import plan_here
+    from preheat.planning.plan_request import plan_on_this_machine
 
     for c in group.contenders:
         try:
-            planned = plan_here(c.recipe)
+            planned = plan_on_this_machine(c.recipe)
         except RecipeError as error:
             c.failed = str(error).splitlines()[0]
             group.plans.append(None)
@@ -338,14 +338,14 @@ def _changed(row: TrialRow, rows: Sequence[TrialRow]) -> str:
         )
     speed, freed = row.tokens_per_second / base.tokens_per_second, base.peak_gib - row.peak_gib
     # One turn of each does not allow a verdict.
-    fast = f"{percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
+    fast = f"{format_percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'} in one turn"
     if abs(speed - 1) < NOISE:
         fast = "no difference in speed seen"
     share = freed / base.peak_gib if base.peak_gib else 0.0
     space = (
         "no difference in memory seen"
         if abs(share) < 0.02
-        else f"{percent(abs(share))} {'less' if freed > 0 else 'more'} memory"
+        else f"{format_percent(abs(share))} {'less' if freed > 0 else 'more'} memory"
     )
     return f"{name}: {fast}, {space}, loss {row.loss:.3f} against {base.loss:.3f}"
 
@@ -383,14 +383,14 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
     No speed is predicted, and the context and workspaces of a GPU (about 0.5 GiB) are not included.
     """
     from preheat.planning.dry_run import observe
-    from preheat.planning.plan_request import vocabulary_of
+    from preheat.planning.plan_request import find_vocabulary_size
     from preheat.planning.request import Request
 
     # The dry run traces operators, so the attention operator of a GPU has to be named on a CPU.
     flash = registry()["efficient_attention"](kernel="flash")  # type: ignore[call-arg]
     here = Device("cpu", "dry run", MEMORY)
     peaks: dict[str, float] = {}
-    request = Request(plain, here, vocabulary=vocabulary_of(plain))
+    request = Request(plain, here, vocabulary=find_vocabulary_size(plain))
     for c in group.contenders if group else []:
         # Without fp8, which the CPU of the dry run does not have; the notes of the trial say so.
         named = {n: flash if n == "efficient_attention" else t for n, t in c.recipe.techniques.items() if n != "fp8"}
@@ -408,11 +408,13 @@ def _gpu(wish: TrialOptions, group: _Group | None, plain: Recipe) -> tuple[dict[
         one = sum(at[k] for k in ("optimizer", "gradients", "parameters"))
         eight = sum(at[k] / (8 if k in shared else 1) for k in ("optimizer", "gradients", "parameters"))
         notes.append(
-            f"dry run: weights, gradients and states take {memory(one / GIB)} of a GPU alone, "
-            f"{memory(eight / GIB)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
+            f"dry run: weights, gradients and states take {format_memory(one / GIB)} of a GPU alone, "
+            f"{format_memory(eight / GIB)} of each of 8 GPUs with ZeRO stage {wish.zero_stage}"
         )
         if wish.cpu_offload:
-            notes.append(f"dry run: offloading the states would free {memory(at['optimizer'] / GIB)} of a single GPU")
+            notes.append(
+                f"dry run: offloading the states would free {format_memory(at['optimizer'] / GIB)} of a single GPU"
+            )
     return peaks, notes
 
 
@@ -421,13 +423,13 @@ def _with_and_without_zero(
 ) -> tuple[list[TrialRow], int]:
     """Returns the rows of ZeRO and its baseline, each on several processes, and their steps within about `left`
     seconds."""
-    from preheat.planning.plan_request import plan_here
+    from preheat.planning.plan_request import plan_on_this_machine
 
     rows = wish.rows * PROCESSES
     recipe = dataclasses.replace(plain, batch=Batch(size=rows, seq_len=wish.seq_len))
     flash = {"efficient_attention": registry()["efficient_attention"](kernel="flash")}  # type: ignore[call-arg]
     # The plan of one process; each holds a replica of the model, so memory and time scale with their number.
-    one = plan_here(dataclasses.replace(plain, techniques=flash))
+    one = plan_on_this_machine(dataclasses.replace(plain, techniques=flash))
     names = (f"{PROCESSES} processes", f"zero, stage {wish.zero_stage}")
     seconds = one.seconds_per_step * PROCESSES * 1.5  # 1.5: shared cores, and communication of gradients and weights
     steps = min(10, int(max(left - 2 * STARTUP, LEAST) / (2 * seconds)))

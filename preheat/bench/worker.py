@@ -38,14 +38,14 @@ def take_steps(job: TurnJob) -> Turn:
     from preheat.core.run_records import Notice
     from preheat.data import batches
     from preheat.data.rows.example_kinds import require_examples
-    from preheat.engine.builder import build, peak_learning_rate
+    from preheat.engine.builder import build, find_peak_learning_rate
     from preheat.engine.device import resolve_device
-    from preheat.engine.step import gradients, update
-    from preheat.hardware.gpu_memory import memory_peak
-    from preheat.model_folder import vocabulary_size
+    from preheat.engine.step import accumulate_gradients, update
+    from preheat.hardware.gpu_memory import read_memory_peak
+    from preheat.model_folder import count_embedding_rows
     from preheat.planning.dry_run import observe
     from preheat.planning.plan import resolve_auto
-    from preheat.planning.plan_request import data_of, in_use, rates_of_run, row_count
+    from preheat.planning.plan_request import choose_run_rates, count_rows, data_of, read_bytes_in_use
     from preheat.planning.request import Request
     from preheat.training.session import reset_memory_baseline
 
@@ -56,11 +56,11 @@ def take_steps(job: TurnJob) -> Turn:
     require_examples(recipe, data)
     # Planning is not part of a contender's start-up: `paused` is subtracted from it.
     pause = time.perf_counter()
-    request = Request(recipe, device, vocabulary=vocabulary_size(data.tokenizer))
+    request = Request(recipe, device, vocabulary=count_embedding_rows(data.tokenizer))
     # Settings left open are resolved as in a run, which needs this machine's measured rates.
     if any(isinstance(t, Searchable) and t.left_open(device) for t in recipe.techniques.values()):
-        request = replace(request, rows=row_count(data), in_use=in_use(device))
-        request = replace(request, rates=rates_of_run(request, threads))
+        request = replace(request, rows=count_rows(data), in_use=read_bytes_in_use(device))
+        request = replace(request, rates=choose_run_rates(request, threads))
         request = resolve_auto(request)
         recipe = request.recipe
     # The dry run imports the modules of the techniques, so that their memory is not attributed to the steps.
@@ -69,7 +69,7 @@ def take_steps(job: TurnJob) -> Turn:
     # Peaks are reported above the memory of the imports, which every contender has.
     imports = reset_memory_baseline(device)
     model_build = build(recipe, vocabulary=request.vocabulary, device=device, source_config=request.source_config)
-    lr = peak_learning_rate(model_build)
+    lr = find_peak_learning_rate(model_build)
     shape = model_build.slot(Slot.BATCH_SHAPE)
     # The order of the samples covers the steps of the turn, not those of the recipe.
     samples = job.steps * recipe.batch.size
@@ -96,7 +96,7 @@ def take_steps(job: TurnJob) -> Turn:
             begun = time.perf_counter()
             # Waiting for data counts: a loader that is too slow slows the run down, too.
             batch = next(stream)
-            loss = gradients(model_build, batch, lr)
+            loss = accumulate_gradients(model_build, batch, lr)
             # Gradients of step 0 are of equal weights in all contenders; later ones differ by the updates.
             if step == 0 and job.gradient:
                 pause = time.perf_counter()
@@ -116,7 +116,7 @@ def take_steps(job: TurnJob) -> Turn:
         seconds=seconds,
         losses=losses,
         startup_seconds=startup,
-        memory=memory_peak(device.kind, imports).figures(),
+        memory=read_memory_peak(device.kind, imports).figures(),
         tokens=tokens,
         changes={name: [c.what for c in changes] for name, changes in model_build.changes.items()},
         notices=[event.message for event in model_build.state.events if isinstance(event, Notice)],

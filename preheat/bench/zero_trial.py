@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from preheat.bench.messages import ZeroJob, ZeroTurn, encode
-from preheat.hardware.child_processes import ended_by, last_error_line, local_group, tethered
+from preheat.hardware.child_processes import describe_exit, last_error_line, local_group, wrap_in_parent_death
 
 __all__ = ["main", "run_processes", "take_steps"]
 
@@ -41,7 +41,7 @@ def run_processes(job: ZeroJob) -> list[ZeroTurn] | str:
             for rank in range(world):
                 started.append(
                     subprocess.Popen(
-                        tethered([*command, str(rank)]),
+                        wrap_in_parent_death([*command, str(rank)]),
                         stdout=subprocess.DEVNULL,
                         stderr=errors[rank],
                         env={**os.environ, "OMP_NUM_THREADS": str(threads), **local_group()},
@@ -52,7 +52,7 @@ def run_processes(job: ZeroJob) -> list[ZeroTurn] | str:
             for process, error in zip(started, errors, strict=True):
                 if process.returncode:
                     last = last_error_line(error) if process.returncode > 0 else ""
-                    return last or f"a process {ended_by(process.returncode)}"
+                    return last or f"a process {describe_exit(process.returncode)}"
         results = [(Path(folder) / f"{rank}.json").read_text(encoding="utf-8") for rank in range(world)]
         return [ZeroTurn(**json.loads(text)) for text in results]
 
@@ -77,11 +77,11 @@ def take_steps(job: ZeroJob, rank: int, folder: Path) -> ZeroTurn:
     from preheat.core import Device, Shape
     from preheat.data import batches, prepare
     from preheat.hardware.probe import peak_resident_bytes
-    from preheat.model_folder import vocabulary_size
+    from preheat.model_folder import count_embedding_rows
     from preheat.models import hf, size_dial
     from preheat.models.weights import WeightSource, materialize
     from preheat.ops.attention.sdpa import sdpa_attention
-    from preheat.ops.optim.optimizers import decay_groups, fused_adamw
+    from preheat.ops.optim.optimizers import fused_adamw, group_by_decay
     from preheat.ops.optim.zero import ZeROAdamW
     from preheat.training.session import reset_memory_baseline
 
@@ -91,13 +91,13 @@ def take_steps(job: ZeroJob, rank: int, folder: Path) -> ZeroTurn:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     data = prepare(recipe.data, length=recipe.batch.seq_len, seed=recipe.seed)
     imports = reset_memory_baseline(Device("cpu", "here", 0))
-    model = hf.build_on_meta(hf.configure(recipe, vocabulary_size(data.tokenizer)))
+    model = hf.build_on_meta(hf.configure(recipe, count_embedding_rows(data.tokenizer)))
     materialize(model, torch.device("cpu"))
     # Equal seeds give equal weights on all ranks, without a broadcast.
     WeightSource().fill(model, seed=recipe.seed)
     # Parameters outside of embedding and head, as the fit counts them.
     lr = size_dial.learning_rate(sum(p.numel() for p in model.base_model.layers.parameters()))
-    groups = decay_groups(model.named_parameters(), recipe.optimizer.weight_decay)
+    groups = group_by_decay(model.named_parameters(), recipe.optimizer.weight_decay)
     betas = recipe.optimizer.betas
     optimizer: torch.optim.Optimizer = (
         ZeROAdamW(groups, lr=lr, betas=betas, stage=job.stage, cpu_offload=job.offload, module=model)

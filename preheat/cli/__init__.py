@@ -41,9 +41,9 @@ from preheat.cli.views.log_warnings import warnings_shown
 from preheat.cli.views.output import say
 from preheat.errors import PreheatError
 from preheat.files import to_json
-from preheat.hardware.interrupts import Interrupted, raising
+from preheat.hardware.interrupts import Interrupted, raise_on_signal
 from preheat.hardware.openmp import choose_waiting
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 from preheat.training.launch.local import LAUNCHED
 from preheat.training.signals import under_agent
 
@@ -132,12 +132,12 @@ def _usage(error: Any) -> str:
     message = shorten(message, 480).rstrip(".")
     if option and getattr(error, "possibilities", None):  # click suggests even distant names: --help for --lr
         close = difflib.get_close_matches(option, error.possibilities, n=1, cutoff=0.75)
-        message = f"No such option: {quoted(option)}" + (f"; did you mean {close[0]}?" if close else "")
+        message = f"No such option: {quote_value(option)}" + (f"; did you mean {close[0]}?" if close else "")
     if context is not None and any(p.name == "set" for p in context.command.params):
-        from preheat.recipe.synonyms import option_hint
+        from preheat.recipe.synonyms import hint_recipe_key
 
         extra = re.search(r"unexpected extra argument\S* \((\S+?)=", message)
-        if hint := option_hint(option or (extra[1] if extra else "")):
+        if hint := hint_recipe_key(option or (extra[1] if extra else "")):
             return f"{message.partition('; did you mean')[0]}; {hint}"
     return message + _see_help(error)
 
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = typer.main.get_command(app)
     try:
         # In this order: signals become exceptions first, so that consent and warnings are restored when one arrives.
-        with raising(), remote_code.consent(), warnings_shown():
+        with raise_on_signal(), remote_code.preserve_consent(), warnings_shown():
             # Not standalone: click would print errors and exit by itself. `obj` keeps the command for the hint to
             # resume.
             sys.exit(command.main(arguments, prog_name="preheat", standalone_mode=False, obj=tuple(arguments)) or 0)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ def measure_inference(options: InferenceBenchOptions) -> None:
     """Measures text generation of several models side by side."""
     from preheat.bench.inference import bench_inference
     from preheat.cli.views.console import console, emit
-    from preheat.files import strict
+    from preheat.files import to_plain_data
     from preheat.inference.load import require_model
     from preheat.report import write_inference
 
@@ -59,7 +59,7 @@ def measure_inference(options: InferenceBenchOptions) -> None:
             )
     report = write_inference(folder)
     if options.json:
-        emit({**strict(result), "report": str(report)})
+        emit({**to_plain_data(result), "report": str(report)})
         return
     screen.print(_table(result, wide=screen.width >= 160))
     for measured in result.models:
@@ -80,7 +80,7 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
     """Returns the contenders: each model with the `--set` settings, then with each variant added."""
     from preheat.bench.inference import InferenceContender
     from preheat.cli.options.generation import sampling
-    from preheat.errors import RecipeError, nearest
+    from preheat.errors import RecipeError, suggest_nearest
     from preheat.recipe import Sample
 
     settable = ["dtype", "engine", *(field.name for field in dataclasses.fields(Sample))]
@@ -94,8 +94,8 @@ def _contenders(models: Sequence[str], variants: Sequence[str], set: Sequence[st
             for item in own:
                 key = item.partition("=")[0].strip()
                 if key not in settable:
-                    hint = nearest(key, settable)
-                    raise RecipeError(f"--variant {shorten(item)}: no setting {quoted(key, 40)}; {hint}")
+                    hint = suggest_nearest(key, settable)
+                    raise RecipeError(f"--variant {shorten(item)}: no setting {quote_value(key, 40)}; {hint}")
             # dtype and engine concern the contender; all other keys are settings of sampling.
             rest = dict(item.partition("=")[::2] for item in own if item.partition("=")[0] in ("dtype", "engine"))
             settings = sampling([*set, *(f"sample.{item}" for item in own if item.partition("=")[0] not in rest)])

@@ -35,7 +35,7 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
     from preheat.bench.compare import ablation, chosen
     from preheat.bench.compare import bench as run
     from preheat.core.bench import FailedRow
-    from preheat.files import strict
+    from preheat.files import to_plain_data
     from preheat.report import write_bench
 
     names = [name.strip() for name in (options.techniques or "").split(",") if name.strip()]
@@ -62,7 +62,7 @@ def compare_techniques(options: TechniqueBenchOptions) -> None:
             )
     page = write_bench(folder)
     if options.json:
-        emit({**strict(result), "report": str(page)})
+        emit({**to_plain_data(result), "report": str(page)})
         return
     screen.print(_table(result, wide=screen.width >= 110))
     for verdict in result.verdicts:
@@ -82,7 +82,7 @@ def _table(result: BenchResult, wide: bool) -> Table:
 
     from preheat.cli.views.console import rate
     from preheat.report.bench_page import ratio_range
-    from preheat.sanitize import memory
+    from preheat.sanitize import format_memory
 
     table = Table(box=None, pad_edge=False)
     table.add_column("contender", no_wrap=True)
@@ -95,7 +95,7 @@ def _table(result: BenchResult, wide: bool) -> Table:
             row.name,
             rate(row.tokens_per_second),
             f"{row.ratio:.2f} ({ratio_range(row)})",
-            memory(row.peak_gib),
+            format_memory(row.peak_gib),
             f"{row.loss:.3f}",
             *(
                 (

@@ -112,7 +112,7 @@ def _next_line(live: bool) -> str | None:
 
 # Commands begin with a slash and never reach the model.
 def _command(talk: Conversation, line: str) -> None:
-    from preheat.errors import RecipeError, nearest
+    from preheat.errors import RecipeError, suggest_nearest
 
     name, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -130,7 +130,9 @@ def _command(talk: Conversation, line: str) -> None:
     elif name == "/help":
         generation.note(HELP)
     else:
-        raise RecipeError(f"{name}: no such command; {nearest(name, ['/help', '/quit', '/reset', '/save', '/system'])}")
+        raise RecipeError(
+            f"{name}: no such command; {suggest_nearest(name, ['/help', '/quit', '/reset', '/save', '/system'])}"
+        )
 
 
 def _save(talk: Conversation, file: Path) -> None:

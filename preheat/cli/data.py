@@ -33,14 +33,14 @@ def data(
     chosen = load_recipe(recipe, "data", set)  # reports recipe errors before torch is imported, which takes seconds
     from preheat import report
     from preheat.cli.views.console import console, emit
-    from preheat.data.preview import preview
+    from preheat.data.preview import build_preview
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import DataError
     from preheat.planning.plan_request import data_of
 
     # Data that training would refuse is shown all the same: this command is for finding out why.
     prepared = data_of(chosen, refuse=False)
-    shown = preview(prepared, chosen.name, rows=rows, seed=chosen.seed)
+    shown = build_preview(prepared, chosen.name, rows=rows, seed=chosen.seed)
     page = report.write_data(shown, html) if html else None
     if json:
         emit({**shown, "page": str(page) if page else None})
@@ -60,7 +60,7 @@ def _print(screen: PlainConsole, shown: DataPreview) -> None:
     from rich.text import Text
 
     from preheat.data.row_account import RowAccount
-    from preheat.sanitize import clean
+    from preheat.sanitize import escape_control_characters
 
     # Without colours, trained text is set in quotation marks.
     colours = screen.is_terminal and not screen.no_color
@@ -74,30 +74,35 @@ def _print(screen: PlainConsole, shown: DataPreview) -> None:
                 f"{document['where']}: {document['tokens']:,} tokens, {document['trained']:,} trained{what} "
                 f"(sequence {example['row']:,})"
             )
-            screen.print(Rule(Text(clean(title)), align="left", characters="─" if colours else "-"))
+            screen.print(Rule(Text(escape_control_characters(title)), align="left", characters="─" if colours else "-"))
             text = Text()
             for span, trained, _ in document["spans"]:
-                span = clean(span)
+                span = escape_control_characters(span)
                 text.append(span if colours or not trained else f"«{span}»", "bold green" if trained else "dim")
             screen.print(text, soft_wrap=True)
         if example["padding"]:
             screen.print(Text(f"and {example['padding']:,} positions of padding", "dim"))
-    screen.print(Rule(Text(clean(shown["name"])), align="left", characters="─" if colours else "-"))
+    screen.print(Rule(Text(escape_control_characters(shown["name"])), align="left", characters="─" if colours else "-"))
     screen.print(
         Text.assemble("shown in ", ("green" if colours else "«»", "bold green"), " is trained on, the rest is read")
     )
     counts, lengths, packing = shown["counts"], shown["lengths"], shown["packing"]
     table = Table.grid(padding=(0, 2))
-    table.add_row("layout", Text(clean(shown["layout"])))
+    table.add_row("layout", Text(escape_control_characters(shown["layout"])))
     if shown["template"]:
-        table.add_row("template", Text(clean(shown["template"])))
+        table.add_row("template", Text(escape_control_characters(shown["template"])))
     if shown["classes"]:
-        table.add_row("classes", Text(clean(f"{len(shown['classes'])}: {', '.join(shown['classes'])}")))
+        table.add_row(
+            "classes", Text(escape_control_characters(f"{len(shown['classes'])}: {', '.join(shown['classes'])}"))
+        )
     table.add_row("rows", RowAccount.of_counts(counts).text())
     for source in counts["sources"]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
         account = f"; {RowAccount.of(source).text()}" if len(counts["sources"]) > 1 else ""
-        table.add_row("source", Text(clean(f"{source['source']}: {source['tokens']:,} tokens{weight}{account}")))
+        table.add_row(
+            "source",
+            Text(escape_control_characters(f"{source['source']}: {source['tokens']:,} tokens{weight}{account}")),
+        )
     table.add_row("duplicates", f"{packing['duplicates']:,} of the training examples are duplicates")
     cut = f"; {lengths['longer_than_a_row']:,} longer than a sequence" + (
         f", {packing['cut']:,} with a truncated answer" if packing["cut"] else ""

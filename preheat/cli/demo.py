@@ -121,20 +121,20 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
     """
     from preheat.cli.views.console import console
     from preheat.engine.device import resolve_device
-    from preheat.hardware.rate_probe import with_present_rate
+    from preheat.hardware.rate_probe import probe_present_rate
     from preheat.models import configs
     from preheat.planning.plan import plan, resolve_auto
-    from preheat.planning.plan_request import in_use, rates_of_step, vocabulary_of
+    from preheat.planning.plan_request import choose_step_rates, find_vocabulary_size, read_bytes_in_use
     from preheat.planning.request import Request
 
     screen = console(quiet=quiet)
     device, threads = resolve_device(recipe)
-    source = configs.source(recipe)
-    vocabulary = vocabulary_of(recipe, source)
-    request = Request(recipe, device, vocabulary=vocabulary, in_use=in_use(device), source_config=source)
+    source = configs.source_config(recipe)
+    vocabulary = find_vocabulary_size(recipe, source)
+    request = Request(recipe, device, vocabulary=vocabulary, in_use=read_bytes_in_use(device), source_config=source)
 
     with screen.status("measuring this machine at the sizes of this step") as status:
-        rates, measured = rates_of_step(
+        rates, measured = choose_step_rates(
             request, threads, lambda what, done: status.update(f"measuring {what} ({done:.0%})")
         )
     if measured:
@@ -144,7 +144,7 @@ def _plan(recipe: Recipe, *, quiet: bool) -> tuple[Rates, Plan]:
         )
     # A quiet machine that was measured just now has these rates.
     if rates.contended or not measured:
-        rates = with_present_rate(rates, threads)
+        rates = probe_present_rate(rates, threads)
     return rates, plan(resolve_auto(replace(request, rates=rates)))
 
 
@@ -153,9 +153,9 @@ def _is_slow_in_bf16() -> bool:
     import torch
 
     from preheat.hardware.cuda_driver import has_cuda
-    from preheat.hardware.probe import quick_half
+    from preheat.hardware.probe import fastest_half_dtype
 
-    return not has_cuda() and quick_half() == torch.float32
+    return not has_cuda() and fastest_half_dtype() == torch.float32
 
 
 def _first_free(path: Path) -> Path:

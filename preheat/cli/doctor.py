@@ -53,24 +53,26 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
     from rich.text import Text
 
     from preheat.cli.views.console import rate
-    from preheat.sanitize import memory
+    from preheat.sanitize import format_memory
 
     failure = diagnosis["failure"]
     parts: list[RenderableType] = []
     if failure:
-        requested = f" when {memory(failure.requested / 2**30)} more were asked for" if failure.requested else ""
+        requested = f" when {format_memory(failure.requested / 2**30)} more were asked for" if failure.requested else ""
         head = f"out of memory in step {failure.step + 1}, {failure.phase}, on rank {failure.rank}{requested}"
         # By category, the largest first.
         filled = Table("memory in use", "", box=None, pad_edge=False, title=None)
         for name, gib in sorted(diagnosis["in_use"].items(), key=lambda item: -item[1]):
-            filled.add_row(f"{name} (activations and temporary tensors)" if name == "other" else name, memory(gib))
+            filled.add_row(
+                f"{name} (activations and temporary tensors)" if name == "other" else name, format_memory(gib)
+            )
         parts += [Text(head, style="bold"), filled]
     else:
         parts.append(Text("the plan says that it does not fit", style="bold"))
     parts.append(
         Text(
-            f"predicted peak: {memory(diagnosis['peak_gib'])} (in {diagnosis['peak_phase']}) of "
-            f"{memory(diagnosis['room_gib'])} available"
+            f"predicted peak: {format_memory(diagnosis['peak_gib'])} (in {diagnosis['peak_phase']}) of "
+            f"{format_memory(diagnosis['room_gib'])} available"
         )
     )
     # Recoveries that the run has tried already.
@@ -83,7 +85,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
             flags = " ".join(f"--set {item}" for item in way["set"])
             table.add_row(
                 flags,
-                memory(way["peak_gib"]),
+                format_memory(way["peak_gib"]),
                 rate(way["seconds_per_step"]) if way["seconds_per_step"] >= 0.1 else f"{way['seconds_per_step']:.2g}",
                 f"{way['slower']:+.0%}",
             )
@@ -97,7 +99,7 @@ def _render(diagnosis: JsonObject, run: Path) -> Group:
         ]
     else:
         least = diagnosis["least"]
-        message = f"no fallback fits: the least needs {memory(least['peak_gib'])}"
+        message = f"no fallback fits: the least needs {format_memory(least['peak_gib'])}"
         message += (
             f"; it would fit with {' '.join(f'--set {item}' for item in diagnosis['shorter'])}"
             if diagnosis["shorter"]

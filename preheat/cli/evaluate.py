@@ -95,9 +95,9 @@ def evaluate(
     from preheat.cli.views.console import console, emit
     from preheat.errors import RecipeError
     from preheat.evaluation.lm_eval import require_harness
-    from preheat.evaluation.run_evaluator import differences
+    from preheat.evaluation.run_evaluator import compute_differences
     from preheat.evaluation.tasks import find_tasks
-    from preheat.files import strict
+    from preheat.files import to_plain_data
     from preheat.inference.load import require_model
 
     if len(model) > 2 or (before and len(model) > 1):
@@ -134,7 +134,10 @@ def evaluate(
     ]
     summary = _summarize(model[-1], results[-1])
     if len(results) == 2:
-        summary |= {"before": _summarize(model[0], results[0]), "difference": strict(differences(*results))}
+        summary |= {
+            "before": _summarize(model[0], results[0]),
+            "difference": to_plain_data(compute_differences(*results)),
+        }
     if json:
         emit(summary)
     else:
@@ -198,8 +201,8 @@ def _evaluate_model(
     from preheat.cli.views.console import console
     from preheat.compress.atomic_folder import home_of
     from preheat.evaluation.lm_eval import measure_by_harness
-    from preheat.evaluation.long_context import measure_length, questions_of, reach_of
-    from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, tokens_of_text
+    from preheat.evaluation.long_context import draw_questions, measure_length, reach_of
+    from preheat.evaluation.perplexity import count_token_bytes, measure_text, tokenize_text
     from preheat.evaluation.results import ResultSet
     from preheat.evaluation.run_task import measure_task
     from preheat.evaluation.scoring import Scorer
@@ -221,7 +224,7 @@ def _evaluate_model(
             status.update(f"{path}: {what} {done:,.0f}" + (f" of {total:,.0f}" if total else ""))
 
         results = ResultSet({}, {})
-        sizes = bytes_of_tokens(opened.tokenizer)
+        sizes = count_token_bytes(opened.tokenizer)
         for name in texts:
             split_rows = _rows(settings, name, is_run=recipe is not None, length=cut, tokenizer=tokenizer)
             # On its own data, a run is measured by its own objective.
@@ -246,8 +249,8 @@ def _evaluate_model(
             if isinstance(task, Task):
                 results.tasks[task.name] = measure_task(task, scorer, limit=limit, samples=samples)
             elif isinstance(task, LengthTask):
-                texts_of = partial(tokens_of_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
-                questions = questions_of(
+                texts_of = partial(tokenize_text, settings.data, seed=settings.seed, tokenizer=tokenizer)
+                questions = draw_questions(
                     task,
                     scorer,
                     texts=texts_of,
@@ -267,7 +270,7 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
     from preheat.data import Rows, prepare
     from preheat.data.rows.example_kinds import require_examples
     from preheat.errors import RecipeError
-    from preheat.evaluation.perplexity import rows_of_text
+    from preheat.evaluation.perplexity import read_text_rows
 
     if name in SPLITS and is_run and not Path(name).exists():
         data = replace(settings.data, tokenizer=tokenizer)
@@ -278,23 +281,23 @@ def _rows(settings: Recipe, name: str, *, is_run: bool, length: int, tokenizer: 
             reason = "is read as a stream" if name == "train" else "has no validation rows"
             raise RecipeError(f"--data {name}: the run {reason}; name a text")
         return split
-    return rows_of_text(
+    return read_text_rows(
         settings.data, name, knob="--data", partial=True, length=length, seed=settings.seed, tokenizer=tokenizer
     )
 
 
 def _summarize(model: str, results: ResultSet) -> JsonObject:
     """Returns the results as JSON data; top-level loss, perplexity and bits_per_byte are those of the first text."""
-    from preheat.evaluation.results import described
-    from preheat.files import strict
+    from preheat.evaluation.results import describe_result
+    from preheat.files import to_plain_data
 
-    texts, tasks = ({name: described(result) for name, result in of.items()} for of in results)
+    texts, tasks = ({name: describe_result(result) for name, result in of.items()} for of in results)
     # At the top level for scripts: most evaluations have one text.
     first = next(iter(texts.values()), None)
     values = {name: estimate.value for name, estimate in first.metrics.items()} if first else {}
     top = {key: values.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
     tokens = first.tokens if first else None
-    return {"model": model, **top, "tokens": tokens, "texts": strict(texts), "tasks": strict(tasks)}
+    return {"model": model, **top, "tokens": tokens, "texts": to_plain_data(texts), "tasks": to_plain_data(tasks)}
 
 
 def _table(summary: JsonObject) -> Table:

@@ -97,7 +97,7 @@ def export(
     from preheat.cli.views.console import emit
     from preheat.compress.export import hub
     from preheat.engine.checkpoint import at_checkpoint
-    from preheat.files import strict
+    from preheat.files import to_plain_data
 
     written = (to, out, dtype, tolerance, length, base)
     if push is None:
@@ -114,7 +114,7 @@ def export(
     as_it_is = push is not None and hub.is_export(run) and all(option is None for option in written)
     result: JsonObject = {"path": str(run)}
     if not as_it_is:
-        result = strict(_write(run, to or "hf", out, dtype, tolerance, length, base, push, show=not json))
+        result = to_plain_data(_write(run, to or "hf", out, dtype, tolerance, length, base, push, show=not json))
     if push is not None:
         sent = hub.push(result["path"], push, private=private, dry_run=push_dry_run)
         result["push"] = asdict(sent)

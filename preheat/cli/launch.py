@@ -93,7 +93,7 @@ def launch(
     )
     # Checks the job first; nothing is written for one that cannot run.
     text = written(job, scheduler)
-    if not json and not recipes.states(recipe, "data.source", set or []):
+    if not json and not recipes.has_key(recipe, "data.source", set or []):
         console(error=True).note(
             f"{recipe}: data.source is not stated, so the job trains on Python's standard library; name the data: "
             "--set data.source=PATH"

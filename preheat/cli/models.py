@@ -65,10 +65,10 @@ def show(name: str, json: Json = False) -> None:
     NAME is the name of a preset or of a model on the hub, in any case. Example: `preheat models show Qwen/Qwen3-8B`
     """
     from preheat.cli.views.console import console, emit
-    from preheat.models.presets import PRESETS, needs, on_hub
+    from preheat.models.presets import PRESETS, needs, resolve_hub_name
 
     if name not in PRESETS:
-        name, _ = on_hub(name)
+        name, _ = resolve_hub_name(name)
     preset = PRESETS[name]
     facts = {"on the hub": _checkpoints(preset), "licence": str(preset.licence), "parameters": _parameters(preset)}
     if preset.stored is not None:

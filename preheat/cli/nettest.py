@@ -58,14 +58,14 @@ def nettest(
     import os
 
     from preheat.cli.views.console import console, emit
-    from preheat.errors import RecipeError, nearest
-    from preheat.files import strict
+    from preheat.errors import RecipeError, suggest_nearest
+    from preheat.files import to_plain_data
     from preheat.hardware import nettest as net
 
     unknown = [name for name in collectives or () if name not in net.COLLECTIVES]
     if unknown:
-        raise RecipeError(f"--collective: no '{unknown[0]}'; {nearest(unknown[0], list(net.COLLECTIVES))}")
-    under = net.started_by_torchrun()
+        raise RecipeError(f"--collective: no '{unknown[0]}'; {suggest_nearest(unknown[0], list(net.COLLECTIVES))}")
+    under = net.is_under_torchrun()
     if under and nproc is not None:
         raise RecipeError(f"--nproc: {nproc}, and torchrun has started processes already; leave --nproc out")
     if not under and nproc is None:
@@ -80,7 +80,7 @@ def nettest(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     task = net.Task(
         collectives=tuple(collectives or net.COLLECTIVES),
-        sizes=net.sizes_of(sizes),
+        sizes=net.parse_sizes(sizes),
         backend=_backend(nproc) if backend == "auto" else backend,
         repeats=repeats,
         warmup=warmup,
@@ -88,7 +88,7 @@ def nettest(
         timeout=timeout,
     )
     with console(error=True, quiet=json).status("starting") as status:
-        result = net.nettest(
+        result = net.run_nettest(
             task,
             processes=nproc,
             port=port,
@@ -103,7 +103,7 @@ def nettest(
 
         page = str(write_net(result, html))
     if json:
-        emit({**strict(result), **({"html": page} if page else {})})
+        emit({**to_plain_data(result), **({"html": page} if page else {})})
         return
     screen = console()
     for part in _renderables(result):

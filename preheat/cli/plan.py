@@ -111,7 +111,7 @@ def plan(
     --nodes 8`. A recipe is planned as it is: `preheat plan demo --set batch.size=64`. Exit code 3: it does not fit.
     """
     from preheat.errors import RecipeError
-    from preheat.hardware.catalogue import named_or_described
+    from preheat.hardware.catalogue import resolve_accelerator
 
     if schema:
         _print_schema()
@@ -124,7 +124,7 @@ def plan(
         _compute_optimal(compute_budget, json)
         return
     # Reports an unknown device before torch is imported, which takes seconds.
-    accelerator = None if gpu is None else named_or_described(gpu)
+    accelerator = None if gpu is None else resolve_accelerator(gpu)
     if what is None and not set:
         raise RecipeError("preheat plan: name a model or a recipe, such as: preheat plan Qwen/Qwen3-8B --gpu RTX-4090")
     # Set before torch is imported: garbage collection would take a tenth of torch's import time.
@@ -174,9 +174,9 @@ def _without_output_options(what: str | None, overrides: Sequence[str], typed: M
 def _print_schema() -> None:
     from preheat.cli.views.console import emit
     from preheat.core.plan import Plan
-    from preheat.files import schema_of
+    from preheat.files import build_schema
 
-    emit(schema_of(Plan))
+    emit(build_schema(Plan))
 
 
 def _list_devices(json: bool) -> None:

@@ -72,7 +72,7 @@ def _notes(result: Plan, html: Path | None) -> list[str]:
     Args:
         html: the file of the page, which an interrupted search does not write.
     """
-    from preheat.planning.search.result import held_by_others
+    from preheat.planning.search.result import describe_held_memory
 
     notes = []
     if (searched := result.searched).interrupted:
@@ -86,7 +86,7 @@ def _notes(result: Plan, html: Path | None) -> list[str]:
         notes.append(
             f"its recurrent layers are planned with fused kernels: the device needs {' and '.join(result.packages)}"
         )
-    notes += filter(None, (held_by_others(result), result.device.notice))
+    notes += filter(None, (describe_held_memory(result), result.device.notice))
     if result.absent:
         notes.append(
             f"{result.absent} is not on this machine: planned by its built-in configuration; tokenizer, "
@@ -99,14 +99,14 @@ def text_part_note(recipe: Recipe) -> str | None:
     """Returns the sentence to print if only the text part of a checkpoint is planned; else None."""
     from preheat.models import configs, text_part
 
-    wrapper = configs.wrapper(recipe)
+    wrapper = configs.wrapper_config(recipe)
     return text_part.describe(wrapper.model_type) if wrapper is not None else None
 
 
 def recipe_text(result: Plan, subject: Subject) -> str:
     """Returns the chosen recipe as YAML; a model given by name gets the path of its checkpoint."""
     from preheat.recipe import Data
-    from preheat.recipe.commented_yaml import brief
+    from preheat.recipe.commented_yaml import render_brief
 
     assert result.recipe is not None
     values = dict(result.recipe)
@@ -116,7 +116,7 @@ def recipe_text(result: Plan, subject: Subject) -> str:
     planned = model["path"] is None or model["preset"] is None
     if subject.checkpoint and planned and model["weights"] != "random":
         values["model"] = {**model, "path": subject.checkpoint}
-    text = brief(values)
+    text = render_brief(values)
     if not subject.from_user and values["data"]["source"] == Data().source:
         # As comments: the recipe is valid without them, but trains on the built-in text.
         text += "# data.source is not stated, so a run trains on Python's standard library. Name your data:\n"

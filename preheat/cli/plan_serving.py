@@ -45,23 +45,23 @@ def plan_serving(options: PlanOptions) -> None:
 def _figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObject:
     """Returns what `--json` prints, without the note on a model's text part."""
     from preheat.hardware.rates import Rates
-    from preheat.planning.analytic import serving, size_of
-    from preheat.planning.kv_cache_size import CACHES, cache_bytes
-    from preheat.planning.plan_request import hardware
+    from preheat.planning.analytic import count_model_parameters, estimate_serving
+    from preheat.planning.kv_cache_size import CACHES, count_cache_bytes
+    from preheat.planning.plan_request import choose_hardware
 
-    model = size_of(recipe)
-    device, rates, _ = hardware(gpu, recipe, devices)
+    model = count_model_parameters(recipe)
+    device, rates, _ = choose_hardware(gpu, recipe, devices)
     # Measured rates of this machine, or the sustained ones of a device in the catalogue.
     if isinstance(rates, Rates):
         bandwidth, peaks = rates.bandwidth, rates.peak_matrix_rate  # measured on this machine
     else:
         assert rates.device.bandwidth is not None
         bandwidth, peaks = rates.device.bandwidth, rates.device.sustained()
-    length, state = recipe.batch.seq_len, cache_bytes(model.config, 0)
+    length, state = recipe.batch.seq_len, count_cache_bytes(model.config, 0)
     rows = [
         estimate
         for cache_format in CACHES
-        for estimate in serving(
+        for estimate in estimate_serving(
             model,
             memory=device.memory,
             length=length,
@@ -78,7 +78,7 @@ def _figures(recipe: Recipe, gpu: Accelerator | None, devices: int) -> JsonObjec
         "parameters": model.parameters,
         "active_parameters": model.active,
         "length": length,
-        "cache_bytes_per_token": (cache_bytes(model.config, length) - state) / length,
+        "cache_bytes_per_token": (count_cache_bytes(model.config, length) - state) / length,
         "state_bytes_per_row": state,
         "fits": any(s.rows for s in rows),
         "formats": [

@@ -45,12 +45,12 @@ class _Question:
         # A plan of this machine is always made anew: its memory and its speed change with what else runs.
         if self.options.gpu is None:
             return None
-        from preheat.planning.answer_cache import key_of
+        from preheat.planning.answer_cache import compute_key
 
         # The options of the output change no answer.
         asked = asdict(replace(self.options, out=None, html=None, verbose=False, json=False))
         hosts = [self.devices, self.per_host]
-        return key_of(
+        return compute_key(
             self.subject.recipe,
             {"plan": asked, "hosts": hosts, "from_user": self.subject.from_user, "absent": self.subject.absent},
         )
@@ -180,10 +180,10 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
         The plan (`settled` has the resolved settings), and a function that computes the figures of its page.
     """
     from preheat.core import Tag
-    from preheat.planning.explain import explain, figures
+    from preheat.planning.explain import build_figures, explain
     from preheat.planning.plan import plan, resolve_auto
-    from preheat.planning.search.candidates import worst
-    from preheat.planning.search.max_context import longest_as_stated
+    from preheat.planning.search.candidates import worst_numerics
+    from preheat.planning.search.max_context import find_longest_as_stated
     from preheat.planning.search.result import EvaluatedPlan, SearchResult
 
     as_written = request.recipe
@@ -191,10 +191,10 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     recipe, prediction = request.recipe, plan(request)
     added = tuple(recipe.techniques.values())
     extended = any(Tag.EXTENDED_CONTEXT in t.provided() for t in added)  # also report the longest context that fits
-    result = SearchResult(EvaluatedPlan(recipe, prediction, worst(added), recipe.batch.size, ()))
+    result = SearchResult(EvaluatedPlan(recipe, prediction, worst_numerics(added), recipe.batch.size, ()))
 
     def page() -> PlanFigures:
-        return figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
+        return build_figures(replace(result, evaluated=[result.best]), replace(request, world=devices))
 
     # Settings that were `auto` in the recipe, with the values that the dry run chose.
     settled = {
@@ -206,7 +206,7 @@ def plan_as_written(request: Request, devices: int, price: float | None) -> tupl
     return replace(
         explain(result, devices=devices, price=price),
         chosen=prediction.chosen,
-        longest_context=longest_as_stated(request) if extended else None,
+        longest_context=find_longest_as_stated(request) if extended else None,
         settled=settled,
     ), page
 
@@ -260,16 +260,16 @@ def _searched(
     """
     from preheat.core.plan import Alternative
     from preheat.hardware.interrupts import Interrupted
-    from preheat.planning.explain import explain, figures
+    from preheat.planning.explain import build_figures, explain
     from preheat.planning.observation_cache import observe_for_others
     from preheat.planning.search.candidates import Space
-    from preheat.planning.search.max_context import longest
-    from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
+    from preheat.planning.search.max_context import find_longest
+    from preheat.planning.search.nearest_miss import find_more_devices, find_shorter_rows
     from preheat.planning.search.result import SearchResult
-    from preheat.planning.search.search import passes_for, search
-    from preheat.planning.worker_pool import worker_pool
+    from preheat.planning.search.search import count_passes, search
+    from preheat.planning.worker_pool import start_worker_pool
 
-    devices, passes = request.devices, passes_for(request.devices)
+    devices, passes = request.devices, count_passes(request.devices)
 
     def tell(message: str) -> None:
         if not quiet:
@@ -278,7 +278,7 @@ def _searched(
     def search_for(request: Request, *, passes: int = passes, confirm: bool = True) -> SearchResult:
         space = Space(request, allow)  # type: ignore[arg-type]
         if aim == "longest-context":
-            return longest(space, passes=passes, tell=tell)
+            return find_longest(space, passes=passes, tell=tell)
         return search(space, aim=aim, passes=passes, confirm=confirm, tell=tell)  # type: ignore[arg-type]
 
     def fitting(result: SearchResult) -> Iterator[Alternative]:
@@ -308,19 +308,19 @@ def _searched(
                 base = " on a base in 4 bits" if name == "qlora" else ""
                 yield alternative(["--method", name], instead, f"trains an adapter{base}")
         space = Space(request, allow)  # type: ignore[arg-type]
-        if shorter := with_shorter_rows(result.best, space):
+        if shorter := find_shorter_rows(result.best, space):
             length = shorter.recipe.batch.seq_len
             yield alternative(
                 [*fixes.length[:-1], f"{fixes.length[-1]}{length}"],
                 SearchResult(shorter),
                 f"sequences of {length:,} tokens",
             )
-        if more := on_more_devices(result.best, space, fixes.request_on, passes=passes // 2, tell=tell):
+        if more := find_more_devices(result.best, space, fixes.request_on, passes=passes // 2, tell=tell):
             count, instead = more
             hosts = [] if count <= 8 else ["--nodes", str(count // 8)]
             yield alternative(["--count", str(min(count, 8)), *hosts], instead, f"{count} devices", count)
 
-    with worker_pool(observe_for_others):
+    with start_worker_pool(observe_for_others):
         result = search_for(request)
         explained = explain(result, devices=devices, price=price)
         if not explained.fits_safely and not result.interrupted:
@@ -336,6 +336,6 @@ def _searched(
             passing()
 
     def page() -> PlanFigures:
-        return figures(result, request)
+        return build_figures(result, request)
 
     return explained, page

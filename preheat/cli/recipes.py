@@ -24,12 +24,12 @@ def _summary(path: Path) -> str:
 
 
 def _find(name: str) -> Path:
-    from preheat.errors import RecipeError, nearest
+    from preheat.errors import RecipeError, suggest_nearest
     from preheat.recipe import built_in
 
     known = built_in()
     if name not in known:
-        raise RecipeError(f"{name}: no such built-in recipe; {nearest(name, list(known))}")
+        raise RecipeError(f"{name}: no such built-in recipe; {suggest_nearest(name, list(known))}")
     return known[name]
 
 
@@ -68,9 +68,9 @@ def schema() -> None:
     """Print the JSON schema of a recipe, for editors. Example: `preheat recipes schema > recipe.schema.json`"""
     import json as text
 
-    from preheat.recipe import json_schema
+    from preheat.recipe import build_json_schema
 
-    say(text.dumps(json_schema(), indent=1, allow_nan=False))
+    say(text.dumps(build_json_schema(), indent=1, allow_nan=False))
 
 
 def init(

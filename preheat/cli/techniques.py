@@ -63,12 +63,12 @@ def show(name: str) -> None:
     import dataclasses
 
     from preheat.core import registry
-    from preheat.errors import RecipeError, nearest
+    from preheat.errors import RecipeError, suggest_nearest
     from preheat.recipe import field_docs
 
     known = registry()
     if name not in known:
-        raise RecipeError(f"{name}: no such technique; {nearest(name, list(known))}")
+        raise RecipeError(f"{name}: no such technique; {suggest_nearest(name, list(known))}")
     cls = known[name]
     say(_document(cls))
     docs = field_docs(cls)

@@ -163,14 +163,14 @@ def _summary(result: JsonObject) -> Group:
     from rich.text import Text
 
     from preheat.cli.views.console import rate
-    from preheat.sanitize import memory
+    from preheat.sanitize import format_memory
 
     table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
     shown = (
-        ("peak memory", "peak_gib", memory),
-        ("  allocated", "allocated_gib", memory),
-        ("  reserved", "reserved_gib", memory),
-        ("  context", "context_gib", memory),
+        ("peak memory", "peak_gib", format_memory),
+        ("  allocated", "allocated_gib", format_memory),
+        ("  reserved", "reserved_gib", format_memory),
+        ("  context", "context_gib", format_memory),
         ("tokens/s", "tokens_per_second", rate),
     )
     for label, key, show in shown:
@@ -218,7 +218,7 @@ def _dry_run(
 ) -> None:
     """Checks the data and the run's folder and plans the recipe unchanged; exits with code 3 if it does not fit."""
     from preheat.cli.options.subject import subject_of
-    from preheat.planning.plan_request import hardware, request_of
+    from preheat.planning.plan_request import choose_hardware, request_of
 
     # Reports recipe errors before torch is imported, which takes seconds.
     subject = subject_of(recipe, [*overrides, *([f"parallel.devices={nproc}"] if nproc > 1 else [])])
@@ -240,11 +240,13 @@ def _dry_run(
     devices = subject.recipe.parallel.devices or 1
     # None: this process alone, on this machine.
     world = None if gpu is None else devices
-    device = resolve_device(subject.recipe)[0] if gpu is None else hardware(gpu, subject.recipe, 1)[0]
+    device = resolve_device(subject.recipe)[0] if gpu is None else choose_hardware(gpu, subject.recipe, 1)[0]
     # A model that is absent is planned by its preset: there is nothing to read.
     if subject.absent is None:
         require_weights(subject.recipe)
-        data, _, _ = read_data(subject.recipe, configs.source(subject.recipe), Alarms(), device=device, world=world)
+        data, _, _ = read_data(
+            subject.recipe, configs.source_config(subject.recipe), Alarms(), device=device, world=world
+        )
         if not json:
             console().print(f"data: {data.source}; {data.text()}", soft_wrap=True, markup=False, highlight=False)
     request = request_of(subject.recipe, gpu, world=world, per_host=min(devices, 8))
@@ -388,7 +390,7 @@ def train(
     """
     from preheat import recipe as recipes
     from preheat.errors import RecipeError
-    from preheat.hardware.catalogue import named_or_described
+    from preheat.hardware.catalogue import resolve_accelerator
 
     refuse_model(recipe, "train")
     # An override like any other, so that the run's recipe names its trackers.
@@ -398,7 +400,7 @@ def train(
     if dry_run and checkpoint is not None:
         raise RecipeError(f"--checkpoint {checkpoint}: renames later checkpoints, and --dry-run writes nothing")
     if dry_run:
-        device = None if gpu is None else named_or_described(gpu)
+        device = None if gpu is None else resolve_accelerator(gpu)
         _dry_run(recipe, set, gpu=device, out=out, resume=resume, nproc=nproc, json=json)
         return
     if gpu is not None:

@@ -79,7 +79,7 @@ def try_(
 
     from preheat.bench.try_technique import TrialOptions, trial
     from preheat.cli.views.console import console, emit, rate
-    from preheat.sanitize import memory
+    from preheat.sanitize import format_memory
 
     # Both spellings are accepted, as for the options.
     names = technique.replace("-", "_")
@@ -116,7 +116,7 @@ def try_(
     )
     for row in result.rows:
         if row.predicted and row.not_run:
-            speed, peak = rate(row.predicted.tokens_per_second), memory(row.predicted.peak_gib)
+            speed, peak = rate(row.predicted.tokens_per_second), format_memory(row.predicted.peak_gib)
             screen.print(f"- {row.name}: predicted here {speed} tokens/s in {peak}", soft_wrap=True)
     for line in result.verdicts:
         screen.print(f"- {line}", soft_wrap=True)
@@ -132,7 +132,7 @@ def _table(result: TrialResult) -> Table:
 
     from preheat.cli.views.console import rate
     from preheat.core.bench import MeasuredTrialRow
-    from preheat.sanitize import memory
+    from preheat.sanitize import format_memory
 
     zero = any(isinstance(row, MeasuredTrialRow) and row.optimizer_gib is not None for row in result.rows)
     titles = ["contender", "tokens/s", "times", "peak", "loss", "cosine", *(["states"] if zero else []), "on a GPU"]
@@ -147,10 +147,10 @@ def _table(result: TrialResult) -> Table:
             cells = [
                 rate(row.tokens_per_second),
                 "-" if row.ratio is None else f"{row.ratio:.2f}",
-                memory(row.peak_gib),
+                format_memory(row.peak_gib),
                 f"{row.loss:.3f}",
                 "-" if row.gradient_cosine is None else f"{row.gradient_cosine:.6f}",
-                "-" if row.optimizer_gib is None else memory(row.optimizer_gib),
+                "-" if row.optimizer_gib is None else format_memory(row.optimizer_gib),
             ]
-        table.add_row(row.name, *(cells if zero else cells[:-1]), "-" if on_gpu is None else memory(on_gpu))
+        table.add_row(row.name, *(cells if zero else cells[:-1]), "-" if on_gpu is None else format_memory(on_gpu))
     return table

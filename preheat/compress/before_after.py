@@ -129,7 +129,7 @@ class Baseline:
 
         What is not quantized is cast to bf16 in the model that is timed.
         """
-        from preheat.ops.quantization.serialization import quantized_modules
+        from preheat.ops.quantization.serialization import find_quantized_modules
 
         model: PreTrainedModel = compressed.build.trained[0]
         logits = held_logits(model, compressed)
@@ -137,7 +137,7 @@ class Baseline:
         same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(self.logits, logits, strict=True))
         after = quality(compressed, self.texts, self.measured)
         # Both are timed in bf16; quantized maps keep their own formats.
-        timed = model if quantized_modules(model) else _half(model)
+        timed = model if find_quantized_modules(model) else _half(model)
         rise, rise_interval = _rise(self.quality, after)
         comparison = Comparison(
             before=_figures(self.quality, self.bytes, "bfloat16"),
@@ -161,11 +161,11 @@ class Baseline:
 def _half(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy in bf16 without fake quantization, which would round the weights again in each forward pass."""
     from preheat.ops.quantization.fake_quant import unfake_
-    from preheat.ops.quantization.serialization import to_half
+    from preheat.ops.quantization.serialization import cast_to_half
 
     half = copy.deepcopy(model)
     unfake_(half)
-    to_half(half)
+    cast_to_half(half)
     return half
 
 
@@ -177,31 +177,31 @@ def _bytes(model: PreTrainedModel) -> int:
 
 def held_logits(model: PreTrainedModel, opened: LoadedModel) -> list[Tensor]:
     """Returns the logits of a model over rows of real text."""
-    from preheat.models.hf import plain_logits
+    from preheat.models.hf import compute_reference_logits
 
     rows = verify.rows(opened.tokenizer, opened.build.model.positions, [])
-    return [plain_logits(model, row).cpu() for row in rows]
+    return [compute_reference_logits(model, row).cpu() for row in rows]
 
 
 def quality(opened: LoadedModel, texts: Texts, measured: int) -> Result:
     """Returns loss and perplexity on held-out text."""
-    from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
+    from preheat.evaluation.perplexity import count_token_bytes, measure_text
 
     micro = min(8, opened.recipe.batch.size)
     return measure_text(
-        opened.build, texts.held_out, micro=micro, limit=measured, sizes=bytes_of_tokens(opened.tokenizer)
+        opened.build, texts.held_out, micro=micro, limit=measured, sizes=count_token_bytes(opened.tokenizer)
     )
 
 
 def _figures(result: Result, bytes: int, dtype: str | None = None) -> Figures:
-    from preheat.evaluation.bootstrap import interval
+    from preheat.evaluation.bootstrap import compute_interval
 
     loss, perplexity = result.metrics["loss"], result.metrics["perplexity"]
     assert result.tokens is not None, "results on text count their tokens"
     return Figures(
         loss=loss.value,
         perplexity=perplexity.value,
-        perplexity_interval=interval(perplexity) or (None, None),
+        perplexity_interval=compute_interval(perplexity) or (None, None),
         rows=result.rows,
         tokens=result.tokens,
         bytes=bytes,
@@ -211,8 +211,8 @@ def _figures(result: Result, bytes: int, dtype: str | None = None) -> Figures:
 
 def _rise(before: Result, after: Result) -> tuple[float, tuple[float | None, float | None]]:
     """Returns the relative rise of perplexity with its 95 % interval (paired bootstrap over the rows)."""
-    from preheat.evaluation.bootstrap import difference
+    from preheat.evaluation.bootstrap import compute_difference
 
-    value, bounds = difference(before.metrics["loss"], after.metrics["loss"])
+    value, bounds = compute_difference(before.metrics["loss"], after.metrics["loss"])
     # perplexity = exp(loss), so the relative rise is exp(difference of losses) - 1.
     return math.expm1(value), (math.expm1(bounds[0]), math.expm1(bounds[1])) if bounds else (None, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import DataError
-from preheat.models.layerwise import layer_by_layer, plainly
+from preheat.models.layerwise import iterate_layers, plain_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,6 +143,6 @@ def walk(model: PreTrainedModel, rows: Sequence[Tensor]) -> Iterator[Layer]:
     """
     require_rows(rows)
     # Between two yields the caller changes the layer; the next one gets its inputs from the changed layer.
-    with plainly(model):
-        for name, module, run in layer_by_layer(model, rows):
+    with plain_forward(model):
+        for name, module, run in iterate_layers(model, rows):
             yield Layer(name, module, run)

@@ -51,13 +51,13 @@ def find_texts(opened: LoadedModel, data: str | None, *, rows: int, length: int 
         DataError: the text cannot be read, or is too short to hold rows out.
     """
     from preheat.data import Rows, prepare
-    from preheat.evaluation.perplexity import rows_of_text
+    from preheat.evaluation.perplexity import read_text_rows
 
     recipe, positions = opened.recipe, opened.build.model.positions
     # A model without a limit of positions has 0.
     cut = min(length or recipe.batch.seq_len, positions or (1 << 30))
     if data is not None:
-        all_of = rows_of_text(
+        all_of = read_text_rows(
             recipe.data, data, knob="--data", length=cut, seed=recipe.seed, tokenizer=opened.tokenizer_folder
         )
         return _parted(all_of, rows, cut, f"{Path(data).name}: every {_SHARE}th sequence held out")
@@ -117,9 +117,9 @@ class RowSubset:
 
 
 def _spread(total: int, limit: int) -> list[int]:
-    from preheat.data.loader import evaluation_rows
+    from preheat.data.loader import choose_evaluation_rows
 
-    return list(evaluation_rows(total, limit))
+    return list(choose_evaluation_rows(total, limit))
 
 
 def _tokens(rows: Rows, numbers: Sequence[int]) -> list[Tensor]:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 from preheat import recipe as recipes
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe import Bound
-from preheat.recipe.consistency import folder_name_problem
+from preheat.recipe.consistency import find_folder_name_problem
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import read
 
@@ -99,7 +99,8 @@ def load_chain(path: str | Path) -> Chain:
         known = {name: built_in for name, built_in in recipes.built_in().items() if built_in.parent.name == "chains"}
         if str(path) not in known:
             raise RecipeError(
-                f"--recipe {path}: no such file, and no built-in chain of that name; {nearest(str(path), list(known))}"
+                f"--recipe {path}: no such file, and no built-in chain of that name; "
+                f"{suggest_nearest(str(path), list(known))}"
             )
         file = known[str(path)]
     values, lines = read(file, str(path))
@@ -121,7 +122,7 @@ def load_chain(path: str | Path) -> Chain:
         if step is not None:
             reader.techniques(step.techniques, (*at, "techniques"))
     name = str(values.get("name", file.stem))
-    if "name" in values and (problem := folder_name_problem(name)):
+    if "name" in values and (problem := find_folder_name_problem(name)):
         reader.report(("name",), f"name: {problem}")
     # Raises if anything was reported, so every step is a `Step` afterwards.
     reader.refuse()

@@ -20,13 +20,13 @@ from preheat.compress.registry import Method, methods
 from preheat.compress.unfinished_run import unfinished
 from preheat.core.compression import CompressedVariant, CompressionResult
 from preheat.core.export import ExportResult
-from preheat.errors import RecipeError, RunError, nearest
+from preheat.errors import RecipeError, RunError, suggest_nearest
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
 from preheat.models.hf import require_decoder_only
 from preheat.recipe.validate import RecipeReader
 from preheat.run.reader import Reader
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,8 +81,8 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
         owner, _, own = key.rpartition(".")
         if owner and owner not in keys:
             raise RecipeError(
-                f"--set {shorten(item)}: {quoted(owner, 40)} is not one of the chosen methods; "
-                f"{nearest(owner, list(keys))}"
+                f"--set {shorten(item)}: {quote_value(owner, 40)} is not one of the chosen methods; "
+                f"{suggest_nearest(owner, list(keys))}"
             )
         # A setting without an owner applies to every chosen method that has it.
         having = [name for name in keys if own in keys[name] and owner in ("", name)]
@@ -90,7 +90,8 @@ def read_variants(texts: Sequence[str], bits: float | None, overrides: Sequence[
             known_keys = sorted({key for name in keys for key in keys[name] if owner in ("", name)})
             of = owner or ", ".join(keys)
             raise RecipeError(
-                f"--set {shorten(item)}: {of}: no setting {quoted(own, 40)} there; {nearest(own, known_keys)}"
+                f"--set {shorten(item)}: {of}: no setting {quote_value(own, 40)} there; "
+                f"{suggest_nearest(own, known_keys)}"
             )
         for name, values in split:
             if name in having:
@@ -135,7 +136,7 @@ def made_of(name: str, values: Mapping[str, object]) -> Variant:
     """
     known = methods()
     if name not in known:
-        raise RecipeError(f"--method {shorten(name)}: no such method; {nearest(name, list(known))}")
+        raise RecipeError(f"--method {shorten(name)}: no such method; {suggest_nearest(name, list(known))}")
     reader = RecipeReader("--method", {}, hints={})
     method = reader.flat(known[name], values, (name,))
     reader.refuse()
@@ -260,7 +261,7 @@ def once(notes: Iterable[str]) -> list[str]:
 
 
 def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Path) -> None:
-    from preheat.models.conversions.architecture import beyond_transformers
+    from preheat.models.conversions.architecture import describe_unsupported_modules
     from preheat.models.hf import head
     from preheat.ops.classification_head import ClassHead
     from preheat.ops.quantization.serialization import is_compressed
@@ -271,7 +272,7 @@ def _require(opened: LoadedModel, variants: Sequence[Variant], source: str | Pat
             f"{source}: has a head over classes, for which there is no perplexity to measure; compress the original "
             "model"
         )
-    if beyond := beyond_transformers(model):
+    if beyond := describe_unsupported_modules(model):
         raise RecipeError(
             f"{source}: has {' and '.join(beyond)}, which no class of transformers can load; compress the "
             "model before that"
@@ -306,7 +307,7 @@ def _compress_variant(
     variant: Variant, opened: LoadedModel, before: Baseline, folder: Path, say: Say
 ) -> tuple[Untimed, PreTrainedModel]:
     """Applies one variant, writes and reopens it, and compares; returns its figures, and the model to time."""
-    from preheat.ops.quantization.serialization import quantized_modules
+    from preheat.ops.quantization.serialization import find_quantized_modules
 
     name, method = variant.name, variant.method
     say(f"{name}: compressing")
@@ -337,7 +338,7 @@ def _compress_variant(
         comparison=comparison,
         detail=change.detail,
         notes=tuple(notes),
-        quantized=bool(quantized_modules(reopened.build.trained[0])),
+        quantized=bool(find_quantized_modules(reopened.build.trained[0])),
     )
     return row, timed
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from preheat.models.layerwise import plainly
+from preheat.models.layerwise import plain_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ def speeds(
     """
 
     def timing(model: PreTrainedModel) -> tuple[float, float]:
-        with plainly(model):
+        with plain_forward(model):
             return _once(model, prompt, tokens)
 
     timings = in_turns({name: partial(timing, model) for name, model in models.items()}, turns)

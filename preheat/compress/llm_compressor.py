@@ -20,7 +20,7 @@ from torch import Tensor
 
 from preheat.errors import RunError
 from preheat.files import to_json
-from preheat.hardware.child_processes import ended_by, tethered
+from preheat.hardware.child_processes import describe_exit, wrap_in_parent_death
 from preheat.ops.quantization.grids import Groups
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(
         # The other environment has its own torch and transformers, so ours must not leak into its path.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         process = subprocess.run(
-            tethered([program, str(worker), str(folder)]),
+            wrap_in_parent_death([program, str(worker), str(folder)]),
             capture_output=True,
             text=True,
             check=False,
@@ -98,7 +98,9 @@ def run(
         # Python's last line is the exception; the lines before are its traceback.
         if process.returncode:
             errors = [line for line in process.stderr.strip().splitlines() if line.strip()] or ["no output"]
-            raise RunError(f"--method llm_compressor: its process {ended_by(process.returncode)}: {errors[-1].strip()}")
+            raise RunError(
+                f"--method llm_compressor: its process {describe_exit(process.returncode)}: {errors[-1].strip()}"
+            )
         return _read(folder / "made", model, request)
 
 

@@ -15,9 +15,9 @@ from preheat.compress.atomic_folder import home_of
 from preheat.compress.export import hub
 from preheat.compress.front_matter import front_matter
 from preheat.core.run_records import Results
-from preheat.recipe.paths import published
+from preheat.recipe.paths import shorten_paths
 from preheat.run.reader import Reader
-from preheat.sanitize import memory, three_digits
+from preheat.sanitize import format_memory, format_three_digits
 
 if TYPE_CHECKING:
     from preheat.compress.calibration_text import Texts
@@ -274,7 +274,7 @@ def _origin(run: Path, summary: ExportResult) -> list[str]:
     if not (run / "recipe.yaml").is_file():
         return [f"Written by preheat from the folder `{run.resolve().name}`{merged}."]
     reader = Reader(run)
-    recipe = published(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml")))
+    recipe = shorten_paths(recipes.parse(reader.recipe_text, where=str(run / "recipe.yaml")))
     changes = [f"- {technique}: {change.what}" for technique, made in reader.changes.items() for change in made]
     return [
         f"Written by preheat from the run `{run.resolve().name}`{merged}.",
@@ -354,8 +354,8 @@ def _predicted(reader: Reader) -> list[str]:
     predicted = plan.predicted
     rows = [
         ("", "predicted", "measured"),
-        ("peak memory", memory(predicted.peak_gib), memory(measured.peak_gib)),
-        ("tokens/s", three_digits(predicted.tokens_per_second), three_digits(measured.tokens_per_second)),
+        ("peak memory", format_memory(predicted.peak_gib), format_memory(measured.peak_gib)),
+        ("tokens/s", format_three_digits(predicted.tokens_per_second), format_three_digits(measured.tokens_per_second)),
     ]
     return ["## Memory and speed of training", _table(rows)]
 

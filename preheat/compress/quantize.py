@@ -67,13 +67,13 @@ def chosen_maps(model: PreTrainedModel, settings: High, method: str) -> tuple[di
     from torch import nn
 
     from preheat.models.sensitive_modules import roles
-    from preheat.ops.quantization.module_filter import kept_names, linear_maps
+    from preheat.ops.quantization.module_filter import find_linear_maps, select_kept
 
-    places, maps = roles(model), linear_maps(model)
+    places, maps = roles(model), find_linear_maps(model)
     # Subclasses may scale their output, which Int8Embedding would lose.
     embedding = [name for name in places["embedding"] if type(model.get_submodule(name)) is nn.Embedding]
     try:
-        excluded = kept_names([*maps, *embedding], settings.keep, places)
+        excluded = select_kept([*maps, *embedding], settings.keep, places)
     except ValueError as error:
         raise RecipeError(f"--method {method}: {error}") from None
     chosen = {name: module for name, module in maps.items() if name not in excluded}
@@ -124,7 +124,7 @@ def quantize_by_inputs(
 ) -> Change:
     """As `quantize`, layer by layer, with each map's input statistics after quantization of the preceding layers."""
     from preheat.compress.calibration import describe, walk
-    from preheat.models.layerwise import plainly
+    from preheat.models.layerwise import plain_forward
     from preheat.ops.quantization.serialization import put_in
 
     chosen, excluded = chosen_maps(model, settings, method)
@@ -139,7 +139,7 @@ def quantize_by_inputs(
             del remaining[name]
     # Maps outside the layers, such as the head, are calibrated when all layers are quantized.
     if remaining:
-        with plainly(model):
+        with plain_forward(model):
             for name, statistics in _inputs_of(model, remaining, rows).items():
                 put_in(model, name, make(name, remaining[name], statistics))
     keep_high(model, excluded, settings.high, tied=tied)
@@ -188,17 +188,17 @@ def keep_high(model: PreTrainedModel, excluded: set[str], high: str, *, tied: bo
 def describe_precision(model: PreTrainedModel, names: Sequence[str], description: str) -> Change:
     """Returns a summary: average bits per weight of the quantized maps with scales, and the precision of the rest."""
     from preheat.models.hf import embedding
-    from preheat.ops.quantization.serialization import form_of, quantized_modules
+    from preheat.ops.quantization.serialization import find_form, find_quantized_modules
 
     weights, bits = weights_and_bits(model, names)
     looked_up = embedding(model)
     # Quantized modules that the method did not choose: those of `keep`.
-    others = [m for name, m in quantized_modules(model).items() if name not in set(names) and m is not looked_up]
+    others = [m for name, m in find_quantized_modules(model).items() if name not in set(names) and m is not looked_up]
     rest = f"; {len(others)} others kept in int8" if others else ""
-    rest += f"; the embedding in {'int8' if form_of(looked_up) else 'bf16'}"
+    rest += f"; the embedding in {'int8' if find_form(looked_up) else 'bf16'}"
     groups: dict[int, int] = {}
     for name in names:
-        form = form_of(model.get_submodule(name)) or {}
+        form = find_form(model.get_submodule(name)) or {}
         if "group" in form:
             groups[form["group"]] = groups.get(form["group"], 0) + 1
     group_sizes = (

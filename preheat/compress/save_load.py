@@ -19,11 +19,11 @@ WEIGHTS = "model.safetensors"
 
 def finish(model: PreTrainedModel) -> bool:
     """Casts everything that is not quantized to bf16, in place, if anything is quantized; returns True if so."""
-    from preheat.ops.quantization.serialization import quantized_modules, to_half
+    from preheat.ops.quantization.serialization import cast_to_half, find_quantized_modules
 
-    quantized = bool(quantized_modules(model))
+    quantized = bool(find_quantized_modules(model))
     if quantized:
-        to_half(model)
+        cast_to_half(model)
     return quantized
 
 
@@ -46,9 +46,9 @@ def write_model(
     from safetensors.torch import save_file
 
     from preheat.compress.special_tokens import name_ends
-    from preheat.data.tokenizer import rebuilt_by_transformers
+    from preheat.data.tokenizer import describe_rebuild
     from preheat.models.sensitive_modules import roles
-    from preheat.ops.quantization.serialization import stored
+    from preheat.ops.quantization.serialization import quantization_config
 
     quantized = finish(model)
     attention, use_cache = model.config._attn_implementation, model.config.use_cache
@@ -58,7 +58,7 @@ def write_model(
     ends = name_ends(model, opened)
     if quantized:
         names = roles(model)
-        quantization = stored(model, method, (names["embedding"][0], names["head"][0]))
+        quantization = quantization_config(model, method, (names["embedding"][0], names["head"][0]))
         # A copy: the model in memory is not quantized by transformers and must not say so.
         config = type(model.config).from_dict(model.config.to_dict())
         config.architectures, config.dtype, config.quantization_config = (
@@ -77,7 +77,7 @@ def write_model(
             p.data = p.data.to(dtype)
         model.save_pretrained(folder)
     ends.tokenizer.save_pretrained(folder)
-    note = rebuilt_by_transformers(folder)
+    note = describe_rebuild(folder)
     # The model is used further: its logits are compared with the folder's.
     model.set_attn_implementation(attention)
     model.config.use_cache = use_cache

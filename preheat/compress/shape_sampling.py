@@ -11,8 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from preheat.compress.structured_pruning import heads_at_once
-from preheat.models.conversions.slicing import Sizes, counter, misfit, sizes_of, width_step
-from preheat.models.layerwise import plainly
+from preheat.models.conversions.slicing import Sizes, build_parameter_counter, describe_misfit, sizes_of, width_step
+from preheat.models.layerwise import plain_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ def draw(
         smallest: minimum fraction of each dimension.
         multiple: channels and hidden dimensions are multiples of it.
     """
-    current, count, total = sizes_of(model.config), counter(model), model.num_parameters()
+    current, count, total = sizes_of(model.config), build_parameter_counter(model), model.num_parameters()
     group, rng = heads_at_once(current), random.Random(seed)
     budget = None if parameters is None else parameters * total
     shapes: dict[Sizes, None] = {}
@@ -62,7 +62,7 @@ def draw(
         shape = replace(
             current, layers=layers, hidden=hidden, heads=heads, kv_heads=units if current.kv_heads > 1 else 1
         )
-        if misfit(model.config, shape):
+        if describe_misfit(model.config, shape):
             continue
         if budget is None:
             steps = current.channels // multiple
@@ -114,7 +114,7 @@ def relative_time(smaller: PreTrainedModel, model: PreTrainedModel, rows: Sequen
     """
     row = max(rows, key=lambda row: row.shape[-1]).to(model.device)
     seconds: tuple[list[float], list[float]] = ([], [])
-    with plainly(smaller), plainly(model):
+    with plain_forward(smaller), plain_forward(model):
         # Alternating, so that the machine's load affects both models alike.
         for number in range(ROUNDS + 1):
             for timed, times in zip((smaller, model), seconds, strict=True):

@@ -12,10 +12,10 @@ from preheat.compress.export.verify import TEXTS
 from preheat.data.chat.template import Template
 from preheat.errors import RunError
 from preheat.inference.load import LoadedModel
-from preheat.inference.text_generation import find_template, turn_ends
-from preheat.model_folder import beginning
+from preheat.inference.text_generation import find_template, find_turn_ends
+from preheat.model_folder import beginning_tokens
 from preheat.models.generation.config import ends_of, read_generation
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -86,7 +86,7 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
     if opened.template is None:
         return tokenizer, None, "", []
     template = find_template(None, tokenizer, model="the run")
-    tokens, strings = turn_ends(template, tokenizer)
+    tokens, strings = find_turn_ends(template, tokenizer)
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     turn = next(iter(tokens), None)
     # The string that ends a turn may be an added token.
@@ -94,7 +94,8 @@ def _end_turns(opened: LoadedModel) -> tuple[PreTrainedTokenizerFast, int | None
         turn = added.get(strings[0])
         if turn is None:
             note = (
-                f"each answer ends with the text {quoted(strings[0], 40)}, which is no token of its own: other tools "
+                f"each answer ends with the text {quote_value(strings[0], 40)}, which is no token of its own: other "
+                "tools "
                 "stop there only if configured to (transformers: stop_strings; llama.cpp: --reverse-prompt), or "
                 "train with it in model.add_tokens"
             )
@@ -136,7 +137,7 @@ def end_texts(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
         return changed
     marks = [(tokenizer.eos_token, tokenizer.eos_token_id)]
     begin = ""
-    if beginning(tokenizer):
+    if beginning_tokens(tokenizer):
         begin, marks = f"{tokenizer.bos_token} ", [*marks, (tokenizer.bos_token, tokenizer.bos_token_id)]
     # $A is the text, $B the second text of a pair, :1 its type.
     one = f"{begin}$A {tokenizer.eos_token}"
@@ -161,7 +162,7 @@ def _ended(changed: PreTrainedTokenizerFast, plain: PreTrainedTokenizerFast) -> 
 
 def _document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Returns a text's tokens as a training document."""
-    return [*beginning(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return [*beginning_tokens(tokenizer), *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def require_same_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -172,11 +173,12 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Non
     """
     from transformers import AutoTokenizer
 
-    reloaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code.allowed())
+    reloaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=remote_code.is_allowed())
     # "a" has no space in front, which some tokenizers add.
     for text in (*TEXTS, "a"):
         if reloaded.encode(text) != tokenizer.encode(text):
             raise RunError(
-                f"{folder.name}: read by transformers, its tokenizer splits {quoted(text, 30)} differently from the "
+                f"{folder.name}: read by transformers, its tokenizer splits {quote_value(text, 30)} differently from "
+                "the "
                 "one in training; nothing was written; please report it"
             )

@@ -15,9 +15,9 @@ import torch
 from preheat.errors import RecipeError
 from preheat.models.conversions import slicing
 from preheat.models.conversions.slicing import KeptIndices, Sizes
-from preheat.models.hf import anatomy
-from preheat.models.layerwise import hooked, loss, matrix, plainly, run, skipping
-from preheat.ops.pruning_scores import added, blocks, highest, influence, moments
+from preheat.models.hf import find_anatomy
+from preheat.models.layerwise import compute_loss, hook_hidden_states, matrix, plain_forward, run, skip_layers
+from preheat.ops.pruning_scores import extract_blocks, find_highest, score_contribution, score_influence, sum_moments
 from preheat.ops.pruning_scores import refit as fitted_map
 
 if TYPE_CHECKING:
@@ -103,18 +103,18 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
     def watch(units: int) -> tuple[_Mean, Callable[[Tensor, Tensor], None]]:
         mean = _Mean()  # 1 unit: the full Gram matrix of all inputs
         # A sum is used here, not the mean, so the number of tokens does not matter.
-        return mean, lambda before, after: mean.add(moments(before.float(), 1 if products else units), 1)
+        return mean, lambda before, after: mean.add(sum_moments(before.float(), 1 if products else units), 1)
 
     parts: dict[str, list[tuple[str, _Mean, nn.Module]]] = {"heads": [], "channels": []}
     units = {"heads": sizes.heads, "channels": sizes.channels}
     # Maps that read heads (output projections) and channels (down projections), per layer.
     for what, count in units.items():
-        for _, name, module in slicing.readers(model, what):
+        for _, name, module in slicing.find_readers(model, what):
             mean, record_products = watch(count)
             hooks.append((module, record_products))
             parts[what].append((name, mean, module))
     outs, streams = {}, {}
-    for name, norm in slicing.norms_over_stream(model).items():
+    for name, norm in slicing.find_stream_norms(model).items():
         outs[name], streams[name] = _Mean(), _Mean()
         # LayerNorm subtracts the mean first, so its statistic is the variance; RMSNorm's is the mean square.
         centred = isinstance(norm, torch.nn.LayerNorm)
@@ -129,15 +129,15 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
         hooks.append((norm, record))
     layer_means, layer_hooks = _influence_hooks(model)
     # One pass serves all scores.
-    with plainly(model), hooked(hooks + layer_hooks):
+    with plain_forward(model), hook_hidden_states(hooks + layer_hooks):
         run(model, rows)
     scores: dict[str, list[Tensor]] = {what: [] for what in parts}
     for what, entries in parts.items():
         for _, mean, module in entries:
             # (units, unit size, unit size): diagonal blocks of the Gram matrix, or measured as such.
-            second = blocks(mean.total[0], units[what]) if products else mean.total
+            second = extract_blocks(mean.total[0], units[what]) if products else mean.total
             # Squared norm of each unit's contribution after the map, from the second moments of the map's input.
-            scores[what].append(added(matrix(module), second).cpu())
+            scores[what].append(score_contribution(matrix(module), second).cpu())
     return Importance(
         heads=scores["heads"],
         channels=scores["channels"],
@@ -151,7 +151,7 @@ def measure(model: PreTrainedModel, rows: Sequence[Tensor], *, products: bool = 
 def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     """Returns the block influence of each layer, [layers]; works for any family."""
     means, hooks = _influence_hooks(model)
-    with plainly(model), hooked(hooks):
+    with plain_forward(model), hook_hidden_states(hooks):
         run(model, rows)
     return torch.stack([mean.value() for mean in means]).cpu()
 
@@ -159,15 +159,15 @@ def influences(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
 def _influence_hooks(
     model: PreTrainedModel,
 ) -> tuple[list[_Mean], list[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]]:
-    means = [_Mean() for _ in anatomy(model).layers]
+    means = [_Mean() for _ in find_anatomy(model).layers]
 
     def record(mean: _Mean) -> Callable[[Tensor, Tensor], None]:
         # A mean over tokens, weighted by the tokens of the row.
         return lambda before, after: mean.add(
-            influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]
+            score_influence(before.float(), after.float()) * before.shape[-2], before.shape[-2]
         )
 
-    return means, [(layer, record(mean)) for layer, mean in zip(anatomy(model).layers, means, strict=True)]
+    return means, [(layer, record(mean)) for layer, mean in zip(find_anatomy(model).layers, means, strict=True)]
 
 
 def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices:
@@ -179,21 +179,23 @@ def chosen(importance: Importance, current: Sizes, wanted: Sizes) -> KeptIndices
     """
     selection = KeptIndices()
     if wanted.layers < current.layers:
-        selection = replace(selection, layers=highest(importance.layers, wanted.layers))
+        selection = replace(selection, layers=find_highest(importance.layers, wanted.layers))
     if wanted.hidden < current.hidden:
-        selection = replace(selection, hidden=highest(importance.hidden, wanted.hidden))
+        selection = replace(selection, hidden=find_highest(importance.hidden, wanted.hidden))
     if wanted.channels < current.channels:
         # Layers have equal sizes, so each keeps its own best channels and heads.
-        selection = replace(selection, channels=[highest(scores, wanted.channels) for scores in importance.channels])
+        selection = replace(
+            selection, channels=[find_highest(scores, wanted.channels) for scores in importance.channels]
+        )
     if (wanted.heads, wanted.kv_heads) != (current.heads, current.kv_heads):
         group = current.heads // current.kv_heads
         heads, kv_heads = [], []
         for scores in importance.heads:
             # (key-value heads, query heads of each)
             by_group = scores.view(current.kv_heads, group)
-            groups = highest(by_group.sum(1), wanted.kv_heads)
+            groups = find_highest(by_group.sum(1), wanted.kv_heads)
             # Query heads of key-value head g are numbers g * group to (g + 1) * group - 1.
-            within = [g * group + highest(by_group[g], wanted.heads // wanted.kv_heads) for g in groups.tolist()]
+            within = [g * group + find_highest(by_group[g], wanted.heads // wanted.kv_heads) for g in groups.tolist()]
             heads.append(torch.cat(within))
             kv_heads.append(groups)
         selection = replace(selection, heads=heads, kv_heads=kv_heads)
@@ -211,12 +213,12 @@ def pruned(model: PreTrainedModel, importance: Importance, wanted: Sizes, *, ref
             squares; else only slice.
     """
     selection = chosen(importance, slicing.sizes_of(model.config), wanted)
-    smaller = slicing.smaller(model, selection)
+    smaller = slicing.build_smaller(model, selection)
     if selection.hidden is not None:
         # Maps names of the smaller model to those of the original, whose layers have other indices.
-        before = slicing.origin(model, selection)
+        before = slicing.build_name_map(model, selection)
         with torch.no_grad():
-            for name, norm in slicing.norms_over_stream(smaller).items():
+            for name, norm in slicing.find_stream_norms(smaller).items():
                 squares = importance.streams[before(name)[1]]
                 # w' = w sqrt(mean of the remaining squares / mean of all squares)
                 norm.weight.mul_(  # type: ignore[operator,union-attr]
@@ -232,9 +234,9 @@ def _refit(
     model: PreTrainedModel, smaller: PreTrainedModel, selection: KeptIndices, products: Mapping[str, Tensor]
 ) -> None:
     """Refits the maps of the smaller model that read heads and channels, in place."""
-    before, indices = slicing.origin(model, selection), slicing.Indices(model, selection)
+    before, indices = slicing.build_name_map(model, selection), slicing.Indices(model, selection)
     for what in ("heads", "channels"):
-        for _, name, module in slicing.readers(smaller, what):
+        for _, name, module in slicing.find_readers(smaller, what):
             layer, source = before(name)
             # None: this part was not narrowed, so its map is unchanged.
             index = indices.of(what, layer) if indices.narrow else None
@@ -280,7 +282,7 @@ def sizes_for_fractions(
         channels=count_of("channels", channels, current.channels, f"channels {each}", multiple),
     )
     # transformers may require, for example, that the heads divide the width.
-    if problem := slicing.misfit(config, wanted):
+    if problem := slicing.describe_misfit(config, wanted):
         raise RecipeError(f"heads: {heads}, hidden: {hidden}: {problem}")
     return wanted
 
@@ -317,12 +319,12 @@ def count_of(knob: str, share: float, current: int, what: str, multiple: int = 1
 
 def losses_without(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
     """Returns the loss over the rows without each layer, [layers]."""
-    with plainly(model):
+    with plain_forward(model):
         losses = []
-        for layer in anatomy(model).layers:
+        for layer in find_anatomy(model).layers:
             # One pass over the rows per layer.
-            with skipping([layer]):
-                losses.append(loss(model, rows))
+            with skip_layers([layer]):
+                losses.append(compute_loss(model, rows))
     return torch.tensor(losses)
 
 
@@ -331,10 +333,10 @@ def require_skipped(model: PreTrainedModel, smaller: PreTrainedModel, kept: Tens
 
     This detects families whose layers depend on their index, for example for alternating attention windows.
     """
-    removed = [layer for n, layer in enumerate(anatomy(model).layers) if n not in kept.tolist()]
+    removed = [layer for n, layer in enumerate(find_anatomy(model).layers) if n not in kept.tolist()]
     # The longest row, because short ones fit into every attention window.
     row = max(rows, key=lambda row: row.shape[-1]).to(model.device)
-    with plainly(model), plainly(smaller), skipping(removed):
+    with plain_forward(model), plain_forward(smaller), skip_layers(removed):
         expected, logits = model(input_ids=row).logits, smaller(input_ids=row).logits
     difference = float((logits - expected).norm() / expected.norm())
     # Also true for NaN.

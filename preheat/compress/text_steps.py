@@ -18,11 +18,11 @@ from preheat.compress.compress import Say, Variant
 from preheat.compress.export import gguf, huggingface, registry
 from preheat.compress.unfinished_run import unfinished
 from preheat.core import Slot, Stage, Tag, Technique, TechniqueError, incompatibilities
-from preheat.engine.builder import alone, peak_learning_rate, techniques_of
+from preheat.engine.builder import find_peak_learning_rate, list_techniques, to_single_device
 from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.models.hf import require_decoder_only
-from preheat.planning.plan_request import plan_here
+from preheat.planning.plan_request import plan_on_this_machine
 from preheat.recipe import Model, Recipe, Sample, Stop
 from preheat.recipe.validate import RecipeReader
 
@@ -64,7 +64,9 @@ class TextSteps(Steps["PreTrainedModel"]):
                 "--data: is needed with a model's folder: name the text to calibrate, train and measure with"
             )
         # `alone` leaves out parallelism, which changes no result; the tokenizer is read from the model's folder.
-        recipe = replace(alone(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder))
+        recipe = replace(
+            to_single_device(opened.recipe), data=replace(opened.recipe.data, tokenizer=opened.tokenizer_folder)
+        )
         if data is not None:
             # A folder has no validation split, so a tenth of the text is held out.
             validation = recipe.data.validation if is_run else 0.1
@@ -81,7 +83,7 @@ class TextSteps(Steps["PreTrainedModel"]):
         self.start = self.place = out / "0-start"
         # Tokens of the run: steps x rows x length. None for a folder, which has no step.
         self.tokens = (opened.step or 0) * recipe.batch.size * recipe.batch.seq_len or None
-        self.rate = peak_learning_rate(opened.build)
+        self.rate = find_peak_learning_rate(opened.build)
         self.notes: list[str] = []
         self.exports: list[ExportResult] = []
         self._rows: list[Untimed] = []
@@ -98,7 +100,7 @@ class TextSteps(Steps["PreTrainedModel"]):
         if chain.steps[0].train is not None:
             try:
                 with located(chain.locations[0]):
-                    self._possible(chain.steps[0], plan_here)
+                    self._possible(chain.steps[0], plan_on_this_machine)
             except PreheatError:
                 shutil.rmtree(self._out)  # no step has run yet
                 raise
@@ -139,7 +141,7 @@ class TextSteps(Steps["PreTrainedModel"]):
             huggingface.write(self.place, folder)
             self.place = folder
         # Planned on this machine: techniques may fit the original model and not the one of this step.
-        recipe, skipped = self._possible(step, plan_here)
+        recipe, skipped = self._possible(step, plan_on_this_machine)
         self.notes += [f"{name} was left out: {why}" for name, why in skipped.items()]
         result = train(recipe, out=out, progress=False)
         # Interrupted: an incomplete step must not be the input of the next one.
@@ -174,7 +176,7 @@ class TextSteps(Steps["PreTrainedModel"]):
 
         # Tags of the techniques and of the device only; those of the model are unknown before its step.
         def check(recipe: Recipe) -> None:
-            chosen = techniques_of(recipe)
+            chosen = list_techniques(recipe)
             tags = frozenset(tag for t in chosen for tag in t.provided()) | {Tag(device)}
             if problems := incompatibilities(chosen, tags):
                 raise TechniqueError(problems)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.models.layerwise import linear_maps, matrix
-from preheat.ops.pruning_scores import lowest, two_of_four
-from preheat.sanitize import quoted
+from preheat.ops.pruning_scores import mask_lowest, mask_two_of_four
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,13 +54,15 @@ def maps_to_prune(model: PreTrainedModel, *, keep: str = "", pattern: str = "uns
     try:
         expression = re.compile(keep)
     except re.error as error:
-        raise RecipeError(f"keep: {quoted(keep)} is not a regular expression ({error})") from None
+        raise RecipeError(f"keep: {quote_value(keep)} is not a regular expression ({error})") from None
     excluded = {name for name in maps if keep and expression.fullmatch(name)}
     if keep and not excluded:
-        raise RecipeError(f"keep: {quoted(keep)} matches no linear map of the layers; {nearest(keep, list(maps)[:20])}")
+        raise RecipeError(
+            f"keep: {quote_value(keep)} matches no linear map of the layers; {suggest_nearest(keep, list(maps)[:20])}"
+        )
     chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
-        raise RecipeError(f"keep: {quoted(keep)} leaves no linear map to prune")
+        raise RecipeError(f"keep: {quote_value(keep)} leaves no linear map to prune")
     for name, module in chosen.items():
         inputs = matrix(module).shape[1]
         # The pattern is along the inputs, which matmuls sum over.
@@ -76,7 +78,7 @@ def zero_lowest(weight: Tensor, scores: Tensor, sparsity: float, pattern: str, *
     """Zeroes the weights [out, in] with the lowest scores, in place: a fraction of all or of each row, or two of each
     four."""
     # (out, in)
-    removed = two_of_four(scores) if pattern == "2:4" else lowest(scores, sparsity, by_row=by_row)
+    removed = mask_two_of_four(scores) if pattern == "2:4" else mask_lowest(scores, sparsity, by_row=by_row)
     weight.masked_fill_(removed, 0.0)
 
 

@@ -20,14 +20,14 @@ _T = TypeVar("_T")
 
 OMITTED = "left out if None"
 INLINE = "its entries are keys of the record"
-"""Mark of a mapping in a `Record`: `files.strict` writes its entries beside the other fields."""
+"""Mark of a mapping in a `Record`: `files.to_plain_data` writes its entries beside the other fields."""
 
 Omitted: TypeAlias = Annotated[_T | None, OMITTED]
-"""Type of a field in a `Record` that `files.strict` leaves out if it is None; other fields become null."""
+"""Type of a field in a `Record` that `files.to_plain_data` leaves out if it is None; other fields become null."""
 
 
 class Record:
-    """A dataclass with fields that `files.strict` writes in another way: `Omitted` or `INLINE`."""
+    """A dataclass with fields that `files.to_plain_data` writes in another way: `Omitted` or `INLINE`."""
 
     __slots__ = ()
 

@@ -107,7 +107,7 @@ class Mesh:
     devices: DeviceMesh | None = None
 
     @classmethod
-    def form(cls, sizes: Mapping[Axis, int], kind: str) -> Mesh:
+    def create_mesh(cls, sizes: Mapping[Axis, int], kind: str) -> Mesh:
         """Creates the mesh over torch.distributed's default group (a fake one in a dry run).
 
         Args:
@@ -125,7 +125,7 @@ class Mesh:
         # Create the groups now: it is a collective operation, and a dry run creates none in the middle of a step.
         for axes in _REDUCED_AXES:
             if mesh.size(*axes) > 1:
-                mesh.sub(*axes)
+                mesh.submesh(*axes)
         return mesh
 
     @property
@@ -147,7 +147,7 @@ class Mesh:
             index = index * self.sizes[axis] + coordinates[axis]
         return index
 
-    def along(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
+    def axes_between(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
         """Returns the axes along which the coordinates of some devices differ.
 
         Example:
@@ -158,16 +158,16 @@ class Mesh:
         # Several coordinates along an axis mean that the devices differ there.
         return tuple(axis for axis in Axis if len({mesh.index(axis) for mesh in meshes}) > 1)
 
-    def sub(self, *axes: Axis) -> DeviceMesh:
+    def submesh(self, *axes: Axis) -> DeviceMesh:
         """Returns torch's one-dimensional mesh of the devices along some axes that contains this device.
 
         Every process must request the same meshes in the same order: creating groups is a collective operation.
         """
         # Axes of size 1 change nothing: dropping them lets equal groups share one mesh, created once.
-        return self._sub(tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1])
+        return self._build_submesh(tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1])
 
     @functools.cache  # noqa: B019  # a mesh lives as long as the process groups
-    def _sub(self, axes: tuple[Axis, ...]) -> DeviceMesh:
+    def _build_submesh(self, axes: tuple[Axis, ...]) -> DeviceMesh:
         assert self.devices is not None, "one device has no mesh"
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -176,19 +176,19 @@ class Mesh:
             return self.devices[names[0]] if len(names) == 1 else self.devices[names]._flatten("_".join(names))
 
     @functools.cache  # noqa: B019
-    def plane(self, outer: Axis, inner: tuple[Axis, ...]) -> DeviceMesh:
+    def submesh_2d(self, outer: Axis, inner: tuple[Axis, ...]) -> DeviceMesh:
         """Returns torch's two-dimensional mesh of one axis and some others combined."""
-        return self.together(self.sub(outer), self.sub(*inner))
+        return self.combine_meshes(self.submesh(outer), self.submesh(*inner))
 
     @functools.cache  # noqa: B019
     def cut(self, axis: Axis, inner: int) -> tuple[DeviceMesh, DeviceMesh]:
         """Splits an axis into groups of `inner` neighbours; returns torch's meshes across and within the groups."""
         names = (f"{axis}_outer_{inner}", f"{axis}_inner_{inner}")
-        both = self.sub(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
+        both = self.submesh(axis)._unflatten(0, (self.size(axis) // inner, inner), names)
         return both[names[0]], both[names[1]]
 
     @staticmethod
-    def together(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    def combine_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         """Combines two one-dimensional torch meshes into a two-dimensional one."""
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -197,7 +197,7 @@ class Mesh:
 
     def group(self, *axes: Axis) -> ProcessGroup:
         """Returns the process group of the devices along some axes that contains this device."""
-        return self.sub(*axes).get_group()
+        return self.submesh(*axes).get_group()
 
     def add(self, value: Tensor, *axes: Axis) -> Tensor:
         """All-reduces `value` (sum) over the devices along some axes, all by default, in place."""
@@ -208,7 +208,7 @@ class Mesh:
             dist.all_reduce(value, group=self.group(*axes) if axes else None)
         return value
 
-    def most(self, value: int, device: torch.device) -> int:
+    def max_over_ranks(self, value: int, device: torch.device) -> int:
         """Returns the maximum of a value over all devices; synchronizes with the device, so not for every step."""
         import torch
         import torch.distributed as dist
@@ -221,7 +221,7 @@ class Mesh:
 
 
 @contextmanager
-def pretended(world: int, rank: int = 0) -> Iterator[None]:
+def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
     """Creates a fake process group of `world` ranks, in which collectives send nothing."""
     import torch.distributed as dist
 

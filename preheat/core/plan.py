@@ -66,7 +66,7 @@ class Interval(NamedTuple):
     high: float
 
     @classmethod
-    def around(cls, value: float, factors: tuple[float, float]) -> Interval:
+    def from_spread(cls, value: float, factors: tuple[float, float]) -> Interval:
         return cls(value * factors[0], value * factors[1])
 
 
@@ -382,17 +382,17 @@ class Plan:
         if not self.peak_gib > 0 or not self.peak_gib_interval.low < self.peak_gib_interval.high:
             raise ValueError("the peak or its interval is empty")
         object.__setattr__(self, "fits", self.peak_gib <= self.available_gib)
-        object.__setattr__(self, "verdict", self._verdict())
-        object.__setattr__(self, "chance", self._chance())
+        object.__setattr__(self, "verdict", self._decide_verdict())
+        object.__setattr__(self, "chance", self._fit_probability())
 
-    def _verdict(self) -> Verdict:
+    def _decide_verdict(self) -> Verdict:
         if not self.fits:
             return Verdict.NO
         if self._held_gib > (SAFE_WITH_RETRIES if self.allocator_retries else SAFE) * self.available_gib:
             return Verdict.UNSAFE
         return Verdict.TIGHT if self.is_tight else Verdict.FITS
 
-    def _chance(self) -> float:
+    def _fit_probability(self) -> float:
         """Returns the chance by a normal distribution whose 5th and 95th percentiles are the ends of the interval."""
         low, high = (self._held_gib / self.peak_gib * end for end in self.peak_gib_interval)
         deviation = (high - low) / (2 * _NINE_IN_TEN)

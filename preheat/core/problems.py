@@ -64,8 +64,8 @@ class TechniqueError(RecipeError):
     def __init__(self, problems: Iterable[Problem], message: str = ""):
         # Kept for code that decides by their codes; the message is for people only.
         self.problems = tuple(problems)
-        super().__init__(message or "\n".join(map(_line, self.problems)))
+        super().__init__(message or "\n".join(map(_format_line, self.problems)))
 
 
-def _line(problem: Problem) -> str:
+def _format_line(problem: Problem) -> str:
     return f"{problem.selected_by}: {problem.text}" if problem.selected_by else f"techniques.{problem}"

@@ -24,7 +24,7 @@ from preheat.core.problems import Problem, ProblemCode
 from preheat.core.slots import Slot
 from preheat.core.tags import Tag
 from preheat.core.technique import _REGISTRY, Context, Searchable, Technique
-from preheat.errors import RunError, nearest
+from preheat.errors import RunError, suggest_nearest
 from preheat.sanitize import shorten
 
 __all__ = [
@@ -62,12 +62,12 @@ def _load() -> None:
             reason = f"{type(error).__name__}: {shorten(str(error), 300)}"
             # `Tag.MISSPELLED` in a class body: names the nearest tag instead of Python's message.
             if isinstance(error, AttributeError) and error.obj is Tag and error.name:
-                reason = f"there is no tag {error.name}; {nearest(error.name, list(Tag.__members__))}"
+                reason = f"there is no tag {error.name}; {suggest_nearest(error.name, list(Tag.__members__))}"
             raise RunError(f"{_file_of(module)}: cannot be imported ({reason})") from error
     plugins.load()
     # At the first use of the registry, so that no run begins with an incomplete technique.
     for name, cls in _REGISTRY.items():
-        if reason := _incomplete(cls):
+        if reason := _declaration_fault(cls):
             raise RunError(f"{_file_of(cls.__module__)}: technique {name}: {reason}")
 
 
@@ -88,7 +88,7 @@ def _modules() -> set[str]:
     return {cls.__module__ for cls in _REGISTRY.values()}
 
 
-def _incomplete(cls: type[Technique]) -> str:
+def _declaration_fault(cls: type[Technique]) -> str:
     """Returns what a technique's declaration lacks or has wrong; empty if it is complete."""
     # The docstring is the technique's page in the documentation.
     document = sys.modules[cls.__module__].__doc__
@@ -158,7 +158,7 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
             # The first owner: further ones are each reported against it.
             if (first := owner.setdefault(slot, t)) is not t:
                 text = f"owns the slot '{slot}', which {first.name()} owns already; leave one out"
-                problems.append(_against_engine(t, first) or Problem(name, ProblemCode.SLOT_TAKEN, text))
+                problems.append(_engine_conflict(t, first) or Problem(name, ProblemCode.SLOT_TAKEN, text))
         for tag in sorted(t.needs - tags):
             text = f"needs {tag}, which nothing in this recipe provides; {_providers(tag)}"
             problems.append(Problem(name, ProblemCode.MISSING_TAG, text))
@@ -167,11 +167,11 @@ def incompatibilities(techniques: Iterable[Technique], tags: frozenset[Tag]) -> 
             # own, so that no second one provides it.
             if other is not t and (shared := t.conflicts & other.provided()):
                 text = f"cannot go with {other.name()} ({', '.join(sorted(shared))})"
-                problems.append(_against_engine(t, other) or Problem(name, ProblemCode.CONFLICT, text))
+                problems.append(_engine_conflict(t, other) or Problem(name, ProblemCode.CONFLICT, text))
     return list(dict.fromkeys(problems))  # several slots may be taken by the engine
 
 
-def _against_engine(one: Technique, other: Technique) -> Problem | None:
+def _engine_conflict(one: Technique, other: Technique) -> Problem | None:
     """Returns the problem of the technique that an engine excludes; None if neither is an engine."""
     engine, technique = (one, other) if one.selected_by else (other, one)
     if not engine.selected_by:

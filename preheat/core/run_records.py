@@ -87,9 +87,9 @@ class _Check:
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._check_value, handler(source))
 
-    def _checked(self, value: Any) -> object:
+    def _check_value(self, value: Any) -> object:
         raise NotImplementedError
 
 
@@ -99,7 +99,7 @@ class _Below(_Check):
 
     limit: float
 
-    def _checked(self, value: float) -> float:
+    def _check_value(self, value: float) -> float:
         if not 0 <= value < self.limit:
             raise ValueError("out of range")
         return value
@@ -111,9 +111,9 @@ class _PhaseName:
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(self._phase, core_schema.str_schema())
+        return core_schema.no_info_after_validator_function(self._parse_phase, core_schema.str_schema())
 
-    def _phase(self, name: str) -> Phase:
+    def _parse_phase(self, name: str) -> Phase:
         if (phase := Phase.of(name)) is None:
             raise ValueError("no phase of a run")
         return phase
@@ -122,7 +122,7 @@ class _PhaseName:
 class _SizesAreNumbers(_Check):
     """Requires numbers for the sizes of the training data."""
 
-    def _checked(self, counts: JsonObject) -> JsonObject:
+    def _check_value(self, counts: JsonObject) -> JsonObject:
         sizes = counts.get("train") or {}
         if not isinstance(sizes, Mapping) or not all(
             isinstance(sizes.get(key, 0), int | float) for key in ("documents", "tokens")

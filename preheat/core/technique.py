@@ -470,21 +470,22 @@ class Build:
         """The trained parts."""
         return self.parts["trained"]
 
-    def transformed(self, batch: Batch) -> Batch:
+    def transform_batch(self, batch: Batch) -> Batch:
         """Returns the batch as the model takes it, after all transforms."""
         transfer = self.hooks.transfer
         # The transforms before MOVE ran when the prefetch began: they must not run twice.
         moved = transfer.begun(batch) if transfer is not None else None
-        batch = moved if moved is not None else self._changed(batch, Order.PACK, Order.SPLIT)
+        batch = moved if moved is not None else self._apply_transforms(batch, Order.PACK, Order.SPLIT)
         # The rest of MOVE runs in either case; the transfer itself is left out if its work is done.
-        return self._changed(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
+        return self._apply_transforms(batch, Order.MOVE, Order.MOVE, but=transfer if moved is not None else None)
 
     def begin(self, batch: Batch) -> None:
-        """Starts to copy the next micro-batch for `transformed` to the device, overlapped with the queued kernels."""
+        """Starts to copy the next micro-batch for `transform_batch` to the device, overlapped with the queued
+        kernels."""
         if self.hooks.transfer is not None:
-            self.hooks.transfer.begin(batch, self._changed(batch, Order.PACK, Order.SPLIT))
+            self.hooks.transfer.begin(batch, self._apply_transforms(batch, Order.PACK, Order.SPLIT))
 
-    def _changed(self, batch: Batch, first: Order, last: Order, but: object = None) -> Batch:
+    def _apply_transforms(self, batch: Batch, first: Order, last: Order, but: object = None) -> Batch:
         # `sorted` is stable: transforms of one order run as techniques added them.
         for order, change in sorted(self.hooks.transforms, key=lambda pair: pair[0]):
             if first <= order <= last and (but is None or change is not but):

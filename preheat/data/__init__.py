@@ -30,12 +30,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from preheat.data.loader import batches, evaluation_batches
-    from preheat.data.ngram_baselines import baselines
+    from preheat.data.ngram_baselines import compute_baselines
     from preheat.data.packing import RowData, Rows
     from preheat.data.preparation import PreparedData, prepare
     from preheat.data.streaming import StreamRows
 
-__all__ = ["PreparedData", "RowData", "Rows", "StreamRows", "baselines", "batches", "evaluation_batches", "prepare"]
+__all__ = [
+    "PreparedData",
+    "RowData",
+    "Rows",
+    "StreamRows",
+    "compute_baselines",
+    "batches",
+    "evaluation_batches",
+    "prepare",
+]
 
 _HOME = {
     "PreparedData": "preparation",
@@ -45,7 +54,7 @@ _HOME = {
     "StreamRows": "streaming",
     "batches": "loader",
     "evaluation_batches": "loader",
-    "baselines": "ngram_baselines",
+    "compute_baselines": "ngram_baselines",
 }
 
 

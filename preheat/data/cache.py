@@ -20,14 +20,14 @@ from preheat.cache_folder import make_private
 from preheat.errors import DataError
 from preheat.files import to_json
 
-__all__ = ["Entry", "entry", "read_entry"]
+__all__ = ["Entry", "open_entry", "read_entry"]
 
 Values = TypeVar("Values")
 STALE = 24 * 3600
 """Age in seconds above which a partial folder is removed, as left by a killed process."""
 
 
-def _checksum(path: Path) -> str:
+def _compute_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -44,21 +44,21 @@ def read_entry(folder: Path) -> Entry[Any] | None:
     """Returns an entry's {"files", "values"}, or None if the entry is absent or any byte of it has changed."""
     try:
         content: Entry[Any] = json.loads((folder / "entry.json").read_bytes())
-        intact = content["seal"] == _seal(content["files"], content["values"])
+        intact = content["seal"] == _compute_seal(content["files"], content["values"])
         return (
             content
-            if intact and all(_checksum(folder / name) == mark for name, mark in content["files"].items())
+            if intact and all(_compute_checksum(folder / name) == mark for name, mark in content["files"].items())
             else None
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # missing, truncated or not written by us
 
 
-def _seal(files: dict[str, str], values: object) -> str:
+def _compute_seal(files: dict[str, str], values: object) -> str:
     return hashlib.blake2b(json.dumps([files, values], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def entry(root: Path, name: str, build: Callable[[Path], Values]) -> tuple[Path, Entry[Values]]:
+def open_entry(root: Path, name: str, build: Callable[[Path], Values]) -> tuple[Path, Entry[Values]]:
     """Returns the folder of an entry and its content; on a miss, `build(folder)` writes the files and returns the
     values.
 
@@ -80,9 +80,9 @@ def entry(root: Path, name: str, build: Callable[[Path], Values]) -> tuple[Path,
             new = Path(temporary) / "entry"
             new.mkdir(mode=0o700)
             values = json.loads(json.dumps(build(new)))  # in the form in which a later hit reads them
-            files = {p.relative_to(new).as_posix(): _checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
+            files = {p.relative_to(new).as_posix(): _compute_checksum(p) for p in sorted(new.rglob("*")) if p.is_file()}
             (new / "entry.json").write_text(
-                to_json({"files": files, "values": values, "seal": _seal(files, values)}), encoding="utf-8"
+                to_json({"files": files, "values": values, "seal": _compute_seal(files, values)}), encoding="utf-8"
             )
             with contextlib.suppress(OSError):  # removes a damaged entry; usually there is none
                 folder.rename(Path(temporary) / "damaged")

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from preheat.data.packing import IGNORED, Rows
-from preheat.data.rows.file_readers import display_path, expanded, parse_json, read_lines
+from preheat.data.rows.file_readers import display_path, expand_path, parse_json, read_lines
 from preheat.errors import DataError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
-__all__ = ["by_length", "by_rarity", "from_file", "growing_order"]
+__all__ = ["score_by_length", "score_by_rarity", "read_scores", "order_growing_pool"]
 
 
-def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> Iterator[int]:
+def order_growing_pool(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> Iterator[int]:
     """Yields rows without end, in passes over a growing pool; each pass reads every row of the pool once in a random
     order.
 
@@ -39,7 +39,7 @@ def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> 
         ([2, 4], [2, 4], [0, 1, 3])
     """
     heap: list[tuple[int, int]] = []
-    keys, entered, turn = _keys(len(ranked), seed, 0), 0, 0
+    keys, entered, turn = _compute_keys(len(ranked), seed, 0), 0, 0
     for n in itertools.count():
         size = min(max(pool(n), 1), len(ranked))
         while entered < size:
@@ -50,23 +50,23 @@ def growing_order(ranked: np.ndarray, pool: Callable[[int], int], seed: int) -> 
         # Every row of the pool was read: the next pass begins, in an order of its own.
         if not heap:
             turn += 1
-            keys = _keys(len(ranked), seed, turn)
+            keys = _compute_keys(len(ranked), seed, turn)
             heap = [(int(keys[row]), row) for row in ranked[:entered].tolist()]
             heapq.heapify(heap)
         yield heapq.heappop(heap)[1]
 
 
-def _keys(count: int, seed: int, turn: int) -> np.ndarray:
+def _compute_keys(count: int, seed: int, turn: int) -> np.ndarray:
     """Returns the keys that `packing.permutation` sorts by."""
     return np.random.Philox(np.random.SeedSequence((seed, turn))).random_raw(count)
 
 
-def by_length(rows: Rows) -> np.ndarray:
+def score_by_length(rows: Rows) -> np.ndarray:
     """Returns [rows], the mean over a row's tokens of the length of their document, in tokens."""
-    return _of_documents(rows, np.diff(rows.tokens.offsets, prepend=0).astype(np.float64))
+    return _average_documents(rows, np.diff(rows.tokens.offsets, prepend=0).astype(np.float64))
 
 
-def by_rarity(rows: Rows) -> np.ndarray:
+def score_by_rarity(rows: Rows) -> np.ndarray:
     """Returns [rows], the mean unigram surprisal of a row's labels in nats (Platanios et al. 2019)."""
     # surprise: [vocabulary], -log p(token) in nats by the training tokens' own frequencies.
     counts = np.bincount(np.asarray(rows.tokens.ids), minlength=1)
@@ -80,7 +80,7 @@ def by_rarity(rows: Rows) -> np.ndarray:
     return scores
 
 
-def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
+def _average_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
     """Averages scores of sequences (of pairs two per document) over the tokens of each row, without padding."""
     row_scores: np.ndarray = np.zeros(len(rows))
     for n in range(len(rows)):
@@ -90,7 +90,7 @@ def _of_documents(rows: Rows, scores: np.ndarray) -> np.ndarray:
     return row_scores
 
 
-def from_file(path: Path, rows: Rows) -> np.ndarray:
+def read_scores(path: Path, rows: Rows) -> np.ndarray:
     """Reads [rows] scores from a file with one number per training document or per row, low for easy.
 
     Args:
@@ -100,7 +100,7 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
         DataError: the file cannot be read, holds a value that is not a finite number, or its length is neither the
             number of documents nor that of rows.
     """
-    path = expanded("techniques.difficulty_curriculum.scores", path)
+    path = expand_path("techniques.difficulty_curriculum.scores", path)
     try:
         scores = _read(path)
     except OSError as error:
@@ -121,13 +121,13 @@ def from_file(path: Path, rows: Rows) -> np.ndarray:
     documents = len(rows.tokens.offsets) // rows.tokens.group
     # If there are as many rows as documents, the scores are those of documents.
     if len(scores) == documents:
-        return _of_documents(rows, np.repeat(scores, rows.tokens.group))
+        return _average_documents(rows, np.repeat(scores, rows.tokens.group))
     # Those that a run counts: documents without room for an answer are in no row, so any score does for them.
     used = rows.examples_used()
     if len(scores) == used.sum():
         every = np.zeros(documents)
         every[used] = scores
-        return _of_documents(rows, np.repeat(every, rows.tokens.group))
+        return _average_documents(rows, np.repeat(every, rows.tokens.group))
     if len(scores) == len(rows):
         return scores
     raise DataError(
@@ -163,6 +163,6 @@ def _read(path: Path) -> np.ndarray:
             scores.append(float(value["score"] if isinstance(value, dict) else value))
         except (ValueError, KeyError, TypeError, OverflowError):
             raise DataError(
-                f"{where}: {quoted(line.strip(), 60)} is not a score; write a number or an object with a score"
+                f"{where}: {quote_value(line.strip(), 60)} is not a score; write a number or an object with a score"
             ) from None
     return np.array(scores, np.float64)

@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from preheat.core import Batch, MaskSpec, Shape
 from preheat.data.packing import IGNORED, RowData, Rows, cut, permutation
 from preheat.data.streaming import StreamRows
-from preheat.data.vision_inputs import gathered, runs_of
+from preheat.data.vision_inputs import find_runs, read_images
 from preheat.errors import DataError, RunError
-from preheat.hardware.child_processes import ended_by
+from preheat.hardware.child_processes import describe_exit
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -52,11 +52,11 @@ __all__ = [
     "batches",
     "collate",
     "evaluation_batches",
-    "evaluation_rows",
+    "choose_evaluation_rows",
     "sample_order",
     "sample_rows",
-    "rows_consumed",
-    "weight_of",
+    "count_consumed_rows",
+    "count_weight",
 ]
 
 
@@ -113,9 +113,9 @@ def batches(
         # A stream has no random access: workers send rows in order, and this process makes the micro-batches.
         with closing(_Loader(_Stream(rows, committed), None, min(workers, 1), prefetch, False)) as stream:
             for current in shapes():
-                read = [_unless_error(stream.next()) for _ in range(rows_consumed(current, rows.length))]
+                read = [_raise_error(stream.next()) for _ in range(count_consumed_rows(current, rows.length))]
                 by_number = dict(read)
-                parts = _parts(list(by_number), current, rows.length, share)
+                parts = _iterate_parts(list(by_number), current, rows.length, share)
                 micro_batches = [
                     _read_part(part, by_number.__getitem__, rows.length, rows.encoder.pad) for part in parts
                 ]
@@ -126,31 +126,31 @@ def batches(
     parts = (
         part
         for current in shapes()
-        for part in _parts(
-            list(itertools.islice(order, rows_consumed(current, rows.length))), current, rows.length, share
+        for part in _iterate_parts(
+            list(itertools.islice(order, count_consumed_rows(current, rows.length))), current, rows.length, share
         )
     )
     requested = deque[_Part]()  # from the workers, not received yet
 
     # The sampler of the DataLoader; each key is one micro-batch.
-    def keys() -> Iterator[_Part]:
+    def iterate_keys() -> Iterator[_Part]:
         for part in parts:
             requested.append(part)
             yield part
 
     def micro_batch() -> Batch:
         # Micro-batches arrive in the order of their keys, so an error belongs to the oldest request.
-        batch = _unless_error(loaded.next(lambda: requested[0].rows))
+        batch = _raise_error(loaded.next(lambda: requested[0].rows))
         requested.popleft()
         return batch
 
     # The generator may be closed between two batches: `closing` then ends the workers.
-    with closing(_Loader(_Keyed(rows), keys(), workers, prefetch, pin)) as loaded:
+    with closing(_Loader(_Keyed(rows), iterate_keys(), workers, prefetch, pin)) as loaded:
         for current in shapes():
-            yield [micro_batch() for _ in range(_micro_batches(current, share[1]))]
+            yield [micro_batch() for _ in range(_count_micro_batches(current, share[1]))]
 
 
-def evaluation_rows(total: int, limit: int) -> list[int]:
+def choose_evaluation_rows(total: int, limit: int) -> list[int]:
     """Returns at most `limit` of `total` row numbers, spread evenly: the first rows come from the first files alone.
 
     Example:
@@ -163,18 +163,18 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 
 def evaluation_batches(rows: EvaluationRows, *, micro: int, limit: int) -> Iterator[Batch]:
     """Yields at most `limit` rows, spread evenly over all and in order, `micro` per batch."""
-    numbers = evaluation_rows(len(rows), limit)
+    numbers = choose_evaluation_rows(len(rows), limit)
     for first in range(0, len(numbers), micro):
         yield collate([(n, rows.row(n)) for n in numbers[first : first + micro]])
 
 
 def sample_rows(total: int, seed: int, first: int, count: int) -> tuple[int, ...]:
     """Returns the row numbers of samples `first` to `first + count`, for epochs of `total` rows."""
-    return tuple(int(_epoch(total, seed, n // total)[n % total]) for n in range(first, first + count))
+    return tuple(int(_permute_epoch(total, seed, n // total)[n % total]) for n in range(first, first + count))
 
 
 @functools.lru_cache(maxsize=2)  # two, since a batch may span two epochs
-def _epoch(total: int, seed: int, epoch: int) -> np.ndarray:
+def _permute_epoch(total: int, seed: int, epoch: int) -> np.ndarray:
     return permutation(total, seed, epoch)
 
 
@@ -182,10 +182,10 @@ def sample_order(rows: Rows, seed: int, committed: int = 0) -> Iterator[int]:
     """Yields row numbers without end from sample `committed` on, with a new permutation for each epoch."""
     total = len(rows)
     for n in itertools.count(committed):
-        yield int(_epoch(total, seed, n // total)[n % total])
+        yield int(_permute_epoch(total, seed, n // total)[n % total])
 
 
-def rows_consumed(shape: Shape, length: int) -> int:
+def count_consumed_rows(shape: Shape, length: int) -> int:
     """Returns the number of rows of `length` tokens that a global batch of this shape consumes.
 
     Example:
@@ -210,18 +210,20 @@ class _Part(NamedTuple):
     pieces: int
 
 
-def _micro_batches(shape: Shape, devices: int) -> int:
+def _count_micro_batches(shape: Shape, devices: int) -> int:
     # The largest part decides for all, since collectives need as many micro-batches on every device.
     most = -(-shape.rows // devices)
     return -(-most // shape.micro)
 
 
-def _parts(numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, int] = (0, 1)) -> Iterator[_Part]:
+def _iterate_parts(
+    numbers: Sequence[int], shape: Shape, length: int, share: tuple[int, int] = (0, 1)
+) -> Iterator[_Part]:
     """Yields the micro-batches of one device, for a global batch cut from these rows of `length` tokens."""
     number, devices = share
     # The sequences of this device; the numbers of two devices differ by one at most.
     low, high = (shape.rows * n // devices for n in (number, number + 1))
-    for n in range(_micro_batches(shape, devices)):
+    for n in range(_count_micro_batches(shape, devices)):
         # First sequence of this micro-batch in the global batch, and its number of sequences, 0 if none is left.
         piece = low + n * shape.micro
         pieces = max(min(shape.micro, high - piece), 0)
@@ -271,20 +273,20 @@ def collate(numbered: Sequence[tuple[int, RowData]]) -> _Pinnable:
     tokens, labels, positions = (torch.stack([torch.from_numpy(row[part]) for row in rows]) for part in range(3))
     documents, group = tuple(row.documents for row in rows), rows[0].group
     desirable = tuple(row.desirable for row in rows) if rows[0].desirable else ()
-    weight = weight_of(labels, documents, group, desirable)
+    weight = count_weight(labels, documents, group, desirable)
     mask = MaskSpec(documents=documents)
     if rows[0].eye is not None and rows[0].eye.vision.bidirectional:
-        mask = replace(mask, blocks=tuple(runs_of(row.tokens == rows[0].eye.vision.image) for row in rows))
+        mask = replace(mask, blocks=tuple(find_runs(row.tokens == rows[0].eye.vision.image) for row in rows))
     batch = _Pinnable(tokens, labels, positions, mask, weight, numbers, group, desirable)
     if rows[0].eye is not None:
-        batch.images = gathered(rows[0].eye, [image for row in rows for image in row.images], tokens)
+        batch.images = read_images(rows[0].eye, [image for row in rows for image in row.images], tokens)
     if any(row.padding is not None for row in rows):
         none: np.ndarray = np.zeros(tokens.shape[1], bool)
         batch.padding = torch.from_numpy(np.stack([none if row.padding is None else row.padding for row in rows]))
     return batch
 
 
-def weight_of(
+def count_weight(
     labels: torch.Tensor,
     documents: tuple[tuple[int, ...], ...] | None,
     group: int,
@@ -339,7 +341,7 @@ class _Loader(Generic[Item]):
             context.set_forkserver_preload(["torch", __name__])
             multiprocessing.resource_tracker.ensure_running()  # first, since it unblocks signals
             # Workers inherit the blocked signals from the server: Ctrl-C reaches all processes of a terminal at once.
-            with _blocked():
+            with _block_signals():
                 multiprocessing.forkserver.ensure_running()
             settings = {
                 "multiprocessing_context": context,
@@ -354,7 +356,7 @@ class _Loader(Generic[Item]):
                 # The dataset yields complete micro-batches.
                 batch_size=None,
                 sampler=keys,
-                collate_fn=_as_it_is,
+                collate_fn=_return_unchanged,
                 num_workers=workers,
                 pin_memory=pin,
                 generator=torch.Generator(),  # else each start would draw from the generator of the training
@@ -382,7 +384,7 @@ class _Loader(Generic[Item]):
             return next(self.iterator)
         except (RuntimeError, OSError, EOFError):  # OSError: the process that shares the tensors is gone
             # All workers are alive, so the error is of another kind: pass it on.
-            if (why := self._failed()) is None:
+            if (why := self._describe_failure()) is None:
                 raise
             numbers = rows()
             where = f" while reading sequences {min(numbers)} to {max(numbers)} of the training data" if numbers else ""
@@ -392,14 +394,14 @@ class _Loader(Generic[Item]):
         finally:
             self.waits = None
 
-    def _failed(self) -> str | None:
+    def _describe_failure(self) -> str | None:
         """Returns how a worker ended, or None if all are alive."""
         if self.hung:
             return f"returned nothing for {PATIENCE:.0f} s, and was ended,"
         end = time.monotonic() + 1  # the fork server reports the end of a worker with a delay
         while self.workers:
             if ended := [worker for worker in self.workers if not worker.is_alive()]:
-                return ended_by(ended[0].exitcode or 0)
+                return describe_exit(ended[0].exitcode or 0)
             if time.monotonic() > end:
                 break
             time.sleep(0.02)
@@ -431,7 +433,7 @@ class _Loader(Generic[Item]):
 
 
 @contextmanager
-def _blocked() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Blocks signals to the process group in processes started within the block; the main process ends them itself."""
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -441,13 +443,13 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _unless_error(value: Item | DataError) -> Item:
+def _raise_error(value: Item | DataError) -> Item:
     if isinstance(value, DataError):
         raise value
     return value
 
 
-def _as_it_is(value: Item) -> Item:
+def _return_unchanged(value: Item) -> Item:
     return value
 
 

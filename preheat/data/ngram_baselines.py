@@ -8,15 +8,15 @@ import numpy as np
 
 from preheat.data.packing import IGNORED, Rows
 from preheat.data.preparation import PreparedData
-from preheat.model_folder import vocabulary_size
+from preheat.model_folder import count_embedding_rows
 
-__all__ = ["baselines"]
+__all__ = ["compute_baselines"]
 
 STRENGTHS = (4, 16, 64, 256, 1024)
 """Pseudo-counts of the unigram prior that the bigram baseline tries."""
 
 
-def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 4_000_000) -> dict[str, float]:
+def compute_baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 4_000_000) -> dict[str, float]:
     """Returns the losses on the trained labels of the validation rows, in nats per token.
 
     `unigram` counts the labels of the training rows with add-one smoothing. `bigram` smooths the counts of successors
@@ -32,11 +32,11 @@ def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 
     assert len(prepared.validation), "no validation rows"
     first = range(min(len(prepared.train), max(1, max_tokens // prepared.train.length)))
     # (token, next token) of the training and validation rows.
-    before, after = _pairs(prepared.train, first)
-    given, wanted = _pairs(prepared.validation, numbers)
+    before, after = _collect_pairs(prepared.train, first)
+    given, wanted = _collect_pairs(prepared.validation, numbers)
     size = int(max(before.max(), after.max(), given.max(), wanted.max())) + 1
     # Tokens that never occur take a share of the probability too, as in the model's softmax.
-    size = max(size, vocabulary_size(prepared.tokenizer))
+    size = max(size, count_embedding_rows(prepared.tokenizer))
     # [vocabulary], p(b) with add-one smoothing.
     unigram = (np.bincount(after, minlength=size) + 1) / (len(after) + size)
     context_counts = np.bincount(before, minlength=size)[given]
@@ -51,7 +51,7 @@ def baselines(prepared: PreparedData, numbers: Sequence[int], max_tokens: int = 
     return {"unigram": float(-np.log(expected).mean()), "bigram": bigram}
 
 
-def _pairs(rows: Rows, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _collect_pairs(rows: Rows, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns (tokens, labels) of all trained positions of these rows."""
     read = [rows.row(n) for n in numbers]
     tokens, labels = np.concatenate([r.tokens for r in read]), np.concatenate([r.labels for r in read])

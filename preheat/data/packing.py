@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from preheat.core import ExampleKind
-from preheat.data.vision_inputs import ImageProcessor, ImageRef, ImageTable, mrope_positions
+from preheat.data.vision_inputs import ImageProcessor, ImageRef, ImageTable, compute_mrope_positions
 
-__all__ = ["EvaluationRows", "IGNORED", "RowData", "Rows", "Tokens", "best_fit", "cut", "permutation"]
+__all__ = ["EvaluationRows", "IGNORED", "RowData", "Rows", "Tokens", "pack_best_fit", "cut", "permutation"]
 
 IGNORED = -100
 """Label of positions without a loss."""
@@ -65,7 +65,7 @@ class EvaluationRows(Protocol):
     def row(self, index: int) -> RowData: ...
 
 
-def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
+def _map_file(file: Path, dtype: np.dtype) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
@@ -101,9 +101,9 @@ class Tokens:
         file = next(folder.glob(f"{side}.uint*"))
         marks, labels = folder / f"{side}.trained", folder / f"{side}-labels.npy"
         return cls(
-            _mapped(file, np.dtype(file.suffix[1:])),
+            _map_file(file, np.dtype(file.suffix[1:])),
             np.load(folder / f"{side}-ends.npy"),
-            _mapped(marks, np.dtype(np.uint8)) if marks.exists() else None,
+            _map_file(marks, np.dtype(np.uint8)) if marks.exists() else None,
             np.load(labels) if labels.exists() else None,
             group,
             ImageTable.open(folder, side),
@@ -219,7 +219,7 @@ class Rows:
         self.truncated = int((together[usable] > self.length).sum())
         self._used = used
         # `bins` index `usable`; translate them to examples, and these to their adjacent sequences.
-        bins = best_fit(used.reshape(-1, group).sum(axis=1)[usable], self.length)
+        bins = pack_best_fit(used.reshape(-1, group).sum(axis=1)[usable], self.length)
         examples = usable[np.array([n for b in bins for n in b], np.int64)]
         self._order = (examples[:, None] * group + np.arange(group)).ravel()
         self._bounds = np.concatenate(
@@ -293,7 +293,7 @@ class Rows:
         """Returns row `index`, from 0."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        packed = self._stream_row(index) if self.packing == "stream" else self._whole_row(index)
+        packed = self._stream_row(index) if self.packing == "stream" else self._read_whole_row(index)
         self.tokens.unmap_pages()
         return packed
 
@@ -320,9 +320,11 @@ class Rows:
             labels[: len(span) - 1][self.tokens.loss_mask[start + 1 : start + len(span)] == 0] = IGNORED
         # Without duplicates: a document may end where the tokens or the row do, and none has length 0.
         cuts = dict.fromkeys([*inside.tolist(), size, self.length])
-        return _row(tokens, labels, np.diff(list(cuts), prepend=0))._replace(padding=_behind(size, self.length))
+        return _build_row(tokens, labels, np.diff(list(cuts), prepend=0))._replace(
+            padding=_padding_after(size, self.length)
+        )
 
-    def _whole_row(self, index: int) -> RowData:
+    def _read_whole_row(self, index: int) -> RowData:
         tokens: np.ndarray = np.full(self.length, self.pad, np.int64)
         labels: np.ndarray = np.full(self.length, IGNORED, np.int64)
         sizes, at, kind = [], 0, self.tokens.examples.kind
@@ -347,15 +349,17 @@ class Rows:
                 _, image_count = table.room(n, np.asarray(self.tokens.ids[start : self.tokens.offsets[n]]), size)
                 images += table.within(n)[:image_count]
                 if table.eye.vision.mrope:
-                    mrope[at : at + size] = mrope_positions(ids, table.within(n)[:image_count], table.eye.vision)
+                    mrope[at : at + size] = compute_mrope_positions(
+                        ids, table.within(n)[:image_count], table.eye.vision
+                    )
             sizes.append(size)
             at += size
         # Padding is one more document, so that no example attends to it.
         if at < self.length:
             sizes.append(self.length - at)
             mrope[at:] = np.arange(self.length - at)[:, None]
-        packed = _row(tokens, labels, np.array(sizes))._replace(
-            group=self.tokens.group, desirable=tuple(desirable), padding=_behind(at, self.length)
+        packed = _build_row(tokens, labels, np.array(sizes))._replace(
+            group=self.tokens.group, desirable=tuple(desirable), padding=_padding_after(at, self.length)
         )
         if table is None:
             return packed
@@ -364,12 +368,12 @@ class Rows:
         return packed._replace(images=tuple(images), eye=table.eye)
 
 
-def _behind(end: int, length: int) -> np.ndarray | None:
+def _padding_after(end: int, length: int) -> np.ndarray | None:
     """Returns the padding of a row whose documents end at `end`, as in `RowData`."""
     return np.arange(length) >= end if end < length else None
 
 
-def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
+def _build_row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray) -> RowData:
     # Positions restart at 0 in each document.
     starts = np.cumsum(documents) - documents
     positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, documents)
@@ -407,7 +411,7 @@ def cut(
         padding = start + length - stop
         inside = ends[(ends > start) & (ends < stop)] - start
         bounds = [0, *inside.tolist(), stop - start, *([length] if padding else [])]
-        sequence = _row(
+        sequence = _build_row(
             np.concatenate([tokens[start:stop], np.full(padding, pad, np.int64)]),
             # Labels are copied, so the last position still has its label although that token is in the next row.
             np.concatenate([labels[start:stop], np.full(padding, IGNORED, np.int64)]),
@@ -418,7 +422,7 @@ def cut(
     return sequences
 
 
-def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
+def pack_best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
     """Packs by best-fit decreasing: the largest first, each into the fullest bin with enough room. Deterministic.
 
     Args:

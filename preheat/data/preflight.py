@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
-from preheat.errors import DataError, RecipeError, nearest
+from preheat.errors import DataError, RecipeError, suggest_nearest
 from preheat.sanitize import shorten
 
-__all__ = ["CHECKS", "Check", "Findings", "Verdict", "judge", "merged", "refuse_unknown"]
+__all__ = ["CHECKS", "Check", "Findings", "Verdict", "judge", "merge_findings", "refuse_unknown"]
 
 SHOWN = 5
 """Maximum number of rows that a finding names."""
@@ -121,7 +121,7 @@ def refuse_unknown(settings: Mapping[str, str]) -> None:
     """Raises RecipeError for settings of unknown checks."""
     for name in settings:
         if name not in CHECKS:
-            raise RecipeError(f"data.preflight.{name}: unknown check; {nearest(name, list(CHECKS))}")
+            raise RecipeError(f"data.preflight.{name}: unknown check; {suggest_nearest(name, list(CHECKS))}")
     # An index beyond the embedding is an error on a CPU, and on a GPU an assertion that breaks its context.
     if settings.get("embedding") == "warn":
         raise RecipeError("data.preflight.embedding: cannot be a warning: the step that reads such a token would fail")
@@ -152,7 +152,7 @@ class Findings:
             entry["rows"].append([where, message])
 
 
-def merged(one: Mapping[str, Finding], other: Mapping[str, Finding]) -> dict[str, Finding]:
+def merge_findings(one: Mapping[str, Finding], other: Mapping[str, Finding]) -> dict[str, Finding]:
     """Merges two sets of findings about the same rows: counts add up, and at most `SHOWN` samples stay per check."""
     # Copies: both arguments may be part of the journal.
     total = {name: entry.copy() for name, entry in one.items()}
@@ -201,7 +201,7 @@ def judge(found: Mapping[str, Finding], settings: Mapping[str, str], rows: int) 
         # Without a tolerated fraction a single row blocks.
         below = count <= check.above * of if check.above else False
         setting = settings.get(name, "block")
-        line = _line(name, check, entry["rows"], count, of)
+        line = _format_finding(name, check, entry["rows"], count, of)
         if below or setting == "warn":
             left = "; such rows are left out" if check.drops else ""
             warned.append(f"{line}{left}")
@@ -211,16 +211,16 @@ def judge(found: Mapping[str, Finding], settings: Mapping[str, str], rows: int) 
     return Verdict(blocked, warned)
 
 
-def _line(name: str, check: Check, rows: Sequence[Sequence[str]], count: int, of: int) -> str:
+def _format_finding(name: str, check: Check, rows: Sequence[Sequence[str]], count: int, of: int) -> str:
     (where, message), *others = rows
-    also = f", also {', '.join(_short(w, where) for w, _ in others)}" if others else ""
+    also = f", also {', '.join(_shorten_location(w, where) for w, _ in others)}" if others else ""
     more = " ..." if count > len(rows) and others else ""
     share = f"{count:,} of {of:,}" if of > 1 or count > 1 else ""
     inside = "; ".join(part for part in (f"check {name}", share + also + more) if part)
     return f"{where}: {message} ({inside})"
 
 
-def _short(where: str, first: str) -> str:
+def _shorten_location(where: str, first: str) -> str:
     """Returns a location without its file if that is the file of `first`."""
     # Locations are `FILE: row N` or `FILE:LINE`.
     for mark in (": row ", ":"):

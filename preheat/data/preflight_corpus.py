@@ -18,11 +18,11 @@ from preheat.data.document import Document, TextSpan
 from preheat.data.packing import Rows
 from preheat.data.preflight import Findings
 from preheat.data.sources import Source
-from preheat.data.split import Side, chunks
+from preheat.data.split import Side, iterate_chunks
 from preheat.data.tokenize_corpus import Stream
 from preheat.data.tokenizer import Encoder
 from preheat.errors import DataError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from preheat.data.chat.messages import Message, Tools
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cut_answers",
-    "longer_than_a_row",
+    "find_longer_than_row",
     "check_prompts",
     "check_template",
     "check_tokens",
@@ -67,7 +67,7 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
         layout, template = source.layout, source.layout.chat_template
         # Rows that end in an open turn make the comparison of prompts below meaningless.
         if template is not None and (opening := _open_turn(template)):
-            message = f"always adds a generation prompt, so that each row ends in an open turn ({quoted(opening)})"
+            message = f"always adds a generation prompt, so that each row ends in an open turn ({quote_value(opening)})"
             findings.add("open_turn", template.name, message, of=1)
             continue
         # The layout converts rows to messages, so note which messages reach the template.
@@ -83,7 +83,10 @@ def check_prompts(sources: Sequence[Source], encoder: Encoder, findings: Finding
             if not document.sequences or len(document.text) > LONG:
                 continue
             if noting is not None and noting.given:
-                messages = {"generation_prompt": _gap(noting, encoder, document), "earlier_turns": _left_out(noting)}
+                messages = {
+                    "generation_prompt": _describe_gap(noting, encoder, document),
+                    "earlier_turns": _describe_left_out(noting),
+                }
             else:  # a row without a question does not use the template
                 messages = {"generation_prompt": _cut_otherwise(encoder, document)}
             for check in sorted(missing & {name for name, message in messages.items() if message}):
@@ -120,14 +123,14 @@ def _open_turn(template: Template) -> str:
         return ""
     # A generation prompt after the answer repeats the text before it: compare both from their ends.
     before, answer, behind = text.rpartition(_ANSWER)
-    opening = before[len(before) - _shared(before[::-1], behind[::-1]) :]
+    opening = before[len(before) - _common_prefix_length(before[::-1], behind[::-1]) :]
     opening_text = functools.reduce(
         lambda rest, token: rest.replace(token, " "), template.special, opening
     )  # more than an end of turn
     return opening.strip() if answer and text == prompt and re.search(r"\w", opening_text) else ""
 
 
-def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
+def _describe_gap(template: _Noting, encoder: Encoder, document: Document) -> str:
     """Returns how the text before an answer differs between training and generation, or ''."""
     messages, tools, train_on = template.given[-1]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
@@ -143,34 +146,37 @@ def _gap(template: _Noting, encoder: Encoder, document: Document) -> str:
         if not text:
             continue
         if not text.startswith(prompt):
-            at = _shared(text, prompt)
+            at = _common_prefix_length(text, prompt)
             return (
-                f"message {n + 1}: generation produces it after {quoted(prompt[max(0, at - 12) :][:60])}, training "
-                f"has it after {quoted(text[max(0, at - 12) :][:60])}: the generation prompt is not the beginning of "
+                f"message {n + 1}: generation produces it after {quote_value(prompt[max(0, at - 12) :][:60])}, "
+                "training "
+                f"has it after {quote_value(text[max(0, at - 12) :][:60])}: the generation prompt is not the "
+                "beginning of "
                 "the row"
             )
         # Text between the prompt and the first trained token: in generation nobody writes it.
-        between = text[len(prompt) : _first_trained(pieces, len(prompt))]
+        between = text[len(prompt) : _find_first_trained(pieces, len(prompt))]
         content = (messages[n].get("content") or "").strip()
         if not between.strip() and content and prompt == template.text_of(messages[:n], tools):
             between = text[len(prompt) :].partition(content)[0]  # trained on, as if the model had to generate it
         if between.strip():
             return (
-                f"message {n + 1}: {quoted(between)} precedes the answer in training, and the generation prompt lacks "
+                f"message {n + 1}: {quote_value(between)} precedes the answer in training, and the generation prompt "
+                "lacks "
                 "it"
             )
         # Equal text may still differ in tokens if one of them crosses the border of prompt and answer.
         ids = encoder.first_of(document._replace(sequences=(pieces,), images=()))
-        if difference := _unlike(encoder, encoder.alone(prompt), ids):
+        if difference := _describe_difference(encoder, encoder.alone(prompt), ids):
             return f"message {n + 1}: {difference}"
     return ""
 
 
-def _left_out(template: _Noting) -> str:
+def _describe_left_out(template: _Noting) -> str:
     """Returns how an earlier turn is trained differently from its generation, or ''."""
     messages, tools, train_on = template.given[-1]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
-    # As in `_gap`; the last message has no later ones that could change it.
+    # As in `_describe_gap`; the last message has no later ones that could change it.
     for n in dict.fromkeys((*turns[:1], *turns[-1:])):
         if train_on != "assistant" or n == len(messages) - 1:
             continue
@@ -184,19 +190,19 @@ def _left_out(template: _Noting) -> str:
             continue  # the template requires more; faults then show in the row
         if not generated.startswith(trained):
             return (
-                f"message {n + 1}: training has {quoted(trained[:60])}, generation {quoted(generated[:60])}; "
+                f"message {n + 1}: training has {quote_value(trained[:60])}, generation {quote_value(generated[:60])}; "
                 "data.train_on: last trains only turns that nothing is left out of"
             )
     return ""
 
 
-def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+def _common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
+def _find_first_trained(pieces: Sequence[TextSpan], start: int) -> int:
     """Returns the first trained position from `start` on, or `start` if there is none."""
     at = 0
     for piece in pieces:
@@ -207,20 +213,20 @@ def _first_trained(pieces: Sequence[TextSpan], start: int) -> int:
 
 
 def _cut_otherwise(encoder: Encoder, document: Document) -> str:
-    """As `_gap`, for prompts that are plain text."""
+    """As `_describe_gap`, for prompts that are plain text."""
     pieces = document.sequences[0]
     # Without a prompt that is only read, there is nothing to compare.
     if document.complete or len(pieces) < 2 or pieces[0].trained or document.label is not None:
         return ""
     ids = encoder.first_of(document)
-    return _unlike(encoder, [*encoder.begin, *encoder.alone(pieces[0].text)], ids)
+    return _describe_difference(encoder, [*encoder.begin, *encoder.alone(pieces[0].text)], ids)
 
 
-def _unlike(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    at = _shared(prompt, ids)
+def _describe_difference(encoder: Encoder, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    at = _common_prefix_length(prompt, ids)
     if at == len(prompt):
         return ""
-    one, other = (quoted([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (prompt, ids))
+    one, other = (quote_value([encoder.backend.id_to_token(t) for t in part[at : at + 3]]) for part in (prompt, ids))
     return f"the tokens of its prompt end in {one} in generation, and are {other} in training"
 
 
@@ -258,11 +264,11 @@ def check_tokens(
         else:
             findings.add("end_token", source, "no token that ends a text or turn is trained on", of=1)
     if embedding is not None and values["largest"] >= embedding:
-        where, token = _first_beyond(streams, encoder, embedding)
+        where, token = _find_large_token(streams, encoder, embedding)
         findings.add("embedding", where, f"holds token {token:,}, the model's embedding has {embedding:,} rows", of=1)
     if values["near_count"]:
         # At most five samples are searched for, with a count of 0: the true count is set below.
-        for where in _wheres(streams, {int(mark) for mark in values["near"]}, held=True):
+        for where in _locate_hashes(streams, {int(mark) for mark in values["near"]}, held=True):
             findings.add(
                 "near_validation", where, "equals training data except for case, punctuation or spaces", count=0
             )
@@ -275,7 +281,7 @@ def check_tokens(
         also = ""
         if 0 < (count := int((~used[cut]).sum())) < len(cut):
             also = f"; {count:,} of these examples have no room for an answer and are left out"
-        for where, mark in _places(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
+        for where, mark in _locate_documents(streams, {int(mark) for mark in marks[cut[:5]]}, held=False):
             what = (
                 "its prompt leaves no room for an answer: it is left out" if mark in left_out else "its answer is cut"
             )
@@ -312,13 +318,13 @@ def locate_documents(
     return places
 
 
-def _wheres(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:
+def _locate_hashes(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[str]:
     """Yields the file and row of the documents with these 64-bit content hashes, by reading the sources again."""
-    yield from (where for where, _ in _places(streams, marks, held=held))
+    yield from (where for where, _ in _locate_documents(streams, marks, held=held))
 
 
-def _places(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[tuple[str, int]]:
-    """As `_wheres`, with the content hash of each document."""
+def _locate_documents(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterator[tuple[str, int]]:
+    """As `_locate_hashes`, with the content hash of each document."""
     for stream in streams:
         for side, content, document in stream.read(Counter(), Findings()):
             mark = int(content[:16], 16)
@@ -329,10 +335,10 @@ def _places(streams: Sequence[Stream], marks: set[int], *, held: bool) -> Iterat
                 return
 
 
-def _first_beyond(streams: Sequence[Stream], encoder: Encoder, embedding: int) -> tuple[str, int]:
+def _find_large_token(streams: Sequence[Stream], encoder: Encoder, embedding: int) -> tuple[str, int]:
     """Returns the file and row of the first document with a token beyond the embedding, and the token."""
     for stream in streams:
-        for portion in chunks(stream.read(Counter(), Findings())):
+        for portion in iterate_chunks(stream.read(Counter(), Findings())):
             documents = [document for _, _, document in portion]
             for document, sequences in zip(documents, encoder(documents), strict=True):
                 beyond = [token for e in sequences for token in e.tokens if token >= embedding]
@@ -349,10 +355,10 @@ def refuse_longer(rows: Mapping[Side, Rows], folder: Path, streams: Sequence[Str
         folder: folder of their stored tokens.
     """
     for side, of in rows.items():
-        longer = longer_than_a_row(of)
+        longer = find_longer_than_row(of)
         if len(longer):
             sizes, marks = np.diff(of.tokens.offsets, prepend=0), np.load(folder / f"{side}-marks.npy")
-            (where,) = _wheres(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
+            (where,) = _locate_hashes(streams, {int(marks[longer[0] // of.tokens.group])}, held=side == "validation")
             raise DataError(
                 f"{where}: has {int(sizes[longer[0]]):,} tokens and batch.seq_len is {of.length:,} "
                 f"({len(longer):,} of {len(sizes):,} documents are longer; "
@@ -360,7 +366,7 @@ def refuse_longer(rows: Mapping[Side, Rows], folder: Path, streams: Sequence[Str
             )
 
 
-def longer_than_a_row(rows: Rows) -> np.ndarray:
+def find_longer_than_row(rows: Rows) -> np.ndarray:
     """Returns the indices of sequences longer than a row."""
     return np.flatnonzero(np.diff(rows.tokens.offsets, prepend=0) > rows.length)
 

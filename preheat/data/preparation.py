@@ -14,25 +14,25 @@ import numpy as np
 from preheat.cache_folder import cache_folder
 from preheat.core import Vision
 from preheat.core.run_records import DataRecord
-from preheat.data.cache import entry
+from preheat.data.cache import open_entry
 from preheat.data.chat.template import Template, load_template
 from preheat.data.document import Document
 from preheat.data.packing import Rows, Tokens
-from preheat.data.preflight import Findings, Verdict, judge, merged, refuse_unknown
+from preheat.data.preflight import Findings, Verdict, judge, merge_findings, refuse_unknown
 from preheat.data.preflight_corpus import (
     check_prompts,
     check_template,
     check_tokens,
     cut_answers,
-    longer_than_a_row,
+    find_longer_than_row,
     refuse_longer,
 )
 from preheat.data.row_account import LeftOut, RowAccount
 from preheat.data.rows.formats import Layout
-from preheat.data.sources import Source, digest, open_source
-from preheat.data.split import Side, Split, chunks, content_hash
+from preheat.data.sources import Source, compute_digest, open_source
+from preheat.data.split import Side, Split, hash_content, iterate_chunks
 from preheat.data.streaming import StreamRows, encode_all
-from preheat.data.tokenize_corpus import SIDES, Progress, Stream, copies_file, streams_of, tokenize
+from preheat.data.tokenize_corpus import SIDES, Progress, Stream, choose_streams, copies_file, tokenize
 from preheat.data.tokenizer import Encoder, load_tokenizer, read_as_it_is, save_tokenizer, train_tokenizer
 from preheat.data.vision_inputs import ImageProcessor
 from preheat.errors import DataError
@@ -187,7 +187,7 @@ def prepare(
     verdict, cut = _check_rows(data, opened, encoding, packed, embedding=embedding, refuse=refuse, knob=knob)
     values, layout = packed.values, opened.sources[0].layout
     used = {side: rows.examples_used() for side, rows in packed.rows.items()}
-    accounts = _accounts(packed, used)
+    accounts = _build_accounts(packed, used)
     total = sum(accounts, RowAccount(0, 0, 0)).record()
     counts: DataCounts = {
         "read": total["read"],
@@ -209,13 +209,13 @@ def prepare(
     for side, rows in packed.rows.items():
         lost = int(used[side][cut[side]].sum())
         documents = total["trained_on"] if side == "train" else total["held_out"]
-        counts[side] = {**_counts(rows, documents), "cut": lost, "duplicates": values["duplicates"][side]}
+        counts[side] = {**_count_side(rows, documents), "cut": lost, "duplicates": values["duplicates"][side]}
     description = "; ".join(source.description for source in opened.sources) + (
         f"; validation: {opened.validation.description}" if opened.validation else ""
     )
     # `seed` is not part of it: the loader, not the rows, decides the order of samples.
     files = sorted((name, checksum) for name, checksum in packed.files.items() if name not in _COPIES)
-    fingerprint = digest(FORMAT, files, length, opened.packing, encoding.encoder.pad)
+    fingerprint = compute_digest(FORMAT, files, length, opened.packing, encoding.encoder.pad)
     return PreparedData(
         encoding.tokenizer,
         packed.rows["train"],
@@ -312,7 +312,7 @@ def _open_sources(
     tokenizer = load_tokenizer(name, knob=key, add_tokens=add_tokens) if name is not None else None
     # `load_tokenizer` has already avoided the class that would split text differently, so a note suffices.
     notes = [f"{key} {name}: {why}; tokenizer.json is read as it is"] if name and (why := read_as_it_is(name)) else []
-    images = _image_processor(data, tokenizer, vision, processor) if vision is not None else None
+    images = _load_image_processor(data, tokenizer, vision, processor) if vision is not None else None
     sources = _open_with_common_classes(data, tokenizer, images, knob)
     notes += [f"{source.description}: not read: {source.left}" for source in sources if source.left]
     validation, share = None, 0.0
@@ -323,11 +323,11 @@ def _open_sources(
         validation = replace(validation, layout=replace(validation.layout, classes=sources[0].layout.classes))
     else:
         share = float(data.validation)
-    packing = _packing(data, sources, images)
+    packing = _choose_packing(data, sources, images)
     return _Opened(sources, validation, tokenizer, images, packing, share, notes)
 
 
-def _image_processor(
+def _load_image_processor(
     data: Data, tokenizer: PreTrainedTokenizerFast | None, vision: Vision, processor: JsonObject | None
 ) -> ImageProcessor:
     if tokenizer is None:
@@ -339,7 +339,7 @@ def _image_processor(
     return ImageProcessor.of(vision, processor or {}, data.image_pixels, tokenizer)
 
 
-def _packing(data: Data, sources: Sequence[Source], images: ImageProcessor | None) -> Literal["stream", "whole"]:
+def _choose_packing(data: Data, sources: Sequence[Source], images: ImageProcessor | None) -> Literal["stream", "whole"]:
     """Returns the packing: `auto` keeps prompts with their answers in one row, and cuts plain text at row ends."""
     paired, kind = any(source.paired for source in sources), sources[0].layout.kind
     # One packing for all sources: a single source of examples makes running text whole too.
@@ -358,17 +358,19 @@ def _prepare_encoding(data: Data, opened: _Opened, root: Path, say: Progress) ->
     """Decides the split and the tokenizer, which it trains if there is none, and checks template and prompts."""
     sources, validation = opened.sources, opened.validation
     # Documents of the validation source are left out of training by their content.
-    held_out = frozenset(content_hash(d) for d in validation.read() if d.sequences) if validation else frozenset()
+    held_out = frozenset(hash_content(d) for d in validation.read() if d.sequences) if validation else frozenset()
     split = Split(opened.share, held_out)
     # Everything that decides the documents and their side; the key of the tokens adds the tokenizer.
-    content = digest(FORMAT, [source.key() for source in sources], opened.share, validation.key() if validation else "")
+    content = compute_digest(
+        FORMAT, [source.key() for source in sources], opened.share, validation.key() if validation else ""
+    )
     # After the split: a tokenizer is trained on the training side only, so that validation stays unseen.
-    tokenizer = opened.tokenizer or _trained(root, content, sources, split, data.vocab_size, say)
+    tokenizer = opened.tokenizer or _train_tokenizer(root, content, sources, split, data.vocab_size, say)
     encoder = Encoder(tokenizer)
     # The template of rows that it renders, which has the `stops`, before that of plain text beside them.
     templates = (*(s.layout.chat_template for s in sources), *(s.layout.template for s in sources))
     template = next(filter(None, templates), None)
-    ends, findings = _ends(tokenizer, template), Findings()
+    ends, findings = _find_end_tokens(tokenizer, template), Findings()
     check_template(sources, template, findings)
     check_prompts(sources, encoder, findings)
     # The tokenizer's own may be several named templates, among which `load_template` chooses; these stay as they are.
@@ -386,22 +388,22 @@ def _tokenize_and_pack(
     Only tokens are cached, not rows, so that another `length` needs no second tokenizing.
     """
     encoder, ends = encoding.encoder, encoding.ends
-    streams = streams_of(opened.sources, opened.validation, encoding.split)
-    entry_name = f"tokens-{digest(COUNTS, encoding.content, encoder.key, ends)}"
+    streams = choose_streams(opened.sources, opened.validation, encoding.split)
+    entry_name = f"tokens-{compute_digest(COUNTS, encoding.content, encoder.key, ends)}"
 
     def build(folder: Path) -> TokenCounts:
         # The work folder bears the name of the entry, so that the next start finds and resumes unfinished work.
         return tokenize(folder, root / f".partial-{entry_name}", streams, encoder, ends, say, opened.images)
 
-    folder, content_entry = entry(root, entry_name, build)
+    folder, content_entry = open_entry(root, entry_name, build)
     values = content_entry["values"]
     rows: dict[Side, Rows] = {
         side: Rows(Tokens.open(folder, side, values["group"]), length, opened.packing, encoder.pad, partial=partial)
         if values["documents"][side]
-        else _none(length)
+        else _build_empty_rows(length)
         for side in SIDES
     }
-    findings = Findings(merged(encoding.findings.by_check, values["found"]))
+    findings = Findings(merge_findings(encoding.findings.by_check, values["found"]))
     return _Packed(folder, values, content_entry["files"], streams, findings, rows)
 
 
@@ -481,23 +483,23 @@ def _open_with_common_classes(
     return sources
 
 
-def _ends(tokenizer: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
+def _find_end_tokens(tokenizer: PreTrainedTokenizerFast, template: Template | None) -> list[int]:
     """Returns the tokens that end a text or a turn."""
     # Many chat templates end a turn with another token than the end of text.
     end = template.end_of_turn if template else None
     return sorted({tokenizer.eos_token_id, *([tokenizer.convert_tokens_to_ids(end)] if end else [])})
 
 
-def _none(length: int) -> Rows:
+def _build_empty_rows(length: int) -> Rows:
     return Rows(Tokens(np.zeros(0, np.uint16), np.zeros(0, np.int64)), length)
 
 
-def _trained(
+def _train_tokenizer(
     root: Path, content: str, sources: Sequence[Source], split: Split, vocabulary: int, say: Progress
 ) -> PreTrainedTokenizerFast:
     import tokenizers
 
-    def documents() -> Iterator[tuple[str, str]]:
+    def iterate_documents() -> Iterator[tuple[str, str]]:
         every = itertools.chain.from_iterable(source.read() for source in sources)
         for n, (side, mark, document) in enumerate(split.apply(every, Counter())):
             if n % 100 == 0:
@@ -508,11 +510,11 @@ def _trained(
         say("training the tokenizer", 0, None)
 
     def build(folder: Path) -> dict[str, int]:
-        save_tokenizer(train_tokenizer(documents(), vocabulary=vocabulary), folder)
+        save_tokenizer(train_tokenizer(iterate_documents(), vocabulary=vocabulary), folder)
         return {}
 
     # The library's version is part of the key: another one may learn other merges from the same text.
-    folder, _ = entry(root, f"tokenizer-{digest(content, vocabulary, tokenizers.__version__)}", build)
+    folder, _ = open_entry(root, f"tokenizer-{compute_digest(content, vocabulary, tokenizers.__version__)}", build)
     return load_tokenizer(str(folder))
 
 
@@ -560,14 +562,14 @@ def _require_rows(rows: Rows, what: str, fix: str) -> None:
         )
 
 
-def _accounts(packed: _Packed, used: Mapping[Side, np.ndarray]) -> list[RowAccount]:
+def _build_accounts(packed: _Packed, used: Mapping[Side, np.ndarray]) -> list[RowAccount]:
     """Returns what became of the rows of each source.
 
     Args:
         used: {side: [examples] bool}, True for those with a label in a row.
     """
     accounts, done = [], dict.fromkeys(SIDES, 0)
-    fates = {side: _fates(packed, side, used[side]) for side in SIDES}
+    fates = {side: _classify_rows(packed, side, used[side]) for side in SIDES}
     for source in packed.values["sources"]:
         left_out, remaining = Counter[str](source["dropped"]), {}
         for side in SIDES:
@@ -583,7 +585,7 @@ def _accounts(packed: _Packed, used: Mapping[Side, np.ndarray]) -> list[RowAccou
     return accounts
 
 
-def _fates(packed: _Packed, side: Side, used: np.ndarray) -> np.ndarray:
+def _classify_rows(packed: _Packed, side: Side, used: np.ndarray) -> np.ndarray:
     """Returns what became of each row of a side that was tokenized, [rows]; copies of a row count once."""
     if (copies := packed.copies(side)) is None:
         return np.where(used, _IN_A_ROW, _IN_NO_ROW)
@@ -593,7 +595,7 @@ def _fates(packed: _Packed, side: Side, used: np.ndarray) -> np.ndarray:
     return np.where(in_a_row, _IN_A_ROW, np.where(copies == 0, _NOT_DRAWN, _IN_NO_ROW))
 
 
-def _counts(rows: Rows, documents: int) -> SideRecord:
+def _count_side(rows: Rows, documents: int) -> SideRecord:
     counts: SideRecord = {
         "documents": documents,
         "tokens": rows.tokens_total,
@@ -602,7 +604,7 @@ def _counts(rows: Rows, documents: int) -> SideRecord:
         "efficiency": rows.tokens_total / (len(rows) * rows.length) if len(rows) else 0.0,
         "truncated": rows.truncated,
         "no_room": rows.no_room,
-        "longer": len(longer_than_a_row(rows)),
+        "longer": len(find_longer_than_row(rows)),
     }
     if rows.tokens.images is not None:
         counts["images"] = len(rows.tokens.images.of)
@@ -620,7 +622,7 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     beginning = list(split.apply(itertools.islice(source.read(), STREAM_LOOK), dropped, findings))
     verdict = judge(findings.by_check, data.preflight, len(beginning) + sum(dropped.values()))
     verdict.refuse()
-    account = _account_of_beginning(beginning, dropped, encoder, length, packing)
+    account = _account_streamed_rows(beginning, dropped, encoder, length, packing)
     notes = list(opened.notes)
     if no_room := account.left_out.get(LeftOut.NO_ROOM):
         notes.append(
@@ -630,7 +632,7 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     # Opened again by the process that reads it, so only settings are stored.
     train = StreamRows(data, source.layout, split, encoder, length, packing, seed)
     tokens = (
-        encode_all(chunks(Split().apply(validation_source.read(), Counter())), encoder)
+        encode_all(iterate_chunks(Split().apply(validation_source.read(), Counter())), encoder)
         if validation_source
         # With the same split as the training rows, which leaves these documents out.
         else train.held_out()
@@ -639,22 +641,22 @@ def _stream(data: Data, opened: _Opened, encoding: _Encoding, *, length: int, se
     if validation_source or split.share:
         _require_rows(validation, "validation data", "raise data.validation or lower batch.seq_len")
     # Unlike for stored data, the seed belongs to it: rows are shuffled within blocks of the stream.
-    fingerprint = digest(FORMAT, encoding.content, encoder.key, length, packing, seed, data.limit)
+    fingerprint = compute_digest(FORMAT, encoding.content, encoder.key, length, packing, seed, data.limit)
     return PreparedData(
         encoding.tokenizer,
         train,
         validation,
         f"{source.description}, streamed",
-        {"validation": _counts(validation, int(validation.examples_used().sum())), "beginning": account.record()},
+        {"validation": _count_side(validation, int(validation.examples_used().sum())), "beginning": account.record()},
         fingerprint,
         source.layout,
         source.layout.classes,
         warnings=[*notes, *verdict.warnings],
-        streams=streams_of([source], validation_source, split),
+        streams=choose_streams([source], validation_source, split),
     )
 
 
-def _account_of_beginning(
+def _account_streamed_rows(
     documents: list[tuple[Side, str, Document]],
     dropped: Counter[str],
     encoder: Encoder,

@@ -11,21 +11,21 @@ from preheat.data.packing import IGNORED, Rows, permutation
 from preheat.data.preflight_corpus import locate_documents
 from preheat.data.preparation import PreparedData
 from preheat.errors import DataError
-from preheat.files import strict
+from preheat.files import to_plain_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from preheat.core.data_record import DataPreview, ExampleDocument, ExampleSequence, Lengths
 
-__all__ = ["preview"]
+__all__ = ["build_preview"]
 
 BINS = 12
 _ORDERS = 100
 """Ratio of the longest to the shortest example from which the bars are logarithmic."""
 
 
-def preview(prepared: PreparedData, name: str, *, rows: int, seed: int) -> DataPreview:
+def build_preview(prepared: PreparedData, name: str, *, rows: int, seed: int) -> DataPreview:
     """Returns the output of `preheat data`.
 
     Args:
@@ -44,17 +44,19 @@ def preview(prepared: PreparedData, name: str, *, rows: int, seed: int) -> DataP
     # The order of epoch 0 in `loader.sample_order`.
     order = permutation(len(train), seed, 0)[:rows].tolist()
     group = train.tokens.group
-    wheres = _wheres(prepared, train, order)
-    return strict(prepared.record()) | {
+    wheres = _locate_documents(prepared, train, order)
+    return to_plain_data(prepared.record()) | {
         "blocked": prepared.blocked,
-        "lengths": _lengths(np.diff(train.tokens.offsets, prepend=0).reshape(-1, group).sum(axis=1), train.length),
+        "lengths": _summarize_lengths(
+            np.diff(train.tokens.offsets, prepend=0).reshape(-1, group).sum(axis=1), train.length
+        ),
         "packing": {"how": train.packing, "length": train.length, **prepared.counts["train"]},
-        "examples": [_example(prepared, train, n, wheres) for n in order],
+        "examples": [_build_example(prepared, train, n, wheres) for n in order],
         "name": name,
     }
 
 
-def _lengths(sizes: np.ndarray, length: int) -> Lengths:
+def _summarize_lengths(sizes: np.ndarray, length: int) -> Lengths:
     """Returns statistics of tokens per example, and a histogram whose last bar holds all longer than 1.5 rows."""
     top = min(int(sizes.max()), round(1.5 * length))
     least = min(max(int(sizes.min()), 1), top)
@@ -78,7 +80,7 @@ def _lengths(sizes: np.ndarray, length: int) -> Lengths:
     }
 
 
-def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, str]:
+def _locate_documents(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, str]:
     """Returns document number -> file and row, for all documents in these packed rows."""
     assert rows.tokens.folder is not None, "prepared data is stored"
     # Content hashes of the documents, from which their file and row are found again.
@@ -90,7 +92,7 @@ def _wheres(prepared: PreparedData, rows: Rows, order: list[int]) -> dict[int, s
     return {n: by_place[place] for n, place in zip(numbers, wanted, strict=True)}
 
 
-def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> ExampleSequence:
+def _build_example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, str]) -> ExampleSequence:
     row, numbers = rows.row(index), rows.contents(index)[0].tolist()
     documents: list[ExampleDocument] = []
     at = 0
@@ -105,8 +107,8 @@ def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, s
             {
                 "where": wheres[number // rows.tokens.group],
                 "spans": [
-                    (_shortened(text, rows), is_trained, count)
-                    for text, is_trained, count in _spans(prepared.tokenizer, tokens, marks)
+                    (_shorten_images(text, rows), is_trained, count)
+                    for text, is_trained, count in _split_spans(prepared.tokenizer, tokens, marks)
                 ],
                 "tokens": size,
                 "trained": sum(marks) if label is None else 1,
@@ -117,7 +119,7 @@ def _example(prepared: PreparedData, rows: Rows, index: int, wheres: dict[int, s
     return {"row": index, "documents": documents, "padding": rows.length - at, "compared": rows.tokens.group == 2}
 
 
-def _shortened(text: str, rows: Rows) -> str:
+def _shorten_images(text: str, rows: Rows) -> str:
     """Returns the text with each image's tokens replaced by their number."""
     if rows.tokens.images is None:
         return text
@@ -126,7 +128,9 @@ def _shortened(text: str, rows: Rows) -> str:
     return re.sub(f"(?:{re.escape(mark)})+", lambda match: f"[image: {len(match[0]) // len(mark)} tokens]", text)
 
 
-def _spans(tokenizer: PreTrainedTokenizerFast, tokens: list[int], marks: list[bool]) -> list[tuple[str, bool, int]]:
+def _split_spans(
+    tokenizer: PreTrainedTokenizerFast, tokens: list[int], marks: list[bool]
+) -> list[tuple[str, bool, int]]:
     """Returns [text, trained, tokens] of each run of equal marks; the text is what the run adds when decoded."""
     spans: list[tuple[str, bool, int]] = []
     borders = [n for n in range(1, len(tokens)) if marks[n] != marks[n - 1]]

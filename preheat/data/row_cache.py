@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from preheat.core import Batch
     from preheat.data.packing import Rows
 
-__all__ = ["RowCache", "content_of"]
+__all__ = ["RowCache", "hash_rows"]
 
 _MARK = 8
 
@@ -40,7 +40,7 @@ def _mark(*parts: np.ndarray) -> np.ndarray:
     return mark if mark.any() else np.ones(_MARK, np.uint8)  # all zeros mark a missing record
 
 
-def content_of(rows: Rows) -> str:
+def hash_rows(rows: Rows) -> str:
     """Returns a hash of the tokens of rows and of their packing."""
     # The settings and tokens that decide what each row holds.
     digest = hashlib.blake2b(repr((rows.length, rows.packing, rows.pad)).encode(), digest_size=16)
@@ -97,7 +97,7 @@ class RowCache:
                 temporary.rename(header_file)
             stored = None if foreign else json.loads(header_file.read_bytes())
         except ValueError:
-            raise self._refused("kept.json is incomplete") from None
+            raise self._describe_mismatch("kept.json is incomplete") from None
         except OSError as error:
             raise RunError(
                 f"{knob}: {folder}: cannot be written ({error.strerror or error}); name a folder with room"
@@ -110,17 +110,17 @@ class RowCache:
             other = [
                 f"{key} (was {was.get(key)!r}, is {value!r})" for key, value in of.items() if was.get(key) != value
             ]
-            raise self._refused(f"was made with other settings: {', '.join(other) or 'other shapes'}")
+            raise self._describe_mismatch(f"was made with other settings: {', '.join(other) or 'other shapes'}")
         if not file.is_file() or file.stat().st_size != rows * self.record:
-            raise self._refused("rows.bin is missing or incomplete")
+            raise self._describe_mismatch("rows.bin is missing or incomplete")
         self._file = np.memmap(file, np.uint8, mode="r+", shape=(rows, self.record))
 
-    def _refused(self, why: str) -> RunError:
+    def _describe_mismatch(self, why: str) -> RunError:
         return RunError(
             f"{self.knob}: {self.folder}: {why}; remove the folder (its contents are recomputed) or name another one"
         )
 
-    def missing(self, rows: Iterable[int]) -> list[int]:
+    def find_missing(self, rows: Iterable[int]) -> list[int]:
         """Returns the rows that are not cached yet, sorted and without duplicates."""
         wanted = np.unique(np.fromiter(rows, np.int64))
         # Records that were never written read as zeros in a sparse file.
@@ -135,7 +135,7 @@ class RowCache:
             ]
         )
         record, own = self._file[row], _mark(tokens)
-        # The hash comes last, so that a process killed in between leaves a record that `missing` or `read` rejects.
+        # The hash comes last, so that a process killed before leaves a record that `find_missing` or `read` rejects.
         record[:_MARK], record[2 * _MARK :] = own, content
         record[_MARK : 2 * _MARK] = _mark(own, content)
 
@@ -156,9 +156,9 @@ class RowCache:
         # One copy: the bytes that are checked are those that are returned.
         record = np.array(self._file[row])
         if (record[_MARK : 2 * _MARK] != _mark(record[:_MARK], record[2 * _MARK :])).any():
-            raise self._refused(f"sequence {row} is damaged")
+            raise self._describe_mismatch(f"sequence {row} is damaged")
         if (record[:_MARK] != _mark(tokens)).any():
-            raise self._refused(f"sequence {row} belongs to another text")
+            raise self._describe_mismatch(f"sequence {row} belongs to another text")
         parts, at = [], 2 * _MARK
         for name, (shape, kind) in self._arrays.items():
             parts.append(record[at : at + self._sizes[name]].copy().view(kind).reshape(shape))

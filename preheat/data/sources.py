@@ -16,13 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.data.chat.template import special_tokens, template_for
+from preheat.data.chat.template import load_layout_template, special_tokens
 from preheat.data.document import Document
-from preheat.data.rows.file_readers import closest, columns_of, display_path, expanded, find_files, missing, read_file
-from preheat.data.rows.formats import Layout, class_names, layout_of
+from preheat.data.rows.file_readers import (
+    describe_missing_path,
+    display_path,
+    expand_path,
+    find_files,
+    read_columns,
+    read_file,
+    suggest_name,
+)
+from preheat.data.rows.formats import Layout, class_names, detect_layout
 from preheat.data.vision_inputs import ImageProcessor
-from preheat.errors import DataError, nearest
-from preheat.hardware.connectivity import hub_reachable
+from preheat.errors import DataError, suggest_nearest
+from preheat.hardware.connectivity import is_hub_reachable
 from preheat.recipe import Data
 from preheat.sanitize import shorten
 
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Source", "digest", "open_source"]
+__all__ = ["Source", "compute_digest", "open_source"]
 
 BUILT_IN = ("stdlib", "docstrings")
 HASHED_WHOLE = 256 * 2**20
@@ -89,7 +97,7 @@ class _Raw:
     left: str = ""
 
 
-def digest(*parts: object) -> str:
+def compute_digest(*parts: object) -> str:
     """Returns a short content hash of values, taken over their `repr`."""
     return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -120,7 +128,7 @@ def open_source(
     key, name = ("data.validation", str(data.validation)) if validation else ("data.source", str(data.source))
     knob = knob or key
     if name in BUILT_IN:
-        raw = _stdlib() if name == "stdlib" else _docstrings()
+        raw = _read_stdlib() if name == "stdlib" else _read_docstrings()
         if name == "stdlib" and data.prompt:
             raise DataError(
                 "data.prompt: the source stdlib is plain text; remove data.prompt and data.completion, or "
@@ -129,9 +137,11 @@ def open_source(
         # The fields of built-in rows are known; the recipe's own are for other sources.
         data = replace(data, layout="text" if name == "stdlib" else "prompt", columns={}, prompt=None, completion=None)
     else:
-        raw = _path(knob, expanded(knob, name), data) if _is_path(knob, name) else _datasets(knob, name, data)
+        raw = (
+            _read_path(knob, expand_path(knob, name), data) if _is_path(knob, name) else _load_dataset(knob, name, data)
+        )
     if layout is None:
-        layout = _layout(data, raw, tokenizer, eye)
+        layout = _detect_layout(data, raw, tokenizer, eye)
     shown = raw.description
     if data.limit is not None and not validation:
         shown += f"; the first {data.limit:,} documents"
@@ -140,7 +150,7 @@ def open_source(
     return Source(
         shown,
         layout,
-        lambda: digest(raw.key(), limit, known.key(), weight),
+        lambda: compute_digest(raw.key(), limit, known.key(), weight),
         lambda: itertools.islice(raw.rows(names), limit),
         raw.count,
         weight,
@@ -148,16 +158,18 @@ def open_source(
     )
 
 
-def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None) -> Layout:
+def _detect_layout(
+    data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, eye: ImageProcessor | None
+) -> Layout:
     """Detects the layout of a source from its first row."""
     # The layout is detected from one row; all others are then read by it, and a row of another layout is reported.
     where, first = next(raw.rows(None), (raw.description, None))
     names = raw.names or ([str(k) for k in first] if isinstance(first, Mapping) else [])
     template, lacking = None, ""
     # First pass, for the kind alone, which decides the default template.
-    layout = layout_of(data, names, first, where)
+    layout = detect_layout(data, names, first, where)
     try:
-        template = template_for(data.template, tokenizer, layout.kind)
+        template = load_layout_template(data.template, tokenizer, layout.kind)
     except DataError as error:
         # Without data.template the lack counts only once a row needs a template (`Layout.lacking`).
         if data.template is not None:
@@ -178,7 +190,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
         values = (row.get(column) for _, row in raw.rows([column]) if isinstance(row, Mapping))
         classes = class_names(values, raw.description)
     # Second pass, with all that depends on the kind.
-    layout = layout_of(data, names, first, where, train_on=data.train_on, classes=classes, **more)
+    layout = detect_layout(data, names, first, where, train_on=data.train_on, classes=classes, **more)
     # Declared fields (Parquet, CSV, `datasets`) hold for all rows: a missing one is one error, not one per row.
     if raw.names is not None:
         layout.require(raw.names, raw.description)
@@ -187,7 +199,7 @@ def _layout(data: Data, raw: _Raw, tokenizer: PreTrainedTokenizerFast | None, ey
 
 def _is_path(knob: str, name: str) -> bool:
     """Returns True if a name is a path on this machine: it exists, or does not look like a name of `datasets`."""
-    path = expanded(knob, name)
+    path = expand_path(knob, name)
     return (
         path.exists()
         or path.is_symlink()
@@ -197,26 +209,26 @@ def _is_path(knob: str, name: str) -> bool:
     )
 
 
-def _path(knob: str, path: Path, data: Data) -> _Raw:
+def _read_path(knob: str, path: Path, data: Data) -> _Raw:
     if not path.exists():
-        raise missing(knob, path)
+        raise describe_missing_path(knob, path)
     # datasets.save_to_disk writes the first for a dict of splits, the second for a single one.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _saved_dataset(knob, path, data)
+        return _read_saved_dataset(knob, path, data)
     files, description, left = find_files(knob, path)
     uncut = data.text_files == "whole"
     return _Raw(
         description,
         # Cut and uncut files give other documents, so they need other keys.
-        lambda: _files_key(files) + (" whole" if uncut else ""),
+        lambda: _hash_files(files) + (" whole" if uncut else ""),
         lambda columns: itertools.chain.from_iterable(read_file(f, columns, whole=uncut) for f in files),
-        columns_of(files[0]),
+        read_columns(files[0]),
         folder=path if path.is_dir() else path.parent,
         left=left,
     )
 
 
-def _files_key(files: Iterable[Path]) -> str:
+def _hash_files(files: Iterable[Path]) -> str:
     # Content only, no paths: a data set that was moved or copied keeps its cached tokens.
     hasher = hashlib.blake2b(digest_size=16)
     for path in files:
@@ -243,7 +255,7 @@ def _files_key(files: Iterable[Path]) -> str:
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-def _stdlib_files() -> list[Path]:
+def _find_stdlib_files() -> list[Path]:
     """Returns the library's .py files sorted by name, without tests (some deliberately broken) and build settings."""
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -255,7 +267,7 @@ def _stdlib_files() -> list[Path]:
     return sorted(files)
 
 
-def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+def _iterate_stdlib(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for path in files:
         try:
             yield str(path), path.read_bytes().decode("utf-8")
@@ -263,34 +275,36 @@ def _stdlib_texts(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
             continue  # a few old modules are in Latin-1
 
 
-def _stdlib() -> _Raw:
-    files = _stdlib_files()
+def _read_stdlib() -> _Raw:
+    files = _find_stdlib_files()
     description = (
         f"source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library: {len(files)} files"
     )
-    return _Raw(description, lambda: _files_key(files), lambda _: _stdlib_texts(files), count=len(files))
+    return _Raw(description, lambda: _hash_files(files), lambda _: _iterate_stdlib(files), count=len(files))
 
 
-def _docstrings() -> _Raw:
+def _read_docstrings() -> _Raw:
     """Returns prompt-completion pairs: a function's docstring and signature, and its body."""
-    files = _stdlib_files()
+    files = _find_stdlib_files()
     description = (
         f"docstring -> function pairs from Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
     )
     # The sources are parsed when the first row is read, and once although rows are read several times.
     every = functools.cache(
-        lambda: list(dict.fromkeys(itertools.chain.from_iterable(_pairs(t) for _, t in _stdlib_texts(files))))
+        lambda: list(
+            dict.fromkeys(itertools.chain.from_iterable(_iterate_docstrings(t) for _, t in _iterate_stdlib(files)))
+        )
     )
     return _Raw(
         description,
-        # 1 is the version of `_pairs`.
-        lambda: digest("docstrings", 1, _files_key(files)),
+        # 1 is the version of `_iterate_docstrings`.
+        lambda: compute_digest("docstrings", 1, _hash_files(files)),
         lambda _: ((f"pair {n}", pair) for n, pair in enumerate(every(), 1)),
         ["prompt", "completion"],
     )
 
 
-def _pairs(text: str) -> Iterator[Document]:
+def _iterate_docstrings(text: str) -> Iterator[Document]:
     try:
         with warnings.catch_warnings():
             # The library has strings with invalid escapes, of which the parser warns.
@@ -325,7 +339,7 @@ def _pairs(text: str) -> Iterator[Document]:
 # --- datasets -------------------------------------------------------------------------------------------------------
 
 
-def _broken() -> tuple[type[BaseException], ...]:
+def _dataset_errors() -> tuple[type[BaseException], ...]:
     """Returns what `datasets` and Arrow raise for damaged data sets, other formats, and network failures."""
     import datasets
     import pyarrow
@@ -334,7 +348,7 @@ def _broken() -> tuple[type[BaseException], ...]:
     return (*kinds, datasets.exceptions.DatasetsError, pyarrow.ArrowException)
 
 
-def _rows(rows: Iterable[object], where: str) -> Iterator[tuple[str, object]]:
+def _iterate_rows(rows: Iterable[object], where: str) -> Iterator[tuple[str, object]]:
     number, read = 0, iter(rows)
     # Not `for`: an error raised by the iterator belongs to the row that it did not yield.
     while True:
@@ -342,8 +356,8 @@ def _rows(rows: Iterable[object], where: str) -> Iterator[tuple[str, object]]:
             row = next(read)
         except StopIteration:
             return
-        except _broken() as error:
-            raise DataError(f"{where}: row {number + 1} cannot be read: {_first_line(error)}") from None
+        except _dataset_errors() as error:
+            raise DataError(f"{where}: row {number + 1} cannot be read: {_first_error_line(error)}") from None
         number += 1
         yield f"{where}: row {number}", row
 
@@ -356,23 +370,24 @@ def _split(
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         if data.split not in dataset:
             raise DataError(
-                f"data.split {data.split}: {where} has no such split; {closest(data.split, [str(k) for k in dataset])}"
+                f"data.split {data.split}: {where} has no such split; "
+                f"{suggest_name(data.split, [str(k) for k in dataset])}"
             )
         return dataset[data.split]
     return dataset
 
 
-def _from_dataset(dataset: Dataset | IterableDataset, data: Data, where: str) -> _Raw:
+def _read_dataset(dataset: Dataset | IterableDataset, data: Data, where: str) -> _Raw:
     import datasets
 
     names: list[str] | None = list(dataset.column_names) if dataset.column_names else None
 
-    def rows(columns: Sequence[str] | None) -> Iterator[tuple[str, object]]:
+    def iterate_rows(columns: Sequence[str] | None) -> Iterator[tuple[str, object]]:
         # Unused columns, such as images and audio, are not decoded.
         chosen = (
             dataset.select_columns([n for n in names if n in columns]) if names and columns is not None else dataset
         )
-        return _rows(chosen, where)
+        return _iterate_rows(chosen, where)
 
     # The fingerprint of `datasets` covers a table's content and history; a streamed one has only its name.
     mark = dataset._fingerprint if isinstance(dataset, datasets.Dataset) else ""
@@ -380,20 +395,22 @@ def _from_dataset(dataset: Dataset | IterableDataset, data: Data, where: str) ->
     label = (dataset.features or {}).get(data.columns.get("label", "label"))
     classes = tuple(label.names) if isinstance(label, datasets.ClassLabel) else ()
     description = f"dataset {where}, split {data.split}"
-    return _Raw(description, lambda: digest(where, data.subset, data.split, mark), rows, names, classes=classes)
+    return _Raw(
+        description, lambda: compute_digest(where, data.subset, data.split, mark), iterate_rows, names, classes=classes
+    )
 
 
-def _saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
+def _read_saved_dataset(knob: str, path: Path, data: Data) -> _Raw:
     import datasets
 
     try:
         dataset = datasets.load_from_disk(str(path))
-    except _broken() as error:
+    except _dataset_errors() as error:
         raise DataError(
-            f"{knob} {display_path(path)}: not a complete folder of datasets.save_to_disk: {_first_line(error)}; "
+            f"{knob} {display_path(path)}: not a complete folder of datasets.save_to_disk: {_first_error_line(error)}; "
             "write it again"
         ) from None
-    return _from_dataset(_split(dataset, data, display_path(path)), data, display_path(path))
+    return _read_dataset(_split(dataset, data, display_path(path)), data, display_path(path))
 
 
 def _is_format(name: str) -> bool:
@@ -404,7 +421,7 @@ def _is_format(name: str) -> bool:
     return name in known
 
 
-def _datasets(knob: str, name: str, data: Data) -> _Raw:
+def _load_dataset(knob: str, name: str, data: Data) -> _Raw:
     import datasets
 
     if _is_format(name):  # `datasets` would read the working directory
@@ -413,8 +430,8 @@ def _datasets(knob: str, name: str, data: Data) -> _Raw:
             "folder"
         )
     # `nearest` lists all names if none is close, which would be no hint here.
-    hint = f"; {near}" if (near := nearest(name, BUILT_IN)).startswith("did") else ""
-    if not hub_reachable():
+    hint = f"; {near}" if (near := suggest_nearest(name, BUILT_IN)).startswith("did") else ""
+    if not is_hub_reachable():
         raise DataError(
             f"{knob} {name}: no such file or folder here{hint}, and no network to look for a dataset of that name; "
             "name a file, or a folder written by datasets.save_to_disk (HF_HUB_OFFLINE=1 reads what was "
@@ -424,10 +441,10 @@ def _datasets(knob: str, name: str, data: Data) -> _Raw:
         dataset = datasets.load_dataset(name, data.subset, split=data.split, streaming=data.streaming)
     except (OSError, ValueError) as error:  # not there, no access, no network, no such subset or split
         raise DataError(
-            f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_line(error)}"
+            f"{knob} {name}: no file or folder here{hint}, and `datasets` cannot load it: {_first_error_line(error)}"
         ) from None
-    return _from_dataset(dataset, data, name)
+    return _read_dataset(dataset, data, name)
 
 
-def _first_line(error: BaseException) -> str:
+def _first_error_line(error: BaseException) -> str:
     return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 300)

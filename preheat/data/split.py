@@ -13,7 +13,7 @@ from preheat.data.document import Document
 from preheat.data.preflight import Findings
 from preheat.data.row_account import LeftOut
 
-__all__ = ["Side", "Split", "chunks", "content_hash", "near_hash"]
+__all__ = ["Side", "Split", "iterate_chunks", "hash_content", "hash_letters"]
 
 Side = Literal["train", "validation"]
 
@@ -22,7 +22,7 @@ CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2_000_000
 _BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 
-def content_hash(document: Document) -> str:
+def hash_content(document: Document) -> str:
     """Returns a hash of the text with white space collapsed, so that copies with other indentation count as equal."""
     # NUL as the separator keeps ("a", "bc") and ("ab", "c") apart.
     texts = (" ".join(piece.text.split()) for sequence in document.sequences for piece in sequence)
@@ -30,7 +30,7 @@ def content_hash(document: Document) -> str:
     return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
 
 
-def near_hash(document: Document) -> int:
+def hash_letters(document: Document) -> int:
     """Returns a 64-bit hash of the letters and digits, ignoring case."""
     letters = "\0".join((_BETWEEN_WORDS.sub("", document.text).casefold(), *(image.path for image in document.images)))
     return int.from_bytes(hashlib.blake2b(letters.encode("utf-8"), digest_size=8).digest(), "little")
@@ -67,7 +67,7 @@ class Split:
                     findings.add("untrained", document.where, "nothing in it is trained on")
                 dropped[LeftOut.UNTRAINED if document.complete else LeftOut.EMPTY] += 1
                 continue
-            mark = content_hash(document)
+            mark = hash_content(document)
             # Before the split: validation documents must not be trained on, whatever their hash.
             if mark in self.validation_hashes:
                 findings.add("validation", document.where, "is in the validation data too")
@@ -77,7 +77,7 @@ class Split:
             yield ("validation" if int(mark[:16], 16) < self.share * 2**64 else "train"), mark, document
 
 
-def chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, str, Document]]]:
+def iterate_chunks(documents: Iterable[tuple[Side, str, Document]]) -> Iterator[list[tuple[Side, str, Document]]]:
     """Yields documents in chunks, large enough to keep all tokenizer threads busy and small enough for memory."""
     chunk: list[tuple[Side, str, Document]] = []
     size = 0

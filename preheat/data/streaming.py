@@ -20,7 +20,7 @@ from preheat.data.packing import RowData, Rows, Tokens, permutation
 from preheat.data.preflight import CHECKS
 from preheat.data.rows.formats import Layout
 from preheat.data.sources import open_source
-from preheat.data.split import Side, Split, chunks
+from preheat.data.split import Side, Split, iterate_chunks
 from preheat.data.tokenizer import Encoded, Encoder
 from preheat.errors import DataError
 from preheat.recipe import Data
@@ -60,7 +60,7 @@ class StreamRows:
         number = 0
         for epoch in itertools.count():
             began = number
-            for block, tokens in enumerate(self._blocks()):
+            for block, tokens in enumerate(self._iterate_blocks()):
                 rows = Rows(tokens, self.length, self.packing, self.encoder.pad)
                 # The key has the block's number and no state, so that a resumed run shuffles alike.
                 for index in permutation(len(rows), self.seed, epoch, block).tolist():
@@ -79,13 +79,13 @@ class StreamRows:
         """Returns the tokens of the validation documents at the beginning of the stream."""
         first = itertools.islice(
             # Bounds the wait for a small share, which may lack documents for 256 rows.
-            self.split.apply(self._documents(), Counter()),
+            self.split.apply(self._iterate_documents(), Counter()),
             HELD_OUT_DOCUMENTS if self.split.share else 0,
         )
-        portions = chunks(d for d in first if d[0] == "validation")
+        portions = iterate_chunks(d for d in first if d[0] == "validation")
         return encode_all(portions, self.encoder, enough=HELD_OUT * self.length)
 
-    def _documents(self) -> Iterator[Document]:
+    def _iterate_documents(self) -> Iterator[Document]:
         """Yields the documents; a row that fails a check ends the run, unless the recipe sets the check to warn."""
         # Opened anew in each epoch and each worker.
         for document in open_source(self.data, layout=self.layout).read():
@@ -98,9 +98,9 @@ class StreamRows:
                     )
             yield document
 
-    def _blocks(self) -> Iterator[Tokens]:
-        documents = self.split.apply(self._documents(), Counter())
-        portions = chunks(d for d in documents if d[0] == "train")
+    def _iterate_blocks(self) -> Iterator[Tokens]:
+        documents = self.split.apply(self._iterate_documents(), Counter())
+        portions = iterate_chunks(d for d in documents if d[0] == "train")
         # `portions` is one iterator: each block continues after the one before it.
         while len((block := encode_all(portions, self.encoder, enough=BLOCK * self.length)).offsets):
             yield block

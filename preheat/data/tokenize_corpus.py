@@ -26,10 +26,10 @@ import numpy as np
 
 from preheat.cache_folder import make_private
 from preheat.data.document import Document
-from preheat.data.preflight import Findings, merged
+from preheat.data.preflight import Findings, merge_findings
 from preheat.data.row_account import LeftOut
 from preheat.data.sources import Source
-from preheat.data.split import Side, Split, chunks, near_hash
+from preheat.data.split import Side, Split, hash_letters, iterate_chunks
 from preheat.data.tokenizer import Encoded, Encoder
 from preheat.data.vision_inputs import ImageProcessor, ImageTable
 from preheat.errors import PreheatError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from preheat.data.preflight import Finding
 
-__all__ = ["SIDES", "Progress", "Stream", "copies_file", "streams_of", "tokenize"]
+__all__ = ["SIDES", "Progress", "Stream", "copies_file", "choose_streams", "tokenize"]
 
 SIDES: tuple[Side, Side] = ("train", "validation")
 JOURNAL_EVERY = 5.0
@@ -66,7 +66,7 @@ class Stream(NamedTuple):
             yield "validation" if self.held else side, mark, document
 
 
-def streams_of(sources: Sequence[Source], validation: Source | None, split: Split) -> list[Stream]:
+def choose_streams(sources: Sequence[Source], validation: Source | None, split: Split) -> list[Stream]:
     """Returns the streams to read, in order: the validation source first."""
     return [
         *([Stream(validation, True, Split())] if validation else []),
@@ -250,7 +250,7 @@ class _Writer:
 
         # The tokenizer releases the GIL, so the next chunk is rendered meanwhile.
         with ThreadPoolExecutor(1) as pool:
-            for portion in chunks(stream.read(dropped, findings, counted())):
+            for portion in iterate_chunks(stream.read(dropped, findings, counted())):
                 say("tokenizing", rows, stream.source.count)
                 encoded = pool.submit(self.encoder, [document for _, _, document in portion])
                 # With copies of the counts: they belong to the rows up to this portion.
@@ -282,7 +282,7 @@ class _Writer:
         trained = marks.copy()
         trained[bounds[:-1][sizes > 0]] = 0  # the first token of a sequence is never a label
         # [documents, group], the number of labels: one for a class or a judgement, else one per trained token.
-        labels = np.where([e.label is not None for e in flat], 1, _sums(trained, bounds)).reshape(-1, group)
+        labels = np.where([e.label is not None for e in flat], 1, _sum_spans(trained, bounds)).reshape(-1, group)
         # [documents]. Both sequences of a pair need labels to be compared.
         usable = (labels > 0).all(axis=1)
         shown = Findings(tally.shown)
@@ -291,7 +291,7 @@ class _Writer:
             shown.add("untrained", documents[n][2].where, "nothing in it is trained on")
         if self.encoder.unknown is not None:
             lost, of = (
-                _sums(x, bounds).reshape(-1, group).sum(axis=1)
+                _sum_spans(x, bounds).reshape(-1, group).sum(axis=1)
                 for x in (ids == self.encoder.unknown, np.ones_like(ids))
             )
             for n in np.flatnonzero(lost):
@@ -309,10 +309,10 @@ class _Writer:
             content = [int(documents[n][1][:16], 16) for n in wanted]
             # Before the weight repeats documents: duplicates and overlaps count each document once.
             self._append(side, "seen", np.array(content, np.uint64))
-            self._append(side, "near", np.array([near_hash(documents[n][2]) for n in wanted], np.uint64))
+            self._append(side, "near", np.array([hash_letters(documents[n][2]) for n in wanted], np.uint64))
             about["sides"][side] += len(wanted)
             weight = stream.source.weight if side == "train" else 1.0
-            copies = [_times(weight, documents[n][1]) for n in wanted]
+            copies = [_count_repeats(weight, documents[n][1]) for n in wanted]
             self._append(side, "copies", np.array(copies, np.uint32))
             wanted = [n for n, count in zip(wanted, copies, strict=True) for _ in range(count)]
             if not wanted:
@@ -333,12 +333,12 @@ class _Writer:
         # After the files: the journal must not count a document that they lack.
         self._count(about, portion.rows, portion.dropped, portion.findings)
         if time.monotonic() - self.saved > JOURNAL_EVERY:
-            self._journal()
+            self._write_journal()
 
     def _append(self, side: Side, kind: str, values: np.ndarray) -> None:
         self.files[f"{side}.{kind}"].write(values.tobytes())
 
-    def _journal(self) -> None:
+    def _write_journal(self) -> None:
         # On disk before the journal, whose sizes must never exceed those of the files.
         for name, file in self.files.items():
             file.flush()
@@ -349,13 +349,13 @@ class _Writer:
         self.saved = time.monotonic()
 
 
-def _sums(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _sum_spans(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Returns [spans], the sum of each span of values."""
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
     return total[bounds[1:]] - total[bounds[:-1]]
 
 
-def _times(weight: float, mark: str) -> int:
+def _count_repeats(weight: float, mark: str) -> int:
     """Returns how often a document is read in an epoch; its content hash decides the fractional part of the weight."""
     # Not the first 64 bits: they decide the side of the split (`Split.apply`).
     return int(weight) + (int(mark[16:32], 16) / 2**64 < weight % 1)
@@ -372,7 +372,7 @@ def _finish(folder: Path, work: Path, tally: _Tally, dtype: str, eye: ImageProce
     def read(side: Side, kind: str, of: DTypeLike) -> np.ndarray:
         return np.fromfile(work / f"{side}.{kind}", of)
 
-    findings, documents, duplicates = merged(tally.findings, tally.shown), {}, {}
+    findings, documents, duplicates = merge_findings(tally.findings, tally.shown), {}, {}
     for side in SIDES:
         (work / f"{side}.ids").rename(folder / f"{side}.{dtype}")
         np.save(folder / f"{side}-ends.npy", np.cumsum(read(side, "sizes", np.int64)))

@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
 from preheat.data.document import END, PAD, Document, TextSpan
-from preheat.data.rows.file_readers import expanded, kind_of, missing
-from preheat.data.sources import digest
+from preheat.data.rows.file_readers import describe_json_type, describe_missing_path, expand_path
+from preheat.data.sources import compute_digest
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.files import to_json
-from preheat.hardware.connectivity import cached_folder, hub_offline
-from preheat.model_folder import FAULTS, beginning, fault, read_object, repository_file, vocabulary_size
-from preheat.sanitize import quoted
+from preheat.hardware.connectivity import find_cached_folder, is_hub_offline
+from preheat.model_folder import (
+    FAULTS,
+    beginning_tokens,
+    count_embedding_rows,
+    describe_fault,
+    find_repository_file,
+    read_object,
+)
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -37,13 +44,13 @@ __all__ = [
     "Encoder",
     "load_tokenizer",
     "token_bytes",
-    "vocabulary_mismatch",
+    "describe_vocabulary_mismatch",
     "read_as_it_is",
-    "rebuilt_by_transformers",
+    "describe_rebuild",
     "save_tokenizer",
     "train_tokenizer",
-    "unlike",
-    "unlike_folders",
+    "describe_difference",
+    "compare_folders",
     "write_tokenizer",
 ]
 
@@ -77,16 +84,16 @@ def load_tokenizer(
     Raises:
         DataError: the folder is missing, holds no usable tokenizer, or `add_tokens` cannot be added to it.
     """
-    path = expanded(knob, name)
+    path = expand_path(knob, name)
     source = str(path) if path.exists() else name
     # A hub repository has exactly one slash in its name; every other missing name was meant as a path.
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise missing(knob, path)
+        raise describe_missing_path(knob, path)
     if path.exists():
         _look_at(knob, path)
-    elif hub_offline():
+    elif is_hub_offline():
         # From the folder in the cache: by its name, the hub's client would wait for a network first.
-        if (cached := cached_folder(name, TOKENIZER_FILES)) is None:
+        if (cached := find_cached_folder(name, TOKENIZER_FILES)) is None:
             raise DataError(
                 f"{knob} {name}: no such folder, and no network to look for a model of that name, of which the hub's "
                 f"cache holds no tokenizer; run: hf download {name} with a network, or name a folder that has "
@@ -94,7 +101,7 @@ def load_tokenizer(
             )
         source = str(cached)
     # Code of a folder runs only with the user's consent; code from the hub never runs.
-    runs = path.exists() and remote_code.may_run(knob, name, _code(knob, path))
+    runs = path.exists() and remote_code.may_run(knob, name, _find_tokenizer_classes(knob, path))
     loaded = _read(knob, source, runs)
     # Slow tokenizers are pure Python: they have no `backend_tokenizer`, which `Encoder` needs.
     if not loaded.is_fast:
@@ -124,11 +131,11 @@ def _read(knob: str, name: str, runs: bool) -> PreTrainedTokenizerBase:
     reader = transformers.PreTrainedTokenizerFast if read_as_it_is(name) else transformers.AutoTokenizer
     try:
         return reader.from_pretrained(name, trust_remote_code=runs)
-    except _unreadable() as error:
-        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {fault(error, 200)}") from None
+    except _loading_errors() as error:
+        raise DataError(f"{knob} {name}: no tokenizer can be read from it: {describe_fault(error, 200)}") from None
 
 
-def _unreadable() -> tuple[type[Exception], ...]:
+def _loading_errors() -> tuple[type[Exception], ...]:
     """Returns what transformers raises for a tokenizer, or its config.json, that it cannot load."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -143,11 +150,11 @@ def read_as_it_is(name: str) -> str:
     Args:
         name: folder or hub name, as for `load_tokenizer`.
     """
-    file = repository_file(name, "tokenizer.json")
-    return _unlike_by_class(name, file, _stamps(file.parent)) if file is not None else ""
+    file = find_repository_file(name, "tokenizer.json")
+    return _compare_classes(name, file, _stamp_files(file.parent)) if file is not None else ""
 
 
-def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
+def _stamp_files(folder: Path) -> tuple[tuple[int, int, int], ...]:
     """Returns time, size and inode of the files of a tokenizer, as a cache key that changes with them."""
     # Besides the vocabulary, transformers reads special tokens and the class from these files.
     others = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "merges.txt")
@@ -158,7 +165,7 @@ def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
 
 # A command loads its tokenizer several times, and a large one takes a second.
 @functools.lru_cache(maxsize=32)
-def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int], ...]) -> str:
+def _compare_classes(name: str, file: Path, _changed: tuple[tuple[int, int, int], ...]) -> str:
     """Implements `read_as_it_is` for a tokenizer.json.
 
     transformers 5 rebuilds some tokenizers by the class in tokenizer_config.json or by the model's type (Qwen2, GPT-2,
@@ -175,20 +182,20 @@ def _unlike_by_class(name: str, file: Path, _changed: tuple[tuple[int, int, int]
     for reader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
             rebuilt: PreTrainedTokenizerBase = reader.from_pretrained(name, trust_remote_code=False)
-        except _unreadable() as error:
-            reasons.append(f"transformers cannot read it by its class: {fault(error, 200)}")
+        except _loading_errors() as error:
+            reasons.append(f"transformers cannot read it by its class: {describe_fault(error, 200)}")
             continue
         if not rebuilt.is_fast:
             return ""  # `load_tokenizer` reports it
         # Compare with the Rust library's own reading of the file, which involves no class of transformers.
-        difference = _unlike_backends(reference, rebuilt)
+        difference = _compare_backends(reference, rebuilt)
         if difference is None:
             return reasons[0] if reasons else ""
         reasons.append(f"transformers builds a {type(rebuilt).__name__} of it, in which {difference}")
     raise DataError(f"{file}: {reasons[-1]}; save the tokenizer again with the transformers that is installed here")
 
 
-def rebuilt_by_transformers(folder: str | Path) -> str | None:
+def describe_rebuild(folder: str | Path) -> str | None:
     """Returns how `AutoTokenizer` splits text differently from a folder's tokenizer.json, or None if it does not.
 
     Users who load the folder with transformers alone get those tokens, which the model was never trained on.
@@ -203,9 +210,9 @@ def rebuilt_by_transformers(folder: str | Path) -> str | None:
         rebuilt: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except _unreadable() as error:
-        return f"AutoTokenizer cannot read it: {fault(error, 200)}"
-    difference = _unlike_backends(Tokenizer.from_file(str(file)), rebuilt)
+    except _loading_errors() as error:
+        return f"AutoTokenizer cannot read it: {describe_fault(error, 200)}"
+    difference = _compare_backends(Tokenizer.from_file(str(file)), rebuilt)
     return f"AutoTokenizer builds a {type(rebuilt).__name__} of it, in which {difference}" if difference else None
 
 
@@ -224,7 +231,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Sequ
     """
     write_tokenizer(tokenizer, folder, stops)
     try:
-        if rebuilt_by_transformers(folder):  # name a class that loads tokenizer.json unchanged
+        if describe_rebuild(folder):  # name a class that loads tokenizer.json unchanged
             file = folder / "tokenizer_config.json"
             settings = {**json.loads(file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
             file.write_text(to_json(settings, indent=2), encoding="utf-8")
@@ -235,9 +242,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Sequ
     except DataError as error:
         raise RunError(f"{folder}: the saved tokenizer cannot be read back: {error}") from None
     # A tokenizer that loads back differently would silently pair the trained weights with other tokens.
-    if difference := unlike(tokenizer, reloaded):
+    if difference := describe_difference(tokenizer, reloaded):
         raise RunError(f"{folder}: the saved tokenizer is not the one that was used: {difference}")
-    return rebuilt_by_transformers(folder)
+    return describe_rebuild(folder)
 
 
 def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
@@ -257,7 +264,7 @@ def _add(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
     )
 
 
-def _code(knob: str, path: Path) -> list[str]:
+def _find_tokenizer_classes(knob: str, path: Path) -> list[str]:
     """Returns the folder's own tokenizer classes, if neither tokenizer.json nor a class of transformers can load it."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -270,7 +277,7 @@ def _code(knob: str, path: Path) -> list[str]:
     # auto_map maps a class of transformers to the folder's own one: {"AutoTokenizer": [slow, fast]}.
     places = settings.get("auto_map")
     return (
-        remote_code.names_of_code({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}})
+        remote_code.find_code_classes({"auto_map": {"AutoTokenizer": places.get("AutoTokenizer")}})
         if isinstance(places, dict)
         else []
     )
@@ -289,11 +296,11 @@ def _look_at(knob: str, path: Path) -> None:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise DataError(f"{file}: not a tokenizer: {fault(error, 200)}") from None
+        raise DataError(f"{file}: not a tokenizer: {describe_fault(error, 200)}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{file}: not a tokenizer: it has no 'model'")
     # A JSON object may still be no tokenizer (inconsistent ids, an unknown model): only the library can decide.
-    refused = _refused_by_rust(str(file), file.stat().st_mtime_ns, file.stat().st_size)
+    refused = _find_rust_error(str(file), file.stat().st_mtime_ns, file.stat().st_size)
     if refused:
         raise DataError(f"{file}: not a tokenizer that can be read: {refused}; copy it again from an intact source")
     # transformers reads these too, and its errors about them would not name the file.
@@ -303,24 +310,24 @@ def _look_at(knob: str, path: Path) -> None:
             settings = json.loads(companion.read_bytes()) if companion.is_file() else {}
         except (ValueError, RecursionError, OSError) as error:
             raise DataError(
-                f"{companion}: not JSON: {fault(error, 200)}; copy it again from an intact source"
+                f"{companion}: not JSON: {describe_fault(error, 200)}; copy it again from an intact source"
             ) from None
         if not isinstance(settings, dict):
-            raise DataError(f"{companion}: holds {kind_of(settings)}, not an object")
-        if problem := _unusable(settings):
+            raise DataError(f"{companion}: holds {describe_json_type(settings)}, not an object")
+        if problem := _find_unusable_setting(settings):
             raise DataError(f"{companion}: {problem}; restore the model's own")
 
 
-def _unusable(settings: JsonObject) -> str | None:
+def _find_unusable_setting(settings: JsonObject) -> str | None:
     """Returns the problem of a setting that transformers accepts and fails on later, or None."""
     for key, value in settings.items():
         # A special token is text, or an object (AddedToken) with its text in `content`.
         token = value.get("content") if isinstance(value, dict) else value
         if key in _SPECIAL and value is not None and not isinstance(token, str):
-            return f"{key}: must be a token's text, got {quoted(value)}"
+            return f"{key}: must be a token's text, got {quote_value(value)}"
     longest = settings.get("model_max_length")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float) or not longest > 0):
-        return f"model_max_length: must be a number above 0, got {quoted(longest)}"
+        return f"model_max_length: must be a number above 0, got {quote_value(longest)}"
     template = settings.get("chat_template")
     # A chat template is text, an object of named texts, or a list of {name, template}.
     parts = (
@@ -331,7 +338,7 @@ def _unusable(settings: JsonObject) -> str | None:
         else [template or ""]
     )
     if wrong := [part for part in parts if not isinstance(part, str)]:
-        return f"chat_template: must be a template's text, got {quoted(wrong[0])}"
+        return f"chat_template: must be a template's text, got {quote_value(wrong[0])}"
     return None
 
 
@@ -340,20 +347,20 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 @functools.lru_cache(maxsize=32)
 # The time and size of the file are arguments only to make a changed file another cache key.
-def _refused_by_rust(file: str, _changed: int, _size: int) -> str:
+def _find_rust_error(file: str, _changed: int, _size: int) -> str:
     """Returns the Rust library's error for a tokenizer.json, or '' if it can be loaded."""
     from tokenizers import Tokenizer
 
     try:
-        with _rust():
+        with _convert_rust_errors():
             Tokenizer.from_file(file).encode("a")  # its post-processor may name missing tokens
     except OSError as error:
-        return fault(error, 200)
+        return describe_fault(error, 200)
     return ""
 
 
 @contextlib.contextmanager
-def _rust() -> Iterator[None]:
+def _convert_rust_errors() -> Iterator[None]:
     """Turns the bare Exception that the Rust library raises when it cannot read or write into an OSError."""
     try:
         yield
@@ -361,7 +368,7 @@ def _rust() -> Iterator[None]:
         # A panic in Rust, as for a tokenizer.json with inconsistent ids, is a BaseException but no Exception.
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise OSError(fault(error, 200)) from None
+        raise OSError(describe_fault(error, 200)) from None
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Sequence[str] = ()) -> None:
@@ -374,7 +381,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Seq
         RunError: the tokenizer cannot be written.
     """
     try:
-        with _rust():
+        with _convert_rust_errors():
             tokenizer.save_pretrained(folder)
         if stops:
             ids = tokenizer.convert_tokens_to_ids(list(stops))
@@ -383,18 +390,19 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, stops: Seq
         raise RunError(f"{folder}: the tokenizer cannot be saved ({error.strerror or error})") from None
 
 
-def unlike_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
-    """Compares the tokenizers of two folders by `unlike`. `add_tokens` is for the first, `knob` for the second."""
-    return _unlike_folders(own, other, knob, add_tokens, (_stamps(Path(own)), _stamps(Path(other))))
+def compare_folders(own: str, other: str, *, knob: str, add_tokens: tuple[str, ...] = ()) -> str | None:
+    """Compares the tokenizers of two folders by `describe_difference`. `add_tokens` is for the first, `knob` for
+    the second."""
+    return _compare_folders(own, other, knob, add_tokens, (_stamp_files(Path(own)), _stamp_files(Path(other))))
 
 
 # A search compares them for each candidate, and a large tokenizer takes a second to load.
 @functools.lru_cache(maxsize=32)
-def _unlike_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Hashable) -> str | None:
-    return unlike(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
+def _compare_folders(own: str, other: str, knob: str, add_tokens: tuple[str, ...], _changed: Hashable) -> str | None:
+    return describe_difference(load_tokenizer(own, add_tokens=add_tokens), load_tokenizer(other, knob=knob))
 
 
-def vocabulary_mismatch(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()) -> str | None:
+def describe_vocabulary_mismatch(own: str | None, teacher: str, add_tokens: tuple[str, ...] = ()) -> str | None:
     """Returns why a teacher's probabilities are not over the student's tokens, or None if they are.
 
     Args:
@@ -410,7 +418,7 @@ def vocabulary_mismatch(own: str | None, teacher: str, add_tokens: tuple[str, ..
     # The same folder needs no comparison, which would load both.
     if Path(own).resolve() == Path(teacher).resolve() and not add_tokens:
         return None
-    difference = unlike_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
+    difference = compare_folders(own, teacher, knob="teacher:", add_tokens=add_tokens)
     if difference is None:
         return None
     return (
@@ -435,7 +443,7 @@ _SEVERAL_KINDS = (
 """Texts to compare tokenizers by: spaces, line ends, digits, contractions, code, scripts, (de)composed letters."""
 
 
-def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None:
+def describe_difference(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None:
     """Returns the difference between two tokenizers, or None if they have the same vocabulary and split texts alike.
 
     Beginning, end and padding tokens are not compared, since only one of the two tokenizers reads the data.
@@ -450,17 +458,17 @@ def unlike(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str | None
     for text in _SEVERAL_KINDS:
         one, other = (t.convert_ids_to_tokens(t.encode(text, add_special_tokens=False)) for t in (a, b))
         if one != other:
-            at = _first_difference(one, other)
+            at = _find_first_difference(one, other)
             return f"they split text differently: {one[at : at + 3]} in the one is {other[at : at + 3]} in the other"
     return None
 
 
-def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+def _find_first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
-def _unlike_backends(reference: Tokenizer, built: PreTrainedTokenizerBase) -> str | None:
+def _compare_backends(reference: Tokenizer, built: PreTrainedTokenizerBase) -> str | None:
     """Returns the difference between tokenizer.json and the tokenizer built by transformers; extra special tokens are
     allowed.
 
@@ -485,18 +493,18 @@ def _unlike_backends(reference: Tokenizer, built: PreTrainedTokenizerBase) -> st
     explicit = {"add_bos_token", "add_eos_token"} & built.init_kwargs.keys()
     for add in (False,) if explicit else (False, True):
         one, two = (t.encode_batch(texts, add_special_tokens=add) for t in (reference, other))
-        if (difference := _unlike_encodings(reference, other, one, two)) is not None:
+        if (difference := _compare_encodings(reference, other, one, two)) is not None:
             return difference
     return None
 
 
-def _unlike_encodings(
+def _compare_encodings(
     reference: Tokenizer, other: Tokenizer, one: Sequence[Encoding], two: Sequence[Encoding]
 ) -> str | None:
     """Returns the first difference between two encodings of the same texts, in ids or in decoded text, or None."""
     for a, b in zip(one, two, strict=True):
         if a.ids != b.ids:
-            at = _first_difference(a.ids, b.ids)
+            at = _find_first_difference(a.ids, b.ids)
             return f"{a.tokens[at : at + 3]} of tokenizer.json becomes {b.tokens[at : at + 3]}"
         # Equal ids may still decode differently, which would change every generated text.
         if reference.decode(a.ids, skip_special_tokens=False) != other.decode(a.ids, skip_special_tokens=False):
@@ -523,7 +531,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     shown = {c: c for c in (*range(33, 127), *range(161, 173), *range(174, 256))}
     hidden = {256 + n: c for n, c in enumerate(c for c in range(256) if c not in shown)}
     byte_of = shown | hidden
-    pieces = [b""] * vocabulary_size(tokenizer)
+    pieces = [b""] * count_embedding_rows(tokenizer)
     for token, number in tokenizer.get_vocab().items():
         if number in added:
             content, special = added[number]
@@ -600,16 +608,16 @@ class Encoder:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.end: int = tokenizer.eos_token_id
-        self.begin: list[int] = beginning(tokenizer)
+        self.begin: list[int] = beginning_tokens(tokenizer)
         # The end-of-text token may have a number beyond the vocabulary. This size decides the dtype of stored ids.
-        self.pieces = max(vocabulary_size(tokenizer), self.end + 1)
+        self.pieces = max(count_embedding_rows(tokenizer), self.end + 1)
         # Any token can pad, since padding is never a label and is a document of its own in the attention mask.
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end
         named = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         # GPT-2's unknown token is its end of text, which does not count.
         self.unknown: int | None = tokenizer.unk_token_id if tokenizer.unk_token_id not in named else None
         # All that decides the tokens of a document: part of the key of cached tokens.
-        self.key = digest(self.backend.to_str(), self.begin, self.end)
+        self.key = compute_digest(self.backend.to_str(), self.begin, self.end)
 
     def __call__(self, documents: Sequence[Document]) -> list[list[Encoded]]:
         """Returns the tokens of each sequence of each document."""
@@ -639,7 +647,7 @@ class Encoder:
             return Encoded([*begin, *tokens, *end], None, document.label)
         # Nothing precedes the beginning-of-text token, so it can never be a label.
         marks = bytearray(len(begin))
-        counts = _tokens_of(sequence, encoding)
+        counts = _count_span_tokens(sequence, encoding)
         if counts is None:
             # A token crosses two spans: encode these apart, as the prompt is when the model is asked.
             parts = [self.alone(piece.text, first=n == 0) for n, piece in enumerate(sequence)]
@@ -663,7 +671,7 @@ class Encoder:
         return cast("list[int]", self.backend.encode(text, add_special_tokens=False).ids)
 
 
-def _tokens_of(sequence: tuple[TextSpan, ...], encoding: Encoding) -> list[int] | None:
+def _count_span_tokens(sequence: tuple[TextSpan, ...], encoding: Encoding) -> list[int] | None:
     """Returns the number of tokens of each span, or None if a token crosses two of them."""
     # `at`: end of the span in characters. `begun`: its first token.
     counts, at, begun = [], 0, 0

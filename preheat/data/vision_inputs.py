@@ -22,10 +22,10 @@ import numpy as np
 
 from preheat.core import IMAGE_BUDGETS, Images, Vision
 from preheat.data.chat.messages import PLACE, Message, Unreadable
-from preheat.data.rows.file_readers import kind_of
+from preheat.data.rows.file_readers import describe_json_type
 from preheat.errors import DataError
 from preheat.files import to_json
-from preheat.model_folder import vocabulary_size
+from preheat.model_folder import count_embedding_rows
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,10 +38,10 @@ __all__ = [
     "ImageProcessor",
     "ImageRef",
     "ImageTable",
-    "gathered",
-    "mrope_positions",
+    "read_images",
+    "compute_mrope_positions",
     "resolve_images",
-    "runs_of",
+    "find_runs",
 ]
 
 
@@ -83,7 +83,7 @@ class ImageProcessor:
             DataError: the tokenizer has no tokens for images.
         """
         numbers = tuple(n for n in (vision.image, vision.start, vision.end) if n is not None)
-        vocabulary = vocabulary_size(tokenizer)
+        vocabulary = count_embedding_rows(tokenizer)
         marks = tuple(tokenizer.convert_ids_to_tokens(n) if n < vocabulary else None for n in numbers)
         # `text` writes an image as these marks, so each must encode to its own number again.
         encoded = [tokenizer.encode(mark or "", add_special_tokens=False) for mark in marks]
@@ -99,7 +99,7 @@ class ImageProcessor:
                     f"data.tokenizer: has no token {missing[0]}, which encloses images; use the model's own tokenizer"
                 )
             marks = (*marks, *more)
-        return cls(vision, _limited(vision, processor, pixels), marks)  # type: ignore[arg-type]
+        return cls(vision, _limit_pixels(vision, processor, pixels), marks)  # type: ignore[arg-type]
 
     def key(self) -> str:
         """Returns everything that decides the number of tokens of an image, as a cache key."""
@@ -123,9 +123,9 @@ class ImageProcessor:
         Raises:
             Unreadable: the file is missing, corrupt, or of an unsupported size.
         """
-        image = _decoded(path)
+        image = _decode_image(path)
         if self.vision.layout != "qwen2_vl":
-            return self._processed(image, path)[:2]
+            return self._process_image(image, path)[:2]
         try:
             picture = ImageRef(str(path), *self._grid(image.height, image.width))
         except ValueError:
@@ -137,7 +137,7 @@ class ImageProcessor:
         piece, start, end = self.marks
         return picture, f"{start}{piece * (picture.patches // self.vision.merge**2)}{end}"
 
-    def _processed(self, image: Image, path: Path) -> tuple[ImageRef, str, np.ndarray]:
+    def _process_image(self, image: Image, path: Path) -> tuple[ImageRef, str, np.ndarray]:
         """Returns an image as `look` does, and its pixels, from transformers' image processor."""
         vision, more = self.vision, {}
         if vision.layout == "smolvlm":
@@ -185,7 +185,7 @@ class ImageProcessor:
             >>> ImageProcessor.planned(vision, settings, 1024 * 1024) // 512**2  # four squares, and the whole once more
             5
         """
-        rows, columns = cls(vision, _limited(vision, processor, pixels), ())._grid(
+        rows, columns = cls(vision, _limit_pixels(vision, processor, pixels), ())._grid(
             math.isqrt(pixels), math.isqrt(pixels)
         )
         return rows * columns * vision.patch**2
@@ -232,10 +232,10 @@ class ImageProcessor:
         path = Path(picture.path)
         try:
             if self.vision.layout == "qwen2_vl":
-                features = self._processor.preprocess(images=[_decoded(path)], return_tensors="np")
+                features = self._processor.preprocess(images=[_decode_image(path)], return_tensors="np")
                 size, pixels = tuple(features["image_grid_thw"][0, 1:].tolist()), features["pixel_values"]
             else:
-                now, _, pixels = self._processed(_decoded(path), path)
+                now, _, pixels = self._process_image(_decode_image(path), path)
                 size = (now.rows, now.columns)
         except Unreadable as error:
             raise DataError(f"{error.message}; it was intact when the data was read") from None
@@ -263,7 +263,7 @@ _MARKS = {"pixtral": ("[IMG_BREAK]", "[IMG_END]"), "smolvlm": ("<fake_token_arou
 """Tokens around images beyond those that config.json states."""
 
 
-def _limited(vision: Vision, processor: JsonObject, pixels: int) -> JsonObject:
+def _limit_pixels(vision: Vision, processor: JsonObject, pixels: int) -> JsonObject:
     """Returns the settings of an image processor that scales images down to a square of at most `pixels`."""
     if vision.layout == "gemma3":  # all images have one size
         return processor
@@ -336,7 +336,7 @@ def resolve_images(
             )
         for part in range(len(parts)):
             file = listed[part] if part < len(listed) and listed[part] is not None else left.pop(0)
-            picture, tokens = eye.look(_file(file, folder))
+            picture, tokens = eye.look(_find_file(file, folder))
             pictures.append(picture)
             if eye.placeholder:
                 later.append(tokens)
@@ -345,7 +345,7 @@ def resolve_images(
     return messages, tuple(pictures), later
 
 
-def runs_of(marked: np.ndarray) -> tuple[tuple[int, int], ...]:
+def find_runs(marked: np.ndarray) -> tuple[tuple[int, int], ...]:
     """Returns the (start, end) of each run of true values.
 
     Example:
@@ -356,16 +356,16 @@ def runs_of(marked: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(start), int(end)) for start, end in edges.reshape(-1, 2))
 
 
-def _file(name: object, folder: Path) -> Path:
+def _find_file(name: object, folder: Path) -> Path:
     if not isinstance(name, str) or not name:
-        raise Unreadable("images", f"an image is {kind_of(name)}, not the path of a file")
+        raise Unreadable("images", f"an image is {describe_json_type(name)}, not the path of a file")
     if re.match(r"(https?|data):", name):
         raise Unreadable("images", f"image {name[:80]}: is not a file; download it and name its path")
     # An absolute name replaces `folder`.
     return folder / name.removeprefix("file://")
 
 
-def _decoded(path: Path) -> Image:
+def _decode_image(path: Path) -> Image:
     """Decodes an image as RGB, rotated by its EXIF orientation."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -449,7 +449,7 @@ class ImageTable:
         return (used if ends[complete] == inside else int(pieces[ends[complete]])), complete
 
 
-def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vision) -> np.ndarray:
+def compute_mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vision) -> np.ndarray:
     """Returns M-RoPE positions of a document along time, height and width, [tokens, 3].
 
     Text advances all three together. An image has one time, and the text after it continues from its longer side.
@@ -484,7 +484,7 @@ def mrope_positions(tokens: np.ndarray, pictures: Sequence[ImageRef], vision: Vi
     return positions
 
 
-def gathered(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) -> Images:
+def read_images(eye: ImageProcessor, pictures: Sequence[ImageRef], tokens: Tensor) -> Images:
     """Reads the images of a micro-batch from their files; without images it returns a blank one without a position.
 
     Args:

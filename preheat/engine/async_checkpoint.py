@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-__all__ = ["Saved", "Saving", "room"]
+__all__ = ["Saved", "Saving", "count_host_bytes"]
 
 
 _PEAK_FACTOR = 2.5
 """Host memory while a file is assembled, over its size: peak RSS was 2.4 times for files of 62 and 125 MiB."""
 
 
-def room(build: Build) -> int:
+def count_host_bytes(build: Build) -> int:
     """Bytes of host memory that writing a checkpoint takes on top of the build's tensors, set by its largest file."""
     # The largest file alone counts: files are written one after the other.
-    sizes = {name: t.nbytes for name, t in checkpoint._tensors(build).items()}
+    sizes = {name: t.nbytes for name, t in checkpoint._collect_tensors(build).items()}
     files: Counter[int] = Counter()
-    for name, file in checkpoint._files(sizes).items():
+    for name, file in checkpoint._assign_files(sizes).items():
         files[file] += sizes[name]
     return round(_PEAK_FACTOR * max(files.values()))
 

@@ -31,17 +31,17 @@ from preheat.core import (
     single_device,
     sizes_of,
 )
-from preheat.engine.moe_aux_loss import balance, scores
+from preheat.engine.moe_aux_loss import add_balance_loss, wrap_metrics
 from preheat.engine.step import install_defaults
 from preheat.engine.transfer import Transfer
 from preheat.errors import RecipeError
-from preheat.hardware.connectivity import hub_offline
-from preheat.model_folder import DEQUANTIZED, missing_weights
+from preheat.hardware.connectivity import is_hub_offline
+from preheat.model_folder import DEQUANTIZED, describe_missing_weights
 from preheat.models import configs, encoder_decoder, hf, presets, size_dial, text_part
-from preheat.models.hub_config import folder_on_hub
-from preheat.models.token_mixers import kernel_packages, missing_kernels, recurrent_mixers
-from preheat.models.weights import WeightSource, materialize, mean_rows
-from preheat.ops.attention.multihead import attention_in_chunks
+from preheat.models.hub_config import find_hub_folder
+from preheat.models.token_mixers import find_recurrent_mixers, kernel_packages, missing_kernels
+from preheat.models.weights import WeightSource, materialize, resize_rows
+from preheat.ops.attention.multihead import attend_in_chunks
 from preheat.recipe import Parallel, Recipe, check
 from preheat.sanitize import shorten
 
@@ -52,10 +52,18 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["alone", "build", "context_of", "peak_learning_rate", "require_model", "techniques_of", "world_of"]
+__all__ = [
+    "to_single_device",
+    "build",
+    "build_context",
+    "find_peak_learning_rate",
+    "require_model",
+    "list_techniques",
+    "find_world_size",
+]
 
 
-def world_of(recipe: Recipe) -> int:
+def find_world_size(recipe: Recipe) -> int:
     """World size of the run: of the process group if one is initialized, otherwise what the recipe names."""
     import torch.distributed as dist
 
@@ -63,7 +71,7 @@ def world_of(recipe: Recipe) -> int:
     return dist.get_world_size() if dist.is_initialized() else recipe.parallel.devices or 1
 
 
-def alone(recipe: Recipe) -> Recipe:
+def to_single_device(recipe: Recipe) -> Recipe:
     """The recipe for a single device: without the parallelism techniques, which change no result.
 
     Example:
@@ -74,7 +82,7 @@ def alone(recipe: Recipe) -> Recipe:
     return replace(recipe, techniques=single_device(recipe.techniques), parallel=Parallel())
 
 
-def techniques_of(recipe: Recipe) -> list[Technique]:
+def list_techniques(recipe: Recipe) -> list[Technique]:
     """The recipe's techniques, and the engine it selects, in the order in which they apply."""
     chosen = list(recipe.techniques.values())
     if recipe.parallel.engine == "deepspeed":
@@ -85,7 +93,7 @@ def techniques_of(recipe: Recipe) -> list[Technique]:
     return sorted(chosen, key=lambda t: (t.stage, t.name()))
 
 
-def context_of(
+def build_context(
     recipe: Recipe,
     config: PretrainedConfig,
     device: Device,
@@ -96,17 +104,17 @@ def context_of(
     """Returns the context that the techniques' checks read.
 
     Args:
-        world: number of devices; `world_of(recipe)` by default.
-        facts: `hf.facts(config)`, for a caller that checks many recipes of one model; read here by default.
+        world: number of devices; `find_world_size(recipe)` by default.
+        facts: `hf.read_facts(config)`, for a caller that checks many recipes of one model; read here by default.
 
     Raises:
         RecipeError: the mesh axes do not multiply to the number of devices.
     """
-    techniques = techniques_of(recipe)
+    techniques = list_techniques(recipe)
     # All tags before the first check: a technique's `check` may ask for a tag that a later one provides.
     tags = frozenset(tag for t in techniques for tag in t.provided()) | {Tag(device.kind)}
     try:
-        sizes = sizes_of(techniques, world or world_of(recipe))
+        sizes = sizes_of(techniques, world or find_world_size(recipe))
     except ValueError as error:
         raise RecipeError(f"techniques: {error}") from None
     # A device without rows would leave its peers waiting in the reduction.
@@ -115,7 +123,7 @@ def context_of(
             f"batch.size: {recipe.batch.size} sequences cannot be split across {devices} devices; use {devices} or "
             "more, or fewer devices"
         )
-    facts = facts or hf.facts(config)
+    facts = facts or hf.read_facts(config)
     # A sink is a token at the start of each document that all of it sees (models/sinks.py).
     return Context(recipe, facts, device, tags | {Tag.GLOBAL_TOKENS} if facts.sinks else tags, sizes)
 
@@ -134,7 +142,7 @@ def build(
     Args:
         vocabulary: size of the tokenizer's vocabulary; None when `model` decides.
         device: the device to build on.
-        source_config: the model's configuration as `configs.source` read it; read here when not given.
+        source_config: the model's configuration as `configs.source_config` read it; read here when not given.
         dry: a context manager (fake tensors) to allocate under; parameters then get no values. Until then everything is
             on the meta device.
         reading: the build is for inference: weights keep their dtype on disk (training starts from fp32 unless the
@@ -157,22 +165,22 @@ def build(
     if dry is None:
         presets.require_weights(recipe)
     # Conflicts before the model: all reasons are listed at once, and no technique has changed anything yet.
-    source = configs.source(recipe) if source_config is None else source_config
+    source = configs.source_config(recipe) if source_config is None else source_config
     config = hf.configure(recipe, vocabulary, source)
-    context = context_of(recipe, config, device)
-    techniques = techniques_of(recipe)
+    context = build_context(recipe, config, device)
+    techniques = list_techniques(recipe)
     if problems := conflicts_of(techniques, context):
         raise TechniqueError(problems)
     # DeepSpeed cannot run on fake tensors: what is planned is the same recipe with torch's own means.
     if dry is not None and recipe.parallel.engine == "deepspeed":
-        from preheat.recipe.native import native
+        from preheat.recipe.native import to_native_engine
 
-        return build(native(recipe), vocabulary=vocabulary, device=device, source_config=source, dry=dry)
+        return build(to_native_engine(recipe), vocabulary=vocabulary, device=device, source_config=source, dry=dry)
     # The whole model on the meta device: techniques can change a model of any size before it takes memory.
-    model_build = _on_meta(recipe, config, context, dry=dry is not None, reading=reading)
+    model_build = _build_on_meta(recipe, config, context, dry=dry is not None, reading=reading)
     if dry is None and not reading:
         _record_dropout(model_build, vocabulary, source)
-        if (wrapper := configs.wrapper(recipe)) is not None:
+        if (wrapper := configs.wrapper_config(recipe)) is not None:
             model_build.changes["text_part"] = [Change(text_part.describe(wrapper.model_type), 1)]
     # Defaults before techniques: these replace or wrap the function that a slot has.
     _install_defaults(model_build, config, dry=dry is not None)
@@ -198,12 +206,12 @@ def build(
         _apply(techniques, model_build, Stage.MATERIALIZE, Stage.OPTIMIZER)
         if not model_build.parameters():
             raise RecipeError("techniques: nothing is left to train: every parameter is frozen")
-        model_build.optimizer = _optimizer(model_build)
+        model_build.optimizer = _build_optimizer(model_build)
     # LOADER last: how batches are read depends on the finished build, and allocates nothing on the device.
     _apply(techniques, model_build, Stage.LOADER, Stage.LOADER)
     # After all techniques: the load of experts is added to the metrics of whichever objective was installed.
     if context.model.experts:
-        model_build.loss.scores = scores(model_build.loss.scores)
+        model_build.loss.scores = wrap_metrics(model_build.loss.scores)
     return model_build
 
 
@@ -213,7 +221,7 @@ def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> Non
     The model is built on the meta device, without the recipe's techniques; of the folder the headers are read.
 
     Args:
-        source_config: the model's configuration as `configs.source` read it; None for a new model.
+        source_config: the model's configuration as `configs.source_config` read it; None for a new model.
 
     Raises:
         RecipeError: preheat cannot train this kind of model, or the folder's weights are not those of its config.json.
@@ -222,14 +230,14 @@ def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> Non
     if source_config is None:
         return
     config = copy.deepcopy(source_config)
-    configs.change(config, recipe.model.config)
+    configs.apply_changes(config, recipe.model.config)
     model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code)
-    folder = _weights_folder(recipe)
+    folder = _find_weights_folder(recipe)
     if folder is None:
         return
     if stored := getattr(config, "quantization_config", None):
         _require_trainable(recipe, stored if isinstance(stored, dict) else stored.to_dict())
-    layers = hf.anatomy(model).layers
+    layers = hf.find_anatomy(model).layers
     WeightSource(folder).require_model(
         model,
         next((name for name, module in model.named_modules() if module is layers), ""),
@@ -238,7 +246,7 @@ def require_model(recipe: Recipe, source_config: PretrainedConfig | None) -> Non
     )
 
 
-def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry: bool, reading: bool) -> Build:
+def _build_on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry: bool, reading: bool) -> Build:
     """Returns a build with the recipe's mesh and its model on the meta device; no slot is filled yet."""
     import torch
 
@@ -246,23 +254,23 @@ def _on_meta(recipe: Recipe, config: PretrainedConfig, context: Context, *, dry:
     # A dry run allocates its fake tensors on the CPU, even if there is a GPU; kernels are still chosen by `device`.
     where = torch.device("cpu" if dry else device.kind)
     model_build = Build(recipe=recipe, device=device, model=context.model, tags=context.tags, torch_device=where)
-    model_build.mesh = Mesh.form(context.sizes, where.type)
+    model_build.mesh = Mesh.create_mesh(context.sizes, where.type)
     model = hf.build_on_meta(config, trust=recipe.model.trust_remote_code, as_stored=reading)
     # One part; pipeline_parallel replaces it with the rank's stages.
     model_build.parts["trained"] = [model]
     if not config.is_encoder_decoder:
         _record_recurrent(model_build, model)
-    model_build.weights = WeightSource(_weights_folder(recipe, dry=dry), required=not dry)
+    model_build.weights = WeightSource(_find_weights_folder(recipe, dry=dry), required=not dry)
     # The modules must match the folder's tensors before any technique sees the model.
     if model_build.weights.folder and (stored := getattr(config, "quantization_config", None)):
-        _stored_quantized(model_build, stored, reading)
+        _load_stored_quantization(model_build, stored, reading)
     return model_build
 
 
 def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
     """Records how recurrent layers are computed."""
-    layers = list(hf.anatomy(model).layers)
-    count = sum(len(recurrent_mixers(layer)) for layer in layers)
+    layers = list(hf.find_anatomy(model).layers)
+    count = sum(len(find_recurrent_mixers(layer)) for layer in layers)
     if not count:
         return
     device = model_build.device
@@ -282,7 +290,7 @@ def _record_recurrent(model_build: Build, model: PreTrainedModel) -> None:
 def _record_dropout(model_build: Build, vocabulary: int | None, source: PretrainedConfig | None) -> None:
     """Records which dropout is off: pretraining configurations often carry some that the recipe did not ask for."""
     recipe = model_build.recipe
-    off = configs.without_dropout(configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source))
+    off = configs.disable_dropout(configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source))
     # A key that the recipe sets itself is no surprise to the user.
     off = {key: value for key, value in off.items() if key not in recipe.model.config}
     if off:
@@ -295,12 +303,12 @@ def _record_dropout(model_build: Build, vocabulary: int | None, source: Pretrain
 def _install_defaults(model_build: Build, config: PretrainedConfig, *, dry: bool) -> None:
     """Fills every slot, adds the balancing loss of experts, and moves batches to the device."""
     install_defaults(model_build)
-    balance(model_build, config.get_text_config())
+    add_balance_loss(model_build, config.get_text_config())
     if model_build.model.encoder:
         # The scores have a learnt bias: attend in chunks of queries, and recompute them in the backward pass.
-        model_build.claim(Slot.ATTENTION_KERNEL, attention_in_chunks, "plain")
+        model_build.claim(Slot.ATTENTION_KERNEL, attend_in_chunks, "plain")
         model_build.hooks.transforms.append(
-            (Order.PACK, encoder_decoder.divided_evenly if dry else encoder_decoder.divided)
+            (Order.PACK, encoder_decoder.split_documents_evenly if dry else encoder_decoder.split_documents)
         )
     # `torch_device`, not `device`: a dry run of a GPU keeps its fake tensors on the CPU and moves nothing.
     if model_build.torch_device.type != "cpu":
@@ -315,7 +323,7 @@ def _apply(techniques: Sequence[Technique], model_build: Build, first: Stage, la
             # Sorted: a set of strings has another order in each process, and ranks must create groups in one order.
             for role in sorted(t.roles & model_build.parts.keys()):
                 for part in model_build.parts[role]:
-                    model_build.changes.setdefault(t.name(), []).append(_applied(t, model_build, part))
+                    model_build.changes.setdefault(t.name(), []).append(_apply_technique(t, model_build, part))
 
 
 def _materialize(model_build: Build, *, dry: bool) -> None:
@@ -326,7 +334,7 @@ def _materialize(model_build: Build, *, dry: bool) -> None:
                 part,
                 model_build.torch_device,
                 home=model_build.storage_device,
-                placed=_lies_on_host if dry and model_build.storage_device else None,
+                placed=_mark_on_host if dry and model_build.storage_device else None,
             )
             if not dry:
                 source = model_build.sources.get(role, model_build.weights)
@@ -336,7 +344,7 @@ def _materialize(model_build: Build, *, dry: bool) -> None:
                     model_build.changes.setdefault("weights", []).extend(Change(note, 1) for note in source.notes)
 
 
-def _applied(t: Technique, model_build: Build, part: nn.Module) -> Change:
+def _apply_technique(t: Technique, model_build: Build, part: nn.Module) -> Change:
     """Applies a technique; an error that it raises is reported as a build problem of that technique."""
     try:
         return t.apply(model_build, part)
@@ -344,7 +352,7 @@ def _applied(t: Technique, model_build: Build, part: nn.Module) -> Change:
         raise TechniqueError([Problem(t.name(), ProblemCode.BUILD, str(error))], str(error)) from error
 
 
-def _stored_quantized(model_build: Build, stored: JsonObject | QuantizationConfigMixin, reading: bool) -> None:
+def _load_stored_quantization(model_build: Build, stored: JsonObject | QuantizationConfigMixin, reading: bool) -> None:
     """Gives the meta model the modules of a folder that `preheat compress` wrote; rejects other quantized folders."""
     from preheat.ops.quantization import serialization as ours
 
@@ -359,7 +367,7 @@ def _stored_quantized(model_build: Build, stored: JsonObject | QuantizationConfi
             f"model.path: {path}: its config.json does not describe how its weights are stored "
             f"({shorten(str(error))}); compress it again"
         ) from None
-    model_build.weights.fresh(r"(?!)", names, ours.tables_of)  # no parameter is fresh, only the tables
+    model_build.weights.fresh(r"(?!)", names, ours.register_tables)  # no parameter is fresh, only the tables
 
 
 def _require_trainable(recipe: Recipe, stored: JsonObject) -> None:
@@ -379,7 +387,7 @@ def _require_trainable(recipe: Recipe, stored: JsonObject) -> None:
     )
 
 
-def _lies_on_host(parameter: Tensor) -> None:
+def _mark_on_host(parameter: Tensor) -> None:
     """Marks a parameter and its gradient as host memory: in a dry run all tensors are on one fake device."""
     from preheat.ops.distributed.dtensor_utils import local
     from preheat.ops.memory.host_transfer import lies_on_host
@@ -421,7 +429,8 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
     first = vocabulary - count
     # A rule for reading, because the parameters have no values before MATERIALIZE.
     model_build.weights.map(
-        rf"^({'|'.join(names)})$", lambda name, value: mean_rows(value, model_build.model.vocabulary, first, vocabulary)
+        rf"^({'|'.join(names)})$",
+        lambda name, value: resize_rows(value, model_build.model.vocabulary, first, vocabulary),
     )
     message = (
         f"{count} tokens added: rows {first:,} to {vocabulary - 1:,} of {' and '.join(sorted(ends))} start as the "
@@ -430,43 +439,43 @@ def _add_rows(model_build: Build, count: int, vocabulary: int) -> None:
     model_build.changes.setdefault("add_tokens", []).append(Change(message, count))
 
 
-def peak_learning_rate(model_build: Build) -> float:
+def find_peak_learning_rate(model_build: Build) -> float:
     """`optimizer.lr`, or for `auto` the rule of models/size_dial.py by the number of parameters without the ends."""
     lr = model_build.recipe.optimizer.lr
     if lr != "auto":
         return float(lr)
     model = hf.full_model(model_build.trained[0])  # type: ignore[arg-type]
     # The rule's N leaves out the embedding and the head (Kaplan et al. 2020).
-    ends = {id(p) for p in hf.ends(model)}
+    ends = {id(p) for p in hf.end_weights(model)}
     return size_dial.learning_rate(sum(p.numel() for p in model.parameters() if id(p) not in ends))
 
 
-def _optimizer(model_build: Build) -> Any:
-    from preheat.ops.optim.optimizers import decay_groups
+def _build_optimizer(model_build: Build) -> Any:
+    from preheat.ops.optim.optimizers import group_by_decay
 
     settings = model_build.recipe.optimizer
-    groups = decay_groups(model_build.parameters(), settings.weight_decay)
+    groups = group_by_decay(model_build.parameters(), settings.weight_decay)
     make = model_build.slot(Slot.OPTIMIZER)
     # Wrappers get the function, not its result: zero1 must create the inner optimizer over shards of the parameters.
     for around in model_build.hooks.around_optimizer:
         make = around(make)
-    return make(groups, lr=peak_learning_rate(model_build), betas=settings.betas, eps=settings.eps)
+    return make(groups, lr=find_peak_learning_rate(model_build), betas=settings.betas, eps=settings.eps)
 
 
-def _weights_folder(recipe: Recipe, *, dry: bool = False) -> Path | None:
+def _find_weights_folder(recipe: Recipe, *, dry: bool = False) -> Path | None:
     """The folder of the model's files, downloaded from the hub if necessary: all, or for a dry run config.json."""
     path = recipe.model.path
     if path is None or recipe.model.weights == "random":
         return None
     if Path(path).is_dir():
         return Path(path)
-    if dry and (folder := folder_on_hub(path)) is not None:
+    if dry and (folder := find_hub_folder(path)) is not None:
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     # Without a network from the cache: the hub's client would wait for one.
-    offline = hub_offline()
+    offline = is_hub_offline()
     try:
         # No .bin files: they are pickles, which preheat does not load.
         folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
@@ -476,7 +485,7 @@ def _weights_folder(recipe: Recipe, *, dry: bool = False) -> Path | None:
             "download them and name the folder"
         ) from None
     # The cache may hold the config.json alone, as a plan leaves it, or a download that was interrupted.
-    if offline and (missing := missing_weights(folder)):
+    if offline and (missing := describe_missing_weights(folder)):
         raise RecipeError(
             f"model.path: {path}: the hub's cache holds its config.json but not {missing}, and there is no network; "
             f"run: hf download {path} with a network, or set model.weights: random for a new model of that shape"

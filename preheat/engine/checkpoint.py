@@ -35,7 +35,7 @@ from preheat.files import parse_json, read_bytes, to_json, write_atomic
 from preheat.hardware.oom import is_oom, require_room
 from preheat.models.moe import biases
 from preheat.recipe import Recipe
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ __all__ = [
     "best_step",
     "chosen_step",
     "find",
-    "host_generators",
+    "collect_host_generators",
     "load",
     "load_weights",
     "mark_best",
@@ -69,10 +69,10 @@ __all__ = [
     "restore_torch_generators",
     "save",
     "set_aside",
-    "step_of",
+    "parse_step",
     "steps_of",
     "snapshot",
-    "torch_generators",
+    "collect_torch_generators",
     "write",
 ]
 
@@ -104,7 +104,7 @@ class Progress:
         return self.step - self.skipped
 
 
-def _tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]:
+def _collect_tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]:
     """Name -> tensor of all device state that a resumed run needs. Loading copies into these tensors in place.
 
     Args:
@@ -135,7 +135,7 @@ def _tensors(build: Build, rank: int | None = None) -> dict[str, Tensor]:
     for role in sorted(build.parts.keys() - {"trained"} - build.sources.keys()) if frozen_too else ():
         for index, part in enumerate(build.parts[role]):
             tensors |= {f"{role}.{index}.{name}": p.detach() for name, p in part.named_parameters()}
-    return tensors | torch_generators(build, build.mesh.rank if rank is None else rank)
+    return tensors | collect_torch_generators(build, build.mesh.rank if rank is None else rank)
 
 
 _FILE_BYTES = 64 << 20
@@ -144,7 +144,7 @@ _COPIES = 3
 """Copies of a file while it is assembled: safetensors' buffer (aborts without memory), Python's bytes, a margin."""
 
 
-def _files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str, int]:
+def _assign_files(sizes: dict[str, int], *, file_per_tensor: bool = False) -> dict[str, int]:
     """Name -> number of its file, from 1; `file_per_tensor`: one file per tensor.
 
     A file is assembled in memory before it is written, so files are small, and smaller still for small models: writing
@@ -181,7 +181,7 @@ def all_gather_object(build: Build, value: T, group: ProcessGroup | None = None)
     return values
 
 
-def torch_generators(build: Build, rank: int) -> dict[str, Tensor]:
+def collect_torch_generators(build: Build, rank: int) -> dict[str, Tensor]:
     """The states of torch's random generators by name, as tensors."""
     import torch
 
@@ -208,7 +208,7 @@ class HostGenerators(TypedDict):
     numpy: tuple[str, list[int], int, int, float]
 
 
-def host_generators() -> HostGenerators:
+def collect_host_generators() -> HostGenerators:
     import numpy
 
     # As lists, because JSON has no arrays. `legacy`: the tuple, not a dictionary of arrays.
@@ -230,7 +230,7 @@ def restore_host_generators(states: HostGenerators) -> None:
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -245,7 +245,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
+def _silence_one_process() -> Iterator[None]:
     """Silences torch's warning about saving without torch.distributed, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -281,7 +281,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
     """
     import torch
 
-    tensors = _tensors(build)
+    tensors = _collect_tensors(build)
     if copied:
         # `copy`: on a CPU, `to` would return the same tensor, which the next step changes.
         tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
@@ -297,7 +297,7 @@ def snapshot(build: Build, progress: Progress, *, copied: bool) -> Snapshot:
         "kernels": {name: [c.kernel for c in changes] for name, changes in build.changes.items()},
     }
     # Not `to_json`: a resumed run must read back the exact values, so a value that is not finite is a bug.
-    return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), host_generators(), progress.run)
+    return Snapshot(progress.step, tensors, json.dumps(state, allow_nan=False), collect_host_generators(), progress.run)
 
 
 def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_tensor: bool = False) -> Path:
@@ -310,7 +310,7 @@ def save(build: Build, progress: Progress, folder: Path, *, keep: int, file_per_
         RunError: it cannot be written (a full disk, for example); earlier checkpoints stay complete.
         MemoryError: not enough memory to write it; the same holds.
     """
-    with _one_process():
+    with _silence_one_process():
         return write(build, snapshot(build, progress, copied=False), folder, keep=keep, file_per_tensor=file_per_tensor)
 
 
@@ -343,7 +343,7 @@ def write(
         own = {name: t.nbytes for name, t in content.tensors.items()}
         # Merged in the order of ranks, so that every rank derives the same file numbers.
         sizes = {name: bytes for part in all_gather_object(build, own, group) for name, bytes in part.items()}
-        numbers = _files(sizes, file_per_tensor=file_per_tensor)
+        numbers = _assign_files(sizes, file_per_tensor=file_per_tensor)
         # safetensors aborts the process if it gets no memory, so the room is tested where an error can be raised.
         require_room(
             _COPIES * max(sum(n for name, n in own.items() if numbers[name] == file) for file in numbers.values())
@@ -355,7 +355,7 @@ def write(
         generators = all_gather_object(build, content.generators, group)
         # Each rank hashes and syncs the files that it wrote, in parallel with the others.
         mine = temporary.glob(f"shard-{build.mesh.rank + 1:05d}-*" if many else "*")
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(mine) if p.is_file()}
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": _compute_sha256(p)} for p in sorted(mine) if p.is_file()}
         # Content before names: after a crash, a renamed folder whose files were not synced could hold empty files.
         for name in files:
             _sync(temporary / name)
@@ -364,7 +364,7 @@ def write(
         if lead:
             file = temporary / "state.json"
             file.write_text(json.dumps({**json.loads(content.state), "generators": generators}, allow_nan=False))
-            manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _compute_sha256(file)}
             # Last of the files: a folder without it is incomplete, whatever else it has.
             (temporary / "manifest.json").write_text(to_json(manifest, indent=1))
             for p in (file, temporary / "manifest.json", temporary):
@@ -398,13 +398,13 @@ def write(
 def prune(folder: Path, step: int, *, keep: int, run: str) -> None:
     """Removes checkpoints of a run up to a step, all but the `keep` newest and the one that `best` names."""
     # Later checkpoints belong to steps that the run went back from; they are replaced when it reaches those steps.
-    past = [p for p in _steps(folder) if (step_of(p.name) or 0) <= step and _is_of(p, run)]
+    past = [p for p in _find_checkpoints(folder) if (parse_step(p.name) or 0) <= step and _is_of(p, run)]
     try:
         best = best_step(folder)
     except RunError:
         return  # which one is the best is unknown: all stay
     for old in past[keep:]:
-        if step_of(old.name) != best:
+        if parse_step(old.name) != best:
             _remove(old)
 
 
@@ -421,9 +421,9 @@ def best_step(folder: Path) -> int | None:
         name = read_bytes(file).decode("utf-8", errors="replace").strip()
     except ValueError as error:
         raise RunError(f"{file}: cannot be read ({error}); name a checkpoint by its step") from None
-    step = step_of(name)
+    step = parse_step(name)
     if step is None:
-        raise RunError(f"{file}: holds {quoted(name, 40)} instead of a checkpoint's name; name one by its step")
+        raise RunError(f"{file}: holds {quote_value(name, 40)} instead of a checkpoint's name; name one by its step")
     return step
 
 
@@ -443,7 +443,7 @@ def mark_best(folder: Path, step: int) -> None:
 
 def steps_of(folder: Path, run: str) -> set[int]:
     """Returns the steps of a run's checkpoints, whose contents are not verified."""
-    return {step for p in _steps(folder) if (step := step_of(p.name)) is not None and _is_of(p, run)}
+    return {step for p in _find_checkpoints(folder) if (step := parse_step(p.name)) is not None and _is_of(p, run)}
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
@@ -454,8 +454,8 @@ def set_aside(folder: Path, after: int) -> list[str]:
     """
     names = []
     # The latest first: if this is interrupted, the run still has no gap.
-    for path in _steps(folder):
-        if (step_of(path.name) or 0) > after:
+    for path in _find_checkpoints(folder):
+        if (parse_step(path.name) or 0) > after:
             try:
                 names.append(_move_aside(path).name)
             except OSError as error:
@@ -479,8 +479,8 @@ def chosen_step(folder: Path, choice: str) -> int | None:
                 "validation_loss"
             )
         return step
-    if (step := step_of(f"step-{choice}")) is None:
-        raise RunError(f"--checkpoint {quoted(choice, 40)}: write best, last or a step")
+    if (step := parse_step(f"step-{choice}")) is None:
+        raise RunError(f"--checkpoint {quote_value(choice, 40)}: write best, last or a step")
     return step
 
 
@@ -496,7 +496,7 @@ def at_checkpoint(path: Path, choice: str | int | None) -> Path:
     """
     if choice is None:
         return path
-    own = step_of(path.name)
+    own = parse_step(path.name)
     if own is not None and (path.parent.parent / "recipe.yaml").is_file():
         if str(choice) == str(own):
             return path
@@ -511,7 +511,7 @@ def at_checkpoint(path: Path, choice: str | int | None) -> Path:
     return folder / f"step-{step}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """The step in the name of a checkpoint folder, or None.
 
     Example:
@@ -523,17 +523,17 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _steps(folder: Path) -> list[Path]:
+def _find_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, newest first."""
-    folders = [p for p in folder.glob("step-*") if step_of(p.name) is not None and p.is_dir()]
-    return sorted(folders, key=lambda p: -(step_of(p.name) or 0))
+    folders = [p for p in folder.glob("step-*") if parse_step(p.name) is not None and p.is_dir()]
+    return sorted(folders, key=lambda p: -(parse_step(p.name) or 0))
 
 
 def _is_of(path: Path, run: str) -> bool:
     """True if a checkpoint states this run and the step in its name; an unreadable one belongs to no run."""
     try:
-        state = _state(path)
-        return (state.run, state.step) == (run, step_of(path.name))
+        state = _read_state(path)
+        return (state.run, state.step) == (run, parse_step(path.name))
     except ValueError:
         return False
 
@@ -542,7 +542,7 @@ def _remove(path: Path) -> None:
     """Removes the files that a checkpoint's manifest names, and its folder if it is then empty."""
     try:
         # Without a readable manifest nothing shows that preheat wrote the folder: it stays.
-        names = [name for name in _manifest(path) if name != "state.json"]
+        names = [name for name in _read_manifest(path) if name != "state.json"]
     except ValueError:
         return
     # A link's target belongs to the user, and so does the link.
@@ -572,7 +572,7 @@ def _move_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def _manifest(path: Path) -> dict[str, JsonObject]:
+def _read_manifest(path: Path) -> dict[str, JsonObject]:
     """The files of a checkpoint with their sizes and checksums.
 
     Raises:
@@ -589,18 +589,18 @@ def _manifest(path: Path) -> dict[str, JsonObject]:
     for name, entry in manifest.items():
         # These names are read and deleted later: one that leads out of the folder could reach any file.
         if name in ("", ".", "..", "manifest.json") or "/" in name or "\0" in name:
-            raise ValueError(f"manifest.json names {quoted(name)}, which is not a file next to it")
+            raise ValueError(f"manifest.json names {quote_value(name)}, which is not a file next to it")
         size, mark = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         # Not isinstance: True is an int too.
         if type(size) is not int or not isinstance(mark, str):
-            raise ValueError(f"manifest.json does not have the size and checksum of {quoted(name)}")
+            raise ValueError(f"manifest.json does not have the size and checksum of {quote_value(name)}")
     return manifest
 
 
-def _damage(path: Path, run: str = "") -> str | None:
+def _find_damage(path: Path, run: str = "") -> str | None:
     """Returns what is wrong with a checkpoint of a run, or None."""
     try:
-        manifest = _manifest(path)
+        manifest = _read_manifest(path)
         for name, entry in manifest.items():
             file = path / name
             if not file.is_file():
@@ -608,9 +608,9 @@ def _damage(path: Path, run: str = "") -> str | None:
             # The size first: a truncated file, the usual damage, is found without hashing gigabytes.
             if file.stat().st_size != entry["bytes"]:
                 return f"{shorten(name)} has {file.stat().st_size:,} of {entry['bytes']:,} bytes"
-            if _sha256(file) != entry["sha256"]:
+            if _compute_sha256(file) != entry["sha256"]:
                 return f"{shorten(name)} was altered (its checksum differs)"
-        state = _state(path)
+        state = _read_state(path)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except ValueError as error:
@@ -618,7 +618,7 @@ def _damage(path: Path, run: str = "") -> str | None:
     # After the files: a checkpoint of another run is reported as such only if it is intact.
     if state.run != run:
         return "it belongs to another run"
-    if state.step != step_of(path.name):
+    if state.step != parse_step(path.name):
         return f"it holds step {state.step}"
     return None
 
@@ -636,8 +636,8 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
     if step is not None:
         _require_step(folder, step)
     # Checksums of every file: a resumed run falls back to an older checkpoint rather than train on a damaged one.
-    for path in _steps(folder) if step is None else [folder / f"step-{step}"]:
-        problem = _damage(path, run)
+    for path in _find_checkpoints(folder) if step is None else [folder / f"step-{step}"]:
+        problem = _find_damage(path, run)
         if problem is None:
             return path, damaged
         damaged.append((path, problem))
@@ -645,7 +645,7 @@ def find(folder: Path, step: int | None = None, *, run: str = "") -> tuple[Path 
 
 
 def _require_step(folder: Path, step: int) -> None:
-    folders = _steps(folder)
+    folders = _find_checkpoints(folder)
     if folder / f"step-{step}" not in folders:
         there = ", ".join(path.name.removeprefix("step-") for path in reversed(folders))
         raise RunError(
@@ -663,7 +663,7 @@ class State(Progress):
     generators: list[HostGenerators] = field(default_factory=list)
 
 
-def _state(path: Path) -> State:
+def _read_state(path: Path) -> State:
     """Reads the state.json of a checkpoint.
 
     Raises:
@@ -680,7 +680,7 @@ def _state(path: Path) -> State:
     # Before the fields: another format may have other ones.
     if values["format"] != FORMAT:
         raise ValueError(
-            f"it was written in format {quoted(values['format'], 20)} by another version of preheat, and this one "
+            f"it was written in format {quote_value(values['format'], 20)} by another version of preheat, and this one "
             f"reads {FORMAT}; resume with the version that started the run"
         )
     # The expected types are those of the dataclass's defaults; fields with a factory have none there and follow below.
@@ -693,14 +693,14 @@ def _state(path: Path) -> State:
     for name, kind in kinds.items():
         value = values.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
-            raise ValueError(f"state.json has an invalid {name} ({quoted(value, 40)})")
-    if not 0 < values["world"] == len(values["generators"]) or not all(map(_generators, values["generators"])):
+            raise ValueError(f"state.json has an invalid {name} ({quote_value(value, 40)})")
+    if not 0 < values["world"] == len(values["generators"]) or not all(map(_is_x, values["generators"])):
         raise ValueError("state.json does not hold the generators of each process")
     return State(**{name: values[name] for name in kinds})
 
 
-def _generators(value: Any) -> bool:
-    """True if a value could be the result of `host_generators`."""
+def _is_x(value: Any) -> bool:
+    """True if a value could be the result of `collect_host_generators`."""
     try:
         (version, state, gauss), (kind, keys, position, has_gauss, cached) = value["python"], value["numpy"]
         # A throwaway generator validates Python's state; numpy's would be changed by a test, so its form is checked.
@@ -719,18 +719,18 @@ def read_progress(path: Path) -> State:
         RunError: it is incomplete, or has another format.
     """
     try:
-        return _state(path)
+        return _read_state(path)
     except ValueError as error:
         raise RunError(f"{path}: {error}") from None
 
 
-def _reader(path: Path) -> StorageReader:
+def _build_reader(path: Path) -> StorageReader:
     """A reader of the manifest's files: torch's own reads the whole folder, and the last copy of a tensor wins."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     try:
-        names = [name for name in _manifest(path) if name.endswith(".safetensors")]
+        names = [name for name in _read_manifest(path) if name.endswith(".safetensors")]
     except ValueError as error:
         raise RunError(f"{path}: {error}") from None
 
@@ -744,12 +744,12 @@ def _reader(path: Path) -> StorageReader:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _convert_read_errors(path: Path) -> Iterator[None]:
     """Turns torch's errors when reading a checkpoint into ours."""
     import torch.distributed.checkpoint as dcp
 
     try:
-        with _one_process():
+        with _silence_one_process():
             yield
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         message = str(error).splitlines()[-1]
@@ -784,8 +784,8 @@ def load(build: Build, path: Path) -> Progress:
     # A rank beyond the world size of the saved run starts with the generators of rank 0.
     rank = build.mesh.rank if build.mesh.rank < state.world else 0
     # These are the build's own tensors, sharded as it is: torch reads each rank's part straight into them.
-    tensors, reader = _tensors(build, rank), _reader(path)
-    with _reading(path):
+    tensors, reader = _collect_tensors(build, rank), _build_reader(path)
+    with _convert_read_errors(path):
         _require_kinds(path, reader.read_metadata().state_dict_metadata, tensors)
         dcp.load(tensors, storage_reader=reader, no_dist=build.mesh.world == 1)
     # torch returned copies of the generators' states, so the loaded values must be handed back.
@@ -807,6 +807,6 @@ def load_weights(build: Build, path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     # A subset is enough: torch reads the requested names only and ignores the rest.
-    tensors = {name: t for name, t in _tensors(build).items() if name.startswith("model.")}
-    with _reading(path):
-        dcp.load(tensors, storage_reader=_reader(path), no_dist=build.mesh.world == 1)
+    tensors = {name: t for name, t in _collect_tensors(build).items() if name.startswith("model.")}
+    with _convert_read_errors(path):
+        dcp.load(tensors, storage_reader=_build_reader(path), no_dist=build.mesh.world == 1)

@@ -61,7 +61,7 @@ class _Optimizer:
         """Does nothing: DeepSpeed's step clears the gradients."""
 
 
-def _gathered(p: Tensor) -> Tensor:
+def _gather_parameter(p: Tensor) -> Tensor:
     """Gathers a parameter that ZeRO-3 has sharded; all ranks must call it."""
     import deepspeed
 
@@ -127,7 +127,7 @@ class DeepSpeed(Technique):
             nonlocal engine
             # DeepSpeed replaces its parameters by flat shards and calls its `step` on those.
             fused = torch.optim.AdamW(groups, fused=True, **settings)
-            engine = self._engine(build, _PartModule(part, plain), fused)
+            engine = self._build_engine(build, _PartModule(part, plain), fused)
             return _Optimizer(engine)
 
         def through(module: nn.Module, run: Callable[[], object]) -> object:
@@ -167,7 +167,7 @@ class DeepSpeed(Technique):
             build.claim(slot, function, self.name())
         build.state.saved[self.name()] = _NotResumed()
         if self.zero == 3:
-            build.parallel.full_parameter = _gathered
+            build.parallel.full_parameter = _gather_parameter
         what = {
             1: "optimizer states",
             2: "optimizer states and gradients",
@@ -175,7 +175,7 @@ class DeepSpeed(Technique):
         }
         return Change(f"DeepSpeed's ZeRO-{self.zero}: {what[self.zero]} sharded across {world} devices", world)
 
-    def _engine(self, build: Build, module: nn.Module, optimizer: torch.optim.Optimizer) -> DeepSpeedEngine:
+    def _build_engine(self, build: Build, module: nn.Module, optimizer: torch.optim.Optimizer) -> DeepSpeedEngine:
         if build.torch_device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; otherwise it searches for accelerators
         import deepspeed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from preheat.core import Device, Recipe
 from preheat.errors import RecipeError
-from preheat.hardware.deterministic import be_deterministic
+from preheat.hardware.deterministic import set_deterministic
 
 __all__ = ["resolve_device"]
 
@@ -27,7 +27,7 @@ def resolve_device(recipe: Recipe, on_host: int = 1) -> tuple[Device, int]:
     if threads > _THREADS_A_CORE * cores:  # measuring the rates with thousands of threads takes hours
         raise RecipeError(f"hardware.threads: {threads:,} are more than the {cores} cores here; use at most {cores}")
     # Before CUDA starts: cuBLAS reads its workspace setting once.
-    be_deterministic(recipe.hardware.deterministic)
+    set_deterministic(recipe.hardware.deterministic)
     import torch
 
     from preheat.hardware.probe import probe

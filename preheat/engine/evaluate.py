@@ -12,17 +12,26 @@ import torch
 from torch import Tensor
 
 from preheat.core import DATA, Axis, Batch, Build, LossSum, Slot
-from preheat.engine.step import add_up, flattened, forward, transform, unflattened
+from preheat.engine.step import add_up, flatten_result, forward, transform, unflatten_result
 from preheat.models import hf
 
-__all__ = ["Measured", "evaluate", "likeliest", "measure", "parts", "eval_mode", "summed", "token_scores"]
+__all__ = [
+    "Measured",
+    "evaluate",
+    "find_likeliest",
+    "measure",
+    "iterate_losses",
+    "set_eval_mode",
+    "sum_parts",
+    "score_tokens",
+]
 
 LOGITS = 2**24
 """Logits computed at once when single tokens are scored (64 MiB in fp32): keeps evaluations within planned memory."""
 
 
 @contextmanager
-def eval_mode(build: Build) -> Iterator[None]:
+def set_eval_mode(build: Build) -> Iterator[None]:
     """Puts the build's parts into eval mode without gradients; restores their modes afterwards."""
     modes = [part.training for part in build.trained]
     for part in build.trained:
@@ -35,19 +44,19 @@ def eval_mode(build: Build) -> Iterator[None]:
             part.train(mode)
 
 
-def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
+def iterate_losses(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
     """The loss of each batch by the build's own objective, on the CPU: the terms that `evaluate` sums.
 
     Data-parallel ranks take the batches in turns and exchange the results: every rank yields the losses of all batches.
     """
     # Devices of the other axes (tensor, context, pipeline) work together on the same batch.
     many, mine = build.mesh.size(*DATA), build.mesh.index(*DATA)
-    for group in _groups(batches, many):
+    for group in _iterate_groups(batches, many):
         # In the last group some ranks repeat a batch: all must take part in the collective.
         batch = group[min(mine, len(group) - 1)]
-        with eval_mode(build):
+        with set_eval_mode(build):
             loss = forward(build, transform(build, batch))
-        results = flattened(loss.total, loss.metrics)
+        results = flatten_result(loss.total, loss.metrics)
         if build.mesh.world > 1:
             # Each rank fills its row and the sum completes the table: an all-gather and, over context-parallel ranks,
             # the sum of their parts of a row, in one collective.
@@ -56,11 +65,11 @@ def parts(build: Build, batches: Iterable[Batch]) -> Iterator[LossSum]:
             results = build.mesh.add(table, *DATA, Axis.CONTEXT)
         # Not strict: in the last group the table has more rows than there are batches.
         for batch, row in zip(group, results.view(many, -1).cpu(), strict=False):
-            total, metrics = unflattened(row, loss.metrics)
+            total, metrics = unflatten_result(row, loss.metrics)
             yield LossSum(total, batch.weight, metrics)
 
 
-def _groups(batches: Iterable[Batch], many: int) -> Iterator[list[Batch]]:
+def _iterate_groups(batches: Iterable[Batch], many: int) -> Iterator[list[Batch]]:
     left = iter(batches)
     while group := list(itertools.islice(left, many)):
         yield group
@@ -81,7 +90,7 @@ class Measured(NamedTuple):
     scores: dict[str, float]
 
 
-def summed(build: Build, losses: Iterable[LossSum]) -> Measured:
+def sum_parts(build: Build, losses: Iterable[LossSum]) -> Measured:
     """Combines the partial sums of an evaluation."""
     total, weight, metrics = 0.0, 0, dict[str, Tensor]()
     for part in losses:
@@ -98,7 +107,7 @@ def summed(build: Build, losses: Iterable[LossSum]) -> Measured:
 
 def measure(build: Build, batches: Iterable[Batch]) -> Measured:
     """Loss and scores over batches."""
-    return summed(build, parts(build, batches))
+    return sum_parts(build, iterate_losses(build, batches))
 
 
 def evaluate(build: Build, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -106,7 +115,7 @@ def evaluate(build: Build, batches: Iterable[Batch]) -> tuple[float, int]:
     return measure(build, batches)[:2]
 
 
-def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def score_tokens(build: Build, batch: Batch, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log-likelihoods of given next tokens at given positions of a batch, whatever the build's objective.
 
     Args:
@@ -124,16 +133,16 @@ def token_scores(build: Build, batch: Batch, places: Tensor, targets: Tensor) ->
         scores = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(dim=1)
         return torch.stack([scores, logits.argmax(dim=1) == wanted], dim=1)
 
-    scores, best = _of_logits(build, batch, places, judge, columns=2).unbind(1)
+    scores, best = _judge_logits(build, batch, places, judge, columns=2).unbind(1)
     return scores.float(), best > 0
 
 
-def likeliest(build: Build, batch: Batch, places: Tensor) -> Tensor:
+def find_likeliest(build: Build, batch: Batch, places: Tensor) -> Tensor:
     """The argmax of the head (a token, or a class for a classification head) at each position, [n] on the CPU."""
-    return _of_logits(build, batch, places, lambda _, logits: logits.argmax(dim=1)[:, None], columns=1)[:, 0].long()
+    return _judge_logits(build, batch, places, lambda _, logits: logits.argmax(dim=1)[:, None], columns=1)[:, 0].long()
 
 
-def _of_logits(
+def _judge_logits(
     build: Build, batch: Batch, places: Tensor, judge: Callable[[Tensor, Tensor], Tensor], *, columns: int
 ) -> Tensor:
     """Applies `judge` to the fp32 logits at each position, [n, columns] in fp64 on the CPU; the same on every rank.
@@ -144,7 +153,7 @@ def _of_logits(
     part = build.trained[0]
     rows, length = batch.tokens.shape
     # Context parallelism splits labels along with their tokens: positions in their place tell each rank which it has.
-    with eval_mode(build):
+    with set_eval_mode(build):
         mine = transform(build, replace(batch, labels=torch.arange(rows * length).view(rows, length)))
     # Index on this rank of each position of the full batch, -1 on all other ranks. Padding has the label -100.
     own = mine.labels.flatten().cpu()
@@ -168,10 +177,10 @@ def _of_logits(
             # In chunks, because [positions, vocabulary] in fp32 may exceed the step's own peak.
             for some, states in zip(numbers.split(size), hidden.split(size), strict=True):
                 if len(some):
-                    table[some.to(table.device)] = judge(some, hf.logits(part, states)).double()
+                    table[some.to(table.device)] = judge(some, hf.compute_logits(part, states)).double()
             return table
 
-    with eval_mode(build):
+    with set_eval_mode(build):
         table: Tensor = build.slot(Slot.UNSHARD_SCOPE)(part, run)
     if build.mesh.size(Axis.CONTEXT) > 1:
         table = build.mesh.add(table, Axis.CONTEXT)

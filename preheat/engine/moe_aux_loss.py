@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from preheat.core import SlotFunction
     from preheat.core.json_types import JsonObject
 
-__all__ = ["balance", "balance_part", "loads", "scores"]
+__all__ = ["add_balance_loss", "compute_balance_part", "summarize_loads", "wrap_metrics"]
 
 TERM = "balance"
 """Metric: the loss before its coefficient, times the weight."""
 
 
-def balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
+def compute_balance_part(counts: Tensor, sums: Tensor, chosen: int) -> Tensor:
     """One part's term of E * sum of f_e P_e; the terms of all parts sum to it.
 
     Args:
@@ -86,7 +86,7 @@ class _Balance:
             if not isinstance(batches, Sequence):
                 batches = list(batches)  # dynamic_batch yields them one by one, and they are read twice
             # A single micro-batch counts its tokens in its own forward pass, before its loss.
-            self.counts = self._expert_loads(batches) if len(batches) > 1 else None
+            self.counts = self._count_expert_loads(batches) if len(batches) > 1 else None
         loss: LossSum = plain(build, batches, weight)
         self.weight = self.ledger.padding = None  # no layer is recomputed any more
         return loss
@@ -102,15 +102,15 @@ class _Balance:
         finally:
             self.ledger.open = False
         # [layers, experts] each; `sums` carries the gradient.
-        tokens, sums = moe.routed(part)
+        tokens, sums = moe.read_router_records(part)
         metrics = {**metrics, TOKENS: tokens}
         if self.coefficient:
             assert self.weight is not None, (
                 "the pass over a global batch is not the engine's: the balance of its experts is not known"
             )
-            counts = self.counts if self.counts is not None else self._everywhere(tokens.sum(0))
+            counts = self.counts if self.counts is not None else self._sum_over_ranks(tokens.sum(0))
             # Times the weight, because the caller divides the sum of losses by it.
-            term = balance_part(counts, sums.sum(0), self.chosen) * self.weight
+            term = compute_balance_part(counts, sums.sum(0), self.chosen) * self.weight
             total = total + self.coefficient * term
             metrics[TERM] = term.detach()
         return total, metrics
@@ -121,7 +121,7 @@ class _Balance:
         none = torch.zeros_like(batch.labels, dtype=torch.bool) if batch.padding is None else None
         self.ledger.padding = batch.padding if none is None else none
 
-    def _layers(self, part: nn.Module, batch: Batch) -> Tensor:
+    def _run_layers(self, part: nn.Module, batch: Batch) -> Tensor:
         """Runs the layers alone, to record the routers' choices."""
         self._note_padding(batch)
         with ExitStack() as stack:
@@ -131,7 +131,7 @@ class _Balance:
             self.build.slot(Slot.HIDDEN)(part, batch)
         return batch.tokens.new_zeros((), dtype=torch.float32)
 
-    def _expert_loads(self, batches: Sequence[Batch]) -> Tensor:
+    def _count_expert_loads(self, batches: Sequence[Batch]) -> Tensor:
         """Tokens per expert in the global batch, summed over layers: [experts]."""
         part, total = self.build.trained[0], None
         devices = [self.build.torch_device] if self.build.torch_device.type == "cuda" else []
@@ -142,20 +142,20 @@ class _Balance:
                 # By index: a dry run recognizes the first pass by it (planning/dry_run.py).
                 for n in range(len(batches)):
                     batch = transform(self.build, batches[n])
-                    self.build.slot(Slot.UNSHARD_SCOPE)(part, functools.partial(self._layers, part, batch))
-                    tokens = moe.routed(part)[0].sum(0)
+                    self.build.slot(Slot.UNSHARD_SCOPE)(part, functools.partial(self._run_layers, part, batch))
+                    tokens = moe.read_router_records(part)[0].sum(0)
                     total = tokens if total is None else total + tokens
             finally:
                 self.ledger.open = False
         assert total is not None
-        return self._everywhere(total)
+        return self._sum_over_ranks(total)
 
-    def _everywhere(self, counts: Tensor) -> Tensor:
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         # Not over the tensor axis, whose devices see the same tokens.
         return self.build.mesh.add(counts.clone(), *DATA, Axis.CONTEXT) if self.build.mesh.world > 1 else counts
 
 
-def balance(build: Build, config: PretrainedConfig) -> None:
+def add_balance_loss(build: Build, config: PretrainedConfig) -> None:
     """Adds the load-balancing loss and the load metrics to a build whose model has experts, in place."""
     count, chosen, width = moe.sizes_of(config)
     layers = len(moe.routers(build.trained[0]))
@@ -166,7 +166,7 @@ def balance(build: Build, config: PretrainedConfig) -> None:
     if build.mesh.size(*DATA, Axis.CONTEXT) > 1:
         build.mesh.group(*DATA, Axis.CONTEXT)  # creating a group is collective: all ranks do it now
     for slot, around in ((Slot.STAGE_LOSS, balancer.forward), (Slot.FORWARD_BACKWARD, balancer.forward_backward)):
-        build.claim(slot, _around(around, build.slot(slot)), "plain")
+        build.claim(slot, _wrap_slot(around, build.slot(slot)), "plain")
     shared = moe.shared_width(config)
     shared_note = f", plus a shared one of width {shared}" if shared else ""
     balancing = f"balance loss x {balancer.coefficient:g}" if balancer.coefficient else "no balance loss"
@@ -180,7 +180,7 @@ def balance(build: Build, config: PretrainedConfig) -> None:
     build.changes.setdefault("experts", []).append(Change(message, layers, "grouped_mm"))
 
 
-def loads(tokens: Tensor) -> JsonObject:
+def summarize_loads(tokens: Tensor) -> JsonObject:
     """Load balance of the experts.
 
     Args:
@@ -203,23 +203,23 @@ def loads(tokens: Tensor) -> JsonObject:
     }
 
 
-def _around(function: SlotFunction, plain: SlotFunction) -> SlotFunction:
+def _wrap_slot(function: SlotFunction, plain: SlotFunction) -> SlotFunction:
     return lambda *args: function(plain, *args)
 
 
-def scores(
+def wrap_metrics(
     inner: Callable[[Mapping[str, Tensor], float], JsonObject],
 ) -> Callable[[Mapping[str, Tensor], float], JsonObject]:
-    """Wraps the objective's metrics: adds the load of experts (see `loads`) and the balance loss."""
+    """Wraps the objective's metrics: adds the load of experts (see `summarize_loads`) and the balance loss."""
 
-    def with_load(metrics: Mapping[str, Tensor], weight: float) -> JsonObject:
+    def add_load(metrics: Mapping[str, Tensor], weight: float) -> JsonObject:
         # The objective's own function knows only its own metrics.
         rest = {name: value for name, value in metrics.items() if name not in (TOKENS, TERM)}
         values = inner(rest, weight)
         if TOKENS in metrics:
-            values |= loads(metrics[TOKENS])
+            values |= summarize_loads(metrics[TOKENS])
         if TERM in metrics:
             values["balance_loss"] = float(metrics[TERM]) / float(weight)
         return values
 
-    return with_load
+    return add_load

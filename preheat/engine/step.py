@@ -18,9 +18,9 @@ from preheat.core import DATA, Axis, Batch, Build, LossSum, RowLoss, Shape, Slot
 from preheat.data.loader import sample_order
 from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
-from preheat.ops.distributed.dtensor_utils import by_dtype, local, total_norm
+from preheat.ops.distributed.dtensor_utils import group_by_dtype, local, total_norm
 from preheat.ops.gradient_accumulation import accumulate
-from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, full_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, Softcapped, sum_full_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 __all__ = [
     "add_up",
     "forward",
-    "flattened",
-    "gradients",
+    "flatten_result",
+    "accumulate_gradients",
     "read_step_stats",
     "install_defaults",
     "transform",
-    "unflattened",
+    "unflatten_result",
     "update",
 ]
 
 
 def transform(build: Build, batch: Batch) -> Batch:
     """Applies the build's transforms to a batch, in their order."""
-    return build.transformed(batch)
+    return build.transform_batch(batch)
 
 
 def forward(build: Build, batch: Batch) -> LossSum:
@@ -51,7 +51,7 @@ def forward(build: Build, batch: Batch) -> LossSum:
     return build.slot(Slot.MODEL_LOSS)(build, batch)
 
 
-def _model_loss(build: Build, batch: Batch) -> LossSum:
+def _compute_model_loss(build: Build, batch: Batch) -> LossSum:
     part = build.trained[0]
     # FSDP gathers weights around this call, so everything that touches the part's weights runs inside.
     total, metrics = build.slot(Slot.UNSHARD_SCOPE)(part, lambda: build.slot(Slot.STAGE_LOSS)(part, batch))
@@ -61,7 +61,7 @@ def _model_loss(build: Build, batch: Batch) -> LossSum:
     return LossSum(total, batch.weight, metrics)
 
 
-def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def _compute_stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum of a micro-batch's losses, and its metrics: tensors in a tuple, which FSDP's hooks traverse."""
     with ExitStack() as stack:
         for context in build.hooks.around_forward:
@@ -72,7 +72,7 @@ def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tens
             return (hidden.clone() if hidden._is_view() else hidden, {})
 
         # An objective with several passes passes the row loss of each, and the model whose head it uses.
-        def over_logits(
+        def sum_over_logits(
             hidden: Tensor, *aligned: Tensor, row_loss: RowLoss | None = None, of: PreTrainedModel = part
         ) -> Tensor:
             if row_loss is None:
@@ -87,7 +87,7 @@ def _stage_loss(build: Build, part: PreTrainedModel, batch: Batch) -> tuple[Tens
             with torch.autocast(build.torch_device.type, enabled=False):
                 return build.slot(Slot.OVER_LOGITS)(hidden.to(build.loss.head_dtype), hf.head(of), row_loss, *aligned)
 
-        loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), over_logits)
+        loss: LossSum = build.slot(Slot.OBJECTIVE)(batch, lambda b: build.slot(Slot.HIDDEN)(part, b), sum_over_logits)
         return loss.total, loss.metrics
 
 
@@ -98,7 +98,7 @@ def add_up(sums: dict[str, Tensor], metrics: Mapping[str, Tensor]) -> None:
         sums[name] = sums[name] + value if name in sums else value
 
 
-def gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -> LossSum:
+def accumulate_gradients(build: Build, batches: Sequence[Batch], lr: float | None = None) -> LossSum:
     """Accumulates into `.grad` the gradients of the mean loss per trained token (or example) of the global batch.
 
     Args:
@@ -153,12 +153,12 @@ def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[b
     """Reads a step's results back from the device: the only synchronization of a step, with one collective.
 
     Args:
-        loss: result of `gradients`, this device's part of it.
+        loss: result of `accumulate_gradients`, this device's part of it.
         more: numbers that are the same on all devices, [n].
         flags: of this process; each is raised for all if one raises it.
     """
     # One vector for the loss and its metrics, so that a single all-reduce adds them up.
-    flat, raised = flattened(loss.total, loss.metrics), tuple(flags)
+    flat, raised = flatten_result(loss.total, loss.metrics), tuple(flags)
     if build.mesh.world > 1:
         # Flags travel as numbers in the same message: a sum above 0 means that some rank raised it.
         flat = build.mesh.add(torch.cat([flat, torch.tensor(flags, dtype=flat.dtype).to(flat.device)]))
@@ -169,21 +169,21 @@ def read_step_stats(build: Build, loss: LossSum, more: Tensor, flags: Sequence[b
     weight = torch.as_tensor(loss.weight).to(flat).view(1)
     # The host waits here for everything that the step has queued.
     read = torch.cat([flat, weight, more.double()]).cpu()
-    total, metrics = unflattened(read[: len(flat)], loss.metrics)
+    total, metrics = unflatten_result(read[: len(flat)], loss.metrics)
     divisor, *rest = read[len(flat) :].tolist()
     if build.mesh.world > 1:
         rest, raised = rest[: -len(flags)], tuple(flag > 0 for flag in rest[-len(flags) :])
     return Numbers(float(total), metrics, divisor, rest, raised)
 
 
-def flattened(total: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
+def flatten_result(total: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
     """Packs a loss and its metrics into one fp64 vector, to be sent or read at once."""
     # fp64: a count of tokens above 2**24 is not exact in fp32.
     return torch.cat([total.double().view(1), *(value.double().flatten() for value in metrics.values())])
 
 
-def unflattened(vector: Tensor, like: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Unpacks a vector of `flattened`; names and shapes of the metrics are those of `like`."""
+def unflatten_result(vector: Tensor, like: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Unpacks a vector of `flatten_result`; names and shapes of the metrics are those of `like`."""
     total, *values = vector.split([1, *(value.numel() for value in like.values())])
     return total[0], {name: value.view(like[name].shape) for name, value in zip(like, values, strict=True)}
 
@@ -196,16 +196,16 @@ def _set_rate(build: Build, lr: float) -> None:
 # --- the default of each slot -------------------------------------------------------------------------------------
 
 
-def _hidden(build: Build) -> Callable[[PreTrainedModel, Batch], Tensor]:
-    def hidden(part: PreTrainedModel, batch: Batch) -> Tensor:
+def _build_hidden(build: Build) -> Callable[[PreTrainedModel, Batch], Tensor]:
+    def compute_hidden(part: PreTrainedModel, batch: Batch) -> Tensor:
         # Looked up in each call: techniques may claim the slots after this default was installed.
         attention = build.slot(Slot.ATTENTION_EXCHANGE)(build.slot(Slot.ATTENTION_KERNEL))
         return hf.hidden_states(part, batch.tokens, batch.positions, batch.mask, attention, batch.hidden, batch.images)
 
-    return hidden
+    return compute_hidden
 
 
-def _next_token(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
+def _next_token_loss(batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]) -> LossSum:
     """Next-token prediction on the trained labels: pretraining and supervised fine-tuning alike."""
     return LossSum(over_logits(hidden(batch), batch.labels), batch.weight)
 
@@ -216,7 +216,7 @@ def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: flo
     # Only with hooks: `dynamic_batch` passes an iterator, which has no length.
     left = len(batches) if build.hooks.before_backward else 0
 
-    def loss_sum(batch: Batch) -> Tensor:
+    def sum_loss(batch: Batch) -> Tensor:
         nonlocal left
         left -= 1
         for tell in build.hooks.before_backward:
@@ -226,11 +226,11 @@ def _forward_backward(build: Build, batches: Sequence[Batch], global_weight: flo
         add_up(metrics, loss.metrics)
         return loss.total
 
-    total = accumulate(_transformed(build, batches), loss_sum, global_weight)
+    total = accumulate(_iterate_transformed(build, batches), sum_loss, global_weight)
     return LossSum(total, global_weight, metrics)
 
 
-def _transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
+def _iterate_transformed(build: Build, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Transforms each micro-batch; the next one is copied to the device while the current one computes."""
     if build.hooks.transfer is None:
         yield from (transform(build, batch) for batch in batches)
@@ -261,7 +261,7 @@ def _clip(build: Build) -> Tensor:
     if limit > 0:
         # As torch.nn.utils.clip_grad_norm_ does, 1e-6 included; without a branch on the norm, which would wait for it.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for members in by_dtype(map(local, grads)):
+        for members in group_by_dtype(map(local, grads)):
             if together and members[0].dtype == factor.dtype:  # of another dtype torch takes them one by one anyway
                 torch._foreach_mul_(members, factor)
             else:
@@ -278,14 +278,14 @@ def _update(build: Build, norm: Tensor) -> Tensor:
     return finite
 
 
-def _shape(build: Build) -> Callable[[float], Shape]:
+def _build_schedule(build: Build) -> Callable[[float], Shape]:
     batch = build.recipe.batch
     # Rounded up twice: the last rank and the last micro-batch may have fewer rows.
     rows = -(-batch.size // build.mesh.size(*DATA))  # per data-parallel device
     return lambda progress: Shape(batch.size, batch.seq_len, -(-rows // build.state.accumulation))
 
 
-def _optimizer(build: Build) -> Callable[..., torch.optim.Optimizer]:
+def _build_optimizer(build: Build) -> Callable[..., torch.optim.Optimizer]:
     def make(groups: list[ParamGroup], *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
         from preheat.ops.optim.optimizers import fused_adamw
 
@@ -298,20 +298,20 @@ def install_defaults(build: Build) -> None:
     """Installs the default of every slot."""
     plain: dict[Slot, SlotFunction] = {
         Slot.UNSHARD_SCOPE: lambda part, run: run(),
-        Slot.STAGE_LOSS: functools.partial(_stage_loss, build),
-        Slot.MODEL_LOSS: _model_loss,
-        Slot.HIDDEN: _hidden(build),
+        Slot.STAGE_LOSS: functools.partial(_compute_stage_loss, build),
+        Slot.MODEL_LOSS: _compute_model_loss,
+        Slot.HIDDEN: _build_hidden(build),
         Slot.ROW_LOSS: CrossEntropy(),
-        Slot.OVER_LOGITS: full_logits,
-        Slot.OBJECTIVE: _next_token,
+        Slot.OVER_LOGITS: sum_full_loss,
+        Slot.OBJECTIVE: _next_token_loss,
         Slot.FORWARD_BACKWARD: _forward_backward,
         Slot.CLIP: _clip,
         Slot.UPDATE: _update,
-        Slot.BATCH_SHAPE: _shape(build),
+        Slot.BATCH_SHAPE: _build_schedule(build),
         Slot.SAMPLE_ORDER: lambda rows, seed, committed, total: sample_order(rows, seed, committed),
         Slot.ATTENTION_KERNEL: reference_attention,
         Slot.ATTENTION_EXCHANGE: lambda kernel: kernel,
-        Slot.OPTIMIZER: _optimizer(build),
+        Slot.OPTIMIZER: _build_optimizer(build),
     }
     for slot, function in plain.items():
         build.claim(slot, function, "plain")

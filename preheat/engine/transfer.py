@@ -10,7 +10,7 @@ from torch import Tensor
 
 from preheat.core import Batch
 from preheat.hardware.transfers import to_device
-from preheat.ops.memory.host_transfer import Copy, HostCopy, link_for
+from preheat.ops.memory.host_transfer import Copy, HostCopy, choose_link
 
 __all__ = ["Transfer"]
 
@@ -37,7 +37,7 @@ class Transfer:
     """
 
     def __init__(self, device: torch.device, link: HostCopy | None = None):
-        self.device, self.link = device, link or link_for(device)
+        self.device, self.link = device, link or choose_link(device)
         self._begun: _Begun | None = None
 
     def begin(self, read: Batch, host: Batch) -> None:
@@ -57,7 +57,7 @@ class Transfer:
             copies.append(self.link.back(pinned, torch.empty_like(t, device=self.device)))
             return copies[-1].value
 
-        self._begun = _Begun(read, _each(host, send), copies)
+        self._begun = _Begun(read, _map_tensors(host, send), copies)
 
     def begun(self, read: Batch) -> Batch | None:
         """The micro-batch on the device if it is the prefetched one; the compute stream waits for its copies."""
@@ -69,7 +69,7 @@ class Transfer:
 
     def __call__(self, host: Batch) -> Batch:
         """Copies a micro-batch in the order of the compute stream."""
-        return _each(host, lambda t: to_device(t, self.device))
+        return _map_tensors(host, lambda t: to_device(t, self.device))
 
     def _drop(self) -> None:
         # Also if the prefetched batch is not wanted any more: its memory returns to the compute stream.
@@ -79,7 +79,7 @@ class Transfer:
         self._begun = None
 
 
-def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def _map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     # Tensors that every batch has, then those of techniques; `hidden` is made on the device and never moves.
     tokens, labels, positions, *extras = (
         change(t) for t in (batch.tokens, batch.labels, batch.positions, *batch.aligned)

@@ -14,7 +14,7 @@ from preheat.evaluation.long_context import SHARES
 from preheat.evaluation.scoring import CLASSES
 from preheat.evaluation.tasks import BY_LIKELIHOOD, LengthTask, Task, find_tasks
 from preheat.recipe import Recipe
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 __all__ = [
     "Criterion",
@@ -156,7 +156,7 @@ def criterion_of(recipe: Recipe) -> Criterion | None:
 
 def unknown_score(name: str, known: Sequence[str]) -> str:
     """Returns the message for a score that no evaluation gives."""
-    return f"no evaluation of this recipe gives {quoted(name, 60)}; it gives: {', '.join(known) or 'none'}"
+    return f"no evaluation of this recipe gives {quote_value(name, 60)}; it gives: {', '.join(known) or 'none'}"
 
 
 def scores_of(recipe: Recipe, tasks: Sequence[Task | LengthTask | str]) -> dict[str, bool]:

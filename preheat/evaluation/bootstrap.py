@@ -14,7 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.ma  # np.quantile loads it at its first call, in a run beside the model: 7 MiB
 
-__all__ = ["Metric", "difference", "draws", "interval", "macro_f1", "mean", "perplexity", "ratio", "resampled_sums"]
+__all__ = [
+    "Metric",
+    "compute_difference",
+    "draw_metrics",
+    "compute_interval",
+    "macro_f1",
+    "mean_metric",
+    "perplexity_metric",
+    "ratio_metric",
+    "resample_sums",
+]
 
 SHARE = 0.95
 RESAMPLES = 1000
@@ -46,18 +56,18 @@ class Metric:
         return float(self.of(self.rows.sum(axis=0))) if len(self.rows) else math.nan
 
 
-def _divided(sums: np.ndarray) -> np.ndarray:
-    # 0 / 0 gives NaN, which `_middle` leaves out.
+def _divide_sums(sums: np.ndarray) -> np.ndarray:
+    # 0 / 0 gives NaN, which `_middle_interval` leaves out.
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums[..., 0] / sums[..., 1]
 
 
-def _exponential(sums: np.ndarray) -> np.ndarray:
+def _exponentiate_ratio(sums: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # overflow gives an infinite perplexity
-        return np.exp(_divided(sums))
+        return np.exp(_divide_sums(sums))
 
 
-def _macro(sums: np.ndarray) -> np.ndarray:
+def _average_f1(sums: np.ndarray) -> np.ndarray:
     # [..., classes] each: sums of hits, predictions and golds, the order of `macro_f1`.
     hit, predicted, gold = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
     present = predicted + gold > 0
@@ -67,29 +77,29 @@ def _macro(sums: np.ndarray) -> np.ndarray:
 
 
 KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "ratio": _divided,
-    "perplexity": _exponential,
-    "macro_f1": _macro,
+    "ratio": _divide_sums,
+    "perplexity": _exponentiate_ratio,
+    "macro_f1": _average_f1,
 }
 
 
-def ratio(above: Sequence[float], below: Sequence[float], *, higher: bool = True) -> Metric:
+def ratio_metric(above: Sequence[float], below: Sequence[float], *, higher: bool = True) -> Metric:
     """Returns a ratio of two sums, e.g. the mean loss per token from the losses and tokens of rows."""
     return Metric(np.stack([np.asarray(above, np.float64), np.asarray(below, np.float64)], axis=1), "ratio", higher)
 
 
-def mean(values: Sequence[float], *, higher: bool = True) -> Metric:
+def mean_metric(values: Sequence[float], *, higher: bool = True) -> Metric:
     """Returns the mean over rows.
 
     >>> mean([1.0, 0.0, 1.0, 1.0]).value
     0.75
     """
-    return ratio(values, [1.0] * len(values), higher=higher)
+    return ratio_metric(values, [1.0] * len(values), higher=higher)
 
 
-def perplexity(losses: Sequence[float], weights: Sequence[float]) -> Metric:
+def perplexity_metric(losses: Sequence[float], weights: Sequence[float]) -> Metric:
     """Returns exp of the mean loss; losses in nats, each summed over `weights` tokens."""
-    return Metric(ratio(losses, weights).rows, "perplexity", higher=False)
+    return Metric(ratio_metric(losses, weights).rows, "perplexity", higher=False)
 
 
 def macro_f1(gold: Sequence[int], predicted: Sequence[int], classes: int) -> Metric:
@@ -108,7 +118,7 @@ def macro_f1(gold: Sequence[int], predicted: Sequence[int], classes: int) -> Met
     return Metric(np.concatenate([g * p, p, g], axis=1), "macro_f1")
 
 
-def resampled_sums(rows: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[np.ndarray]:
+def resample_sums(rows: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[np.ndarray]:
     """Yields sums over rows drawn with replacement, [chunk, features]; equal row counts and seeds give equal draws."""
     n, generator = len(rows), np.random.Generator(np.random.PCG64(seed))
     # Chunks draw from one generator in turn, so the draws do not depend on their number.
@@ -123,12 +133,12 @@ def resampled_sums(rows: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 
         yield np.einsum("sn,nf->sf", counts, rows)
 
 
-def draws(metric: Metric, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def draw_metrics(metric: Metric, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
     """Returns the metric of each resample, [resamples]."""
-    return np.concatenate([metric.of(sums) for sums in resampled_sums(metric.rows, resamples=resamples, seed=seed)])
+    return np.concatenate([metric.of(sums) for sums in resample_sums(metric.rows, resamples=resamples, seed=seed)])
 
 
-def _middle(values: np.ndarray) -> tuple[float, float] | None:
+def _middle_interval(values: np.ndarray) -> tuple[float, float] | None:
     # A resample may hold no row that counts, which has no ratio.
     values = values[~np.isnan(values)]
     if not len(values):
@@ -137,12 +147,12 @@ def _middle(values: np.ndarray) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def interval(metric: Metric, *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float] | None:
+def compute_interval(metric: Metric, *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float] | None:
     """Returns the 95 % interval; None with fewer than two rows."""
-    return _middle(draws(metric, resamples=resamples, seed=seed)) if len(metric.rows) > 1 else None
+    return _middle_interval(draw_metrics(metric, resamples=resamples, seed=seed)) if len(metric.rows) > 1 else None
 
 
-def difference(
+def compute_difference(
     before: Metric, after: Metric, *, paired: bool = True, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, tuple[float, float] | None]:
     """Returns after - before and its 95 % interval.
@@ -155,8 +165,8 @@ def difference(
     value = after.value - before.value
     if min(len(before.rows), len(after.rows)) < 2:
         return value, None
-    a = draws(before, resamples=resamples, seed=seed)
+    a = draw_metrics(before, resamples=resamples, seed=seed)
     # With equal seeds both metrics see the same rows in each resample.
-    b = draws(after, resamples=resamples, seed=seed if paired else seed + 1)
+    b = draw_metrics(after, resamples=resamples, seed=seed if paired else seed + 1)
     with np.errstate(invalid="ignore"):  # two infinite perplexities have no difference
-        return value, _middle(b - a)
+        return value, _middle_interval(b - a)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat import remote_code
-from preheat.data.rows.file_readers import expanded
-from preheat.data.sources import digest
-from preheat.errors import DataError, RecipeError, nearest
+from preheat.data.rows.file_readers import expand_path
+from preheat.data.sources import compute_digest
+from preheat.errors import DataError, RecipeError, suggest_nearest
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import Scorer
-from preheat.recipe.yaml_io import nodes, read_text
+from preheat.recipe.yaml_io import parse_nodes, read_text
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["measure_by_harness", "model_for_harness", "require_harness"]
+__all__ = ["measure_by_harness", "build_harness_model", "require_harness"]
 
 WRITTEN = 256
 """Maximum tokens of an answer if the task sets none (lm-eval's own default)."""
@@ -51,7 +51,7 @@ def require_harness() -> ModuleType:
     return lm_eval
 
 
-def model_for_harness(scorer: Scorer) -> TemplateLM:
+def build_harness_model(scorer: Scorer) -> TemplateLM:
     """Returns the build as a model of lm-eval; `scorer` answers its requests, with the same precision and memory."""
     require_harness()
     from lm_eval.api.model import TemplateLM
@@ -156,24 +156,24 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
     lm_eval = require_harness()
     from lm_eval.tasks import TaskManager
 
-    with _quiet():
+    with _silence_harness():
         if Path(name).suffix in (".yaml", ".yml"):
-            file = expanded("--tasks", name)
+            file = expand_path("--tasks", name)
             # The file needs none of lm-eval's own tasks, thousands of files to index.
-            manager, task = TaskManager(include_path=str(file.parent), include_defaults=False), _task_of(file)
+            manager, task = TaskManager(include_path=str(file.parent), include_defaults=False), _name_task(file)
         else:
             manager, task = TaskManager(), name
         known = list(manager.all_tasks)
         if task not in known:
             raise RecipeError(
                 f"--tasks lm-eval:{name}: no such task; "
-                f"{nearest(task, known) if len(known) < 50 else _near(task, known)}"
+                f"{suggest_nearest(task, known) if len(known) < 50 else _suggest_task(task, known)}"
             )
         try:
             # No bootstrap of lm-eval: intervals are computed from the values per row, as for all tasks.
             # Seeds of None leave the process's generators unchanged, so that a run stays reproducible.
             output = lm_eval.simple_evaluate(
-                model=model_for_harness(scorer), tasks=[task], task_manager=manager,
+                model=build_harness_model(scorer), tasks=[task], task_manager=manager,
                 limit=limit, bootstrap_iters=0, log_samples=True,
                 random_seed=None, numpy_random_seed=None, torch_random_seed=None,
             )  # fmt: skip
@@ -184,17 +184,17 @@ def measure_by_harness(name: str, scorer: Scorer, *, limit: int | None = None) -
                 "a network"
             ) from None
     assert output is not None, "only ranks above 0 get nothing"
-    return {key: _result(values, output["samples"].get(key, [])) for key, values in output["results"].items()}
+    return {key: _build_result(values, output["samples"].get(key, [])) for key, values in output["results"].items()}
 
 
-def _task_of(file: Path) -> str:
+def _name_task(file: Path) -> str:
     import yaml
 
     if not file.is_file():
         raise RecipeError(f"--tasks lm-eval:{file}: no such file")
     where = f"--tasks lm-eval:{file}"
-    node = nodes(read_text(file, where), where)  # parses only: constructing would run lm-eval's !function
-    remote_code.may_run("--tasks", f"lm-eval:{file}", _code_of(node))
+    node = parse_nodes(read_text(file, where), where)  # parses only: constructing would run lm-eval's !function
+    remote_code.may_run("--tasks", f"lm-eval:{file}", _find_code(node))
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     named = ((key.value, value.value) for key, value in pairs if isinstance(value, yaml.ScalarNode))
     task = next((name for key, name in named if key in ("task", "group")), None)
@@ -203,7 +203,7 @@ def _task_of(file: Path) -> str:
     return task
 
 
-def _code_of(node: Node | None) -> list[str]:
+def _find_code(node: Node | None) -> list[str]:
     """Lists the code that lm-eval would run for a task's file: its functions, and included files, which may have
     more."""
     import yaml
@@ -223,14 +223,14 @@ def _code_of(node: Node | None) -> list[str]:
     return code
 
 
-def _near(task: str, known: list[str]) -> str:
-    suggestion = nearest(task, known)
+def _suggest_task(task: str, known: list[str]) -> str:
+    suggestion = suggest_nearest(task, known)
     return (
         suggestion if suggestion.startswith("did") else f"lm-eval knows {len(known):,}: `lm-eval ls tasks` lists them"
     )
 
 
-def _result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
+def _build_result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
     metrics, alone = {}, {}
     for key, value in values.items():
         # lm-eval's keys are `metric,filter`; others (`alias`) are no metrics.
@@ -243,16 +243,16 @@ def _result(values: JsonObject, samples: Sequence[JsonObject]) -> Result:
         rows = [float(v) for v in each if isinstance(v, int | float)]
         # Any other function of the rows cannot be resampled from their own values.
         if rows and len(rows) == len(each) and abs(sum(rows) / len(rows) - value) < 1e-9:
-            metrics[shown] = bootstrap.mean(rows)
+            metrics[shown] = bootstrap.mean_metric(rows)
         else:
             alone[shown] = float(value)
     # The identity of the rows: equal documents make two results comparable.
     documents = sorted({(s["doc_id"], s.get("doc_hash")) for s in samples})
-    return Result(metrics, len(documents), digest(documents), alone=alone)
+    return Result(metrics, len(documents), compute_digest(documents), alone=alone)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_harness() -> Iterator[None]:
     """Context manager that silences lm-eval's logger and redirects what it prints to standard error."""
     logger = logging.getLogger("lm_eval")
     level = logger.level

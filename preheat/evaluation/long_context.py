@@ -21,20 +21,20 @@ import torch
 
 from preheat.core import Build, Slot
 from preheat.data.packing import Tokens, permutation
-from preheat.data.sources import digest
-from preheat.engine.evaluate import token_scores
+from preheat.data.sources import compute_digest
+from preheat.engine.evaluate import score_tokens
 from preheat.errors import DataError, RecipeError
 from preheat.evaluation import bootstrap
-from preheat.evaluation.needle import RetrievalQuestion, key_value_prompt, phrase_prompt, word_tokens
+from preheat.evaluation.needle import RetrievalQuestion, draw_key_value_prompt, draw_phrase_prompt, find_word_tokens
 from preheat.evaluation.results import Part, Result
-from preheat.evaluation.scoring import CLASSES, Reader, Scorer, batch_of
+from preheat.evaluation.scoring import CLASSES, Reader, Scorer, build_batch
 from preheat.evaluation.tasks import LengthTask
 from preheat.models.conversions import architecture
 
 if TYPE_CHECKING:
     from preheat.evaluation.scoring import Score
 
-__all__ = ["Questions", "measure_length", "questions_of", "reach_of"]
+__all__ = ["Questions", "measure_length", "draw_questions", "reach_of"]
 
 SHARES = {"none": 0.0, "quarter": 0.25, "half": 0.5, "all": 1.0}
 LEAST = 8  # shortest default length in tokens; needles need more
@@ -57,7 +57,7 @@ class Questions:
     longest: int
 
 
-def questions_of(
+def draw_questions(
     task: LengthTask,
     reader: Reader,
     *,
@@ -78,7 +78,7 @@ def questions_of(
         RecipeError: a length is beyond `reach` or too short for a question.
         DataError: the text has no document that is long enough.
     """
-    lengths = task.lengths or _lengths(task, longest)
+    lengths = task.lengths or _choose_lengths(task, longest)
     if max(lengths) > reach:
         raise RecipeError(
             f"task {task.name}: lengths: {max(lengths):,} is beyond the {reach:,} tokens that are read here; "
@@ -92,19 +92,20 @@ def questions_of(
     if task.kind == "continuation" and not begin:
         begin = [reader.encoder.end]  # scoring the first token needs a token before it
     places, cells = list[dict[str, float]](), list[tuple[RetrievalQuestion, ...]]()
-    pieces = word_tokens(reader.tokenizer) if task.kind in ("needle", "recall") else []
+    pieces = find_word_tokens(reader.tokenizer) if task.kind in ("needle", "recall") else []
     for length in lengths:
-        passages = _passages(task, text, length - len(begin), each) if text is not None else []
+        passages = _draw_passages(task, text, length - len(begin), each) if text is not None else []
         depths = [n / (task.depths - 1) for n in range(task.depths)] if pieces else [0.0]
         for number, depth in enumerate(depths):
             # One generator per cell: its questions do not depend on the other lengths and depths.
             generator = np.random.default_rng((task.seed, length, number))
             try:
                 if task.kind == "recall":
-                    cell = [key_value_prompt(pieces, length, depth, generator, begin) for _ in range(each)]
+                    cell = [draw_key_value_prompt(pieces, length, depth, generator, begin) for _ in range(each)]
                 elif task.kind == "needle":
                     cell = [
-                        phrase_prompt(p, pieces, depth, generator, needles=task.needles, begin=begin) for p in passages
+                        draw_phrase_prompt(p, pieces, depth, generator, needles=task.needles, begin=begin)
+                        for p in passages
                     ]
                 else:
                     cell = [RetrievalQuestion([*begin, *p], []) for p in passages]
@@ -134,7 +135,7 @@ def reach_of(build: Build) -> int:
     return positions if positions and not architecture.has_rotary(build.trained[0]) else sys.maxsize
 
 
-def _lengths(task: LengthTask, longest: int) -> list[int]:
+def _choose_lengths(task: LengthTask, longest: int) -> list[int]:
     if task.kind == "positions":
         return [longest]
     if task.kind == "continuation":
@@ -144,7 +145,7 @@ def _lengths(task: LengthTask, longest: int) -> list[int]:
     return sorted({n for n in (longest * k // 8 for k in range(1, 9)) if n >= least} or {longest})
 
 
-def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
+def _draw_passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[list[int]]:
     """Draws up to `each` passages by the task's seed, which do not overlap and lie within one document each."""
     ends = np.asarray(text.offsets)
     sizes = np.diff(ends, prepend=0)
@@ -162,7 +163,7 @@ def _passages(task: LengthTask, text: Tokens, length: int, each: int) -> list[li
 def measure_length(questions: Questions, scorer: Scorer) -> Result:
     """Measures a task: scores its questions by likelihood, in rows as long as the questions.
 
-    Memory is linear in the length: attention is computed in blocks (`_linear`), and logits for some rows at a time.
+    Memory is linear in the length: attention is computed in blocks (`_use_linear_memory`), logits for some rows.
     """
     task = questions.task
     # Keep the tokens per batch of the scorer, but read at least one row.
@@ -173,39 +174,39 @@ def measure_length(questions: Questions, scorer: Scorer) -> Result:
             f"task {task.name}: this run has a classification head instead of a language model head, so no token has "
             "a loss"
         )
-    identity = digest([[(q.context, q.answer) for q in cell] for cell in questions.questions])
-    with _linear(scorer.build):
+    identity = compute_digest([[(q.context, q.answer) for q in cell] for cell in questions.questions])
+    with _use_linear_memory(scorer.build):
         if task.kind == "positions":
-            return _by_position(questions, scorer, identity)
+            return _average_by_position(questions, scorer, identity)
         # All cells at once, since equal lengths share batches; regrouped below in the same order.
         flat = [q for cell in questions.questions for q in cell]
         scores = iter(scorer.score(flat))
     cells = [[next(scores) for _ in cell] for cell in questions.questions]
 
-    def loss(cell: Sequence[Score]) -> bootstrap.Metric:
-        return bootstrap.ratio([-s.loglikelihood for s in cell], [float(s.tokens) for s in cell], higher=False)
+    def compute_loss(cell: Sequence[Score]) -> bootstrap.Metric:
+        return bootstrap.ratio_metric([-s.loglikelihood for s in cell], [float(s.tokens) for s in cell], higher=False)
 
     if task.kind == "continuation":
         # The metrics are those of the longest texts, the parts those of all.
         top = max(place["length"] for place in questions.subsets)
         metrics = {
-            f"loss_{name}": loss(cell)
+            f"loss_{name}": compute_loss(cell)
             for name, share in SHARES.items()
             for place, cell in zip(questions.subsets, cells, strict=True)
             if (place["length"], place["share"]) == (top, share)
         }
-        parts = [Part(place, loss(cell)) for place, cell in zip(questions.subsets, cells, strict=True)]
+        parts = [Part(place, compute_loss(cell)) for place, cell in zip(questions.subsets, cells, strict=True)]
     else:
         every = [s for cell in cells for s in cell]
-        metrics = {"accuracy": bootstrap.mean([float(s.greedy) for s in every]), "loss": loss(every)}
+        metrics = {"accuracy": bootstrap.mean_metric([float(s.greedy) for s in every]), "loss": compute_loss(every)}
         parts = [
-            Part(place, bootstrap.mean([float(s.greedy) for s in cell]))
+            Part(place, bootstrap.mean_metric([float(s.greedy) for s in cell]))
             for place, cell in zip(questions.subsets, cells, strict=True)
         ]
     return Result(metrics, len(flat), identity, parts=tuple(parts))
 
 
-def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
+def _average_by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
     rows = [q.context for cell in questions.questions for q in cell]
     # The last token is only predicted.
     length = len(rows[0]) - 1
@@ -217,38 +218,40 @@ def _by_position(questions: Questions, scorer: Scorer, identity: str) -> Result:
     batch_losses = []
     for first in range(0, len(rows), scorer.micro):
         chunk = rows[first : first + scorer.micro]
-        batch = batch_of([row[:-1] for row in chunk], length, scorer.encoder.pad)
+        batch = build_batch([row[:-1] for row in chunk], length, scorer.encoder.pad)
         targets = torch.tensor([row[1:] for row in chunk])
         # Every position is scored: [rows * length].
-        scores, _ = token_scores(scorer.build, batch, torch.arange(targets.numel()), targets.flatten())
+        scores, _ = score_tokens(scorer.build, batch, torch.arange(targets.numel()), targets.flatten())
         batch_losses.append(-scores.view(len(chunk), length).double().numpy())
         scorer.say("reading passages", min(first + scorer.micro, len(rows)), len(rows))
     # [passages, length], in nats.
     losses = np.concatenate(batch_losses)
 
-    def mean(start: int, end: int) -> bootstrap.Metric:
+    def compute_mean(start: int, end: int) -> bootstrap.Metric:
         # A passage is the unit of the bootstrap: its positions are not independent.
-        return bootstrap.ratio(losses[:, start:end].sum(axis=1), [float(end - start)] * len(losses), higher=False)
+        return bootstrap.ratio_metric(
+            losses[:, start:end].sum(axis=1), [float(end - start)] * len(losses), higher=False
+        )
 
-    parts = [Part({"start": a, "end": b}, mean(a, b)) for a, b in itertools.pairwise(edges)]
-    loss, last = mean(0, length), parts[-1].metric
+    parts = [Part({"start": a, "end": b}, compute_mean(a, b)) for a, b in itertools.pairwise(edges)]
+    loss, last = compute_mean(0, length), parts[-1].metric
     metrics = {"loss": loss, "perplexity": bootstrap.Metric(loss.rows, "perplexity", higher=False), "loss_at_end": last}
     return Result(metrics, len(rows), identity, tokens=losses.size, parts=tuple(parts))
 
 
 @contextmanager
-def _linear(build: Build) -> Iterator[None]:
+def _use_linear_memory(build: Build) -> Iterator[None]:
     """Context manager that replaces the plain attention kernel by blockwise attention, whose memory is linear.
 
     The scores of a row of 32,000 tokens would need 4 GiB per head.
     """
-    from preheat.ops.attention.blockwise import blocked_attention
+    from preheat.ops.attention.blockwise import attend_blockwise
 
     plain = build.slot(Slot.ATTENTION_KERNEL)
     # A technique's own kernel is part of the model and stays.
     is_plain = build.owner(Slot.ATTENTION_KERNEL) == "plain"
     if is_plain:
-        build.claim(Slot.ATTENTION_KERNEL, blocked_attention, "plain")
+        build.claim(Slot.ATTENTION_KERNEL, attend_blockwise, "plain")
     try:
         yield
     finally:

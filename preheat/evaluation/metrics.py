@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 __all__ = [
-    "exact_match",
-    "normalised",
-    "number_in",
-    "numeric_f1",
-    "numeric_match",
-    "scaled",
-    "spans_of",
-    "token_f1",
+    "score_exact_match",
+    "normalize_answer",
+    "parse_number",
+    "score_numeric_f1",
+    "score_numeric_match",
+    "canonicalize",
+    "split_spans",
+    "score_token_f1",
 ]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -44,7 +44,7 @@ _NUMBER = re.compile(
 )
 
 
-def normalised(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Returns the text in lower case, without punctuation, articles and repeated spaces.
 
     Example:
@@ -54,27 +54,29 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(answer: str, golds: Sequence[str]) -> float:
+def score_exact_match(answer: str, golds: Sequence[str]) -> float:
     """Returns 1 if the normalised answer equals one of the normalised golds, else 0.
 
     Example:
         >>> exact_match("the Eiffel Tower.", ["Eiffel tower"])
         1.0
     """
-    return float(normalised(answer) in {normalised(gold) for gold in golds})
+    return float(normalize_answer(answer) in {normalize_answer(gold) for gold in golds})
 
 
-def token_f1(answer: str, golds: Sequence[str]) -> float:
+def score_token_f1(answer: str, golds: Sequence[str]) -> float:
     """Returns the best F1 over the golds between the bags of words of the answer and of the gold.
 
     Example:
         >>> round(token_f1("a small red hat", ["red hat", "blue"]), 4)  # 2 of 3 words right, 2 of 2 found
         0.8
     """
-    return max((_bag_f1(normalised(answer).split(), normalised(gold).split()) for gold in golds), default=0.0)
+    return max(
+        (_score_bags(normalize_answer(answer).split(), normalize_answer(gold).split()) for gold in golds), default=0.0
+    )
 
 
-def _bag_f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
+def _score_bags(predicted: Sequence[str], wanted: Sequence[str]) -> float:
     if not predicted or not wanted:
         return float(not predicted and not wanted)
     # F1 = 2 |A & B| / (|A| + |B|) of multisets, equal to the harmonic mean of precision and recall.
@@ -82,7 +84,7 @@ def _bag_f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
     return 2 * common / (len(predicted) + len(wanted))
 
 
-def number_in(text: str, scale: str = "") -> float | None:
+def parse_number(text: str, scale: str = "") -> float | None:
     """Parses a text as a number and multiplies it by its scale; None if the text is not exactly one number.
 
     Args:
@@ -117,19 +119,19 @@ def number_in(text: str, scale: str = "") -> float | None:
     return (-value if negative else value) * SCALES[unit or scale]
 
 
-def scaled(text: str, scale: str = "") -> str:
+def canonicalize(text: str, scale: str = "") -> str:
     """Returns the canonical form of an answer for comparison: the scaled value of a number, or the normalised text.
 
     Example:
         >>> scaled("$1.5 billion") == scaled("1,500", "million"), scaled("The fixed-price type")
         (True, 'fixedprice type')
     """
-    value = number_in(text, scale)
+    value = parse_number(text, scale)
     # `#` marks a number, which no normalised text contains; `+ 0.0` makes -0.0 equal to 0.0.
-    return normalised(text) if value is None else f"#{round(value, 4) + 0.0:.10g}"
+    return normalize_answer(text) if value is None else f"#{round(value, 4) + 0.0:.10g}"
 
 
-def spans_of(text: str) -> list[str]:
+def split_spans(text: str) -> list[str]:
     """Splits an answer into its spans, which `;` or line breaks separate.
 
     Example:
@@ -139,7 +141,7 @@ def spans_of(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"[;\n]", text) if part.strip()]
 
 
-def numeric_match(answer: str, golds: Sequence[str], scale: str = "") -> float:
+def score_numeric_match(answer: str, golds: Sequence[str], scale: str = "") -> float:
     """Returns 1 if the answer's spans equal the gold spans in any order, else 0; numbers are compared by scaled value.
 
     Args:
@@ -151,11 +153,11 @@ def numeric_match(answer: str, golds: Sequence[str], scale: str = "") -> float:
         >>> numeric_match("1,496.5 million", ["$1,496.5"], "million"), numeric_match("1,496.5", ["$1,496.5"], "million")
         (1.0, 0.0)
     """
-    wanted = [span for gold in golds for span in spans_of(gold)]  # published golds contain `;` and line breaks, too
-    return float(sorted(map(scaled, spans_of(answer))) == sorted(scaled(span, scale) for span in wanted))
+    wanted = [span for gold in golds for span in split_spans(gold)]  # published golds contain `;` and line breaks, too
+    return float(sorted(map(canonicalize, split_spans(answer))) == sorted(canonicalize(span, scale) for span in wanted))
 
 
-def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
+def score_numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
     """Returns the mean score over spans matched one to one: equality for numbers, F1 of words for text.
 
     A pair of text spans scores 0 if the gold has numbers and the answer has none of them. Spans are matched greedily,
@@ -165,12 +167,12 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
         >>> numeric_f1("-12.6 million", ["-12.6"], "million"), numeric_f1("red hat; 5", ["hat", "6"])
         (1.0, 0.3333333333333333)
     """
-    spans, wanted = spans_of(answer), [span for gold in golds for span in spans_of(gold)]
+    spans, wanted = split_spans(answer), [span for gold in golds for span in split_spans(gold)]
     if not spans or not wanted:
         return float(not spans and not wanted)
     pairs = sorted(
         # The negative numbers resolve ties: in reverse order, earlier spans come first.
-        ((_span_f1(s, w, scale), -i, -j) for i, s in enumerate(spans) for j, w in enumerate(wanted)),
+        ((_score_spans(s, w, scale), -i, -j) for i, s in enumerate(spans) for j, w in enumerate(wanted)),
         reverse=True,
     )
     total, used_spans, used_gold = 0.0, set[int](), set[int]()
@@ -183,21 +185,21 @@ def numeric_f1(answer: str, golds: Sequence[str], scale: str = "") -> float:
     return total / max(len(spans), len(wanted))
 
 
-def _span_f1(span: str, gold: str, scale: str) -> float:
-    if number_in(gold, scale) is not None or number_in(span) is not None:
-        return float(scaled(span) == scaled(gold, scale))
+def _score_spans(span: str, gold: str, scale: str) -> float:
+    if parse_number(gold, scale) is not None or parse_number(span) is not None:
+        return float(canonicalize(span) == canonicalize(gold, scale))
     # Numbers within text compare by value, so that 1,000 and 1000 are one word.
-    a, b = _words_and_numbers(span), _words_and_numbers(gold)
+    a, b = _split_words(span), _split_words(gold)
     # As in DROP: a text span without any of the gold's numbers is wrong, whatever words it shares.
     numbers = {w for w in b if w.startswith("#")}
     if numbers and not numbers & set(a):
         return 0.0
-    return _bag_f1(a, b)
+    return _score_bags(a, b)
 
 
-def _words_and_numbers(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     tokens = []
     for word in text.split():
-        value = number_in(word.strip("()[],;:"))
-        tokens += [f"#{round(value, 4) + 0.0:.10g}"] if value is not None else normalised(word).split()
+        value = parse_number(word.strip("()[],;:"))
+        tokens += [f"#{round(value, 4) + 0.0:.10g}"] if value is not None else normalize_answer(word).split()
     return tokens

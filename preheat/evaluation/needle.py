@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RetrievalQuestion", "key_value_prompt", "phrase_prompt", "word_tokens"]
+__all__ = ["RetrievalQuestion", "draw_key_value_prompt", "draw_phrase_prompt", "find_word_tokens"]
 
 CUE, HIDDEN = 4, 2
 """Tokens of a needle that are repeated at the end as the cue, and tokens that must follow it."""
@@ -30,7 +30,7 @@ class RetrievalQuestion(NamedTuple):
     answer: list[int]
 
 
-def word_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_word_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the IDs of tokens that consist of letters and digits, most of them after a space.
 
     Example:
@@ -43,7 +43,7 @@ def word_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return word_ids if len(word_ids) >= FEWEST else [number for number, _ in every]
 
 
-def key_value_prompt(
+def draw_key_value_prompt(
     pieces: Sequence[int], length: int, depth: float, generator: np.random.Generator, begin: Sequence[int] = ()
 ) -> RetrievalQuestion:
     """Draws a list of key-value pairs that fills the length, followed by one of the keys; the answer is its value.
@@ -91,7 +91,7 @@ def key_value_prompt(
     return RetrievalQuestion([*begin, *pairs.tolist(), *key[queried].tolist()], [int(value[queried])])
 
 
-def phrase_prompt(
+def draw_phrase_prompt(
     hay: Sequence[int],
     pieces: Sequence[int],
     depth: float,

@@ -12,10 +12,10 @@ import torch
 from preheat.core import Batch, Build, LossSum, Slot
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.data.packing import Tokens
-from preheat.data.rows.file_readers import TEXT, expanded
-from preheat.data.sources import digest
+from preheat.data.rows.file_readers import TEXT, expand_path
+from preheat.data.sources import compute_digest
 from preheat.data.tokenizer import token_bytes
-from preheat.engine.evaluate import parts, summed, token_scores
+from preheat.engine.evaluate import iterate_losses, score_tokens, sum_parts
 from preheat.errors import RecipeError
 from preheat.evaluation import bootstrap
 from preheat.evaluation.results import Result
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.data.packing import EvaluationRows
 
-__all__ = ["bytes_of_tokens", "measure_text", "rows_of_text", "tokens_of_text"]
+__all__ = ["count_token_bytes", "measure_text", "read_text_rows", "tokenize_text"]
 
 UNITS = 64
 """Minimum number of batches of a text, if it has enough rows: the bootstrap resamples batches."""
 
 
-def rows_of_text(
+def read_text_rows(
     data: Data, source: str, *, knob: str, length: int, seed: int, tokenizer: str, partial: bool = False
 ) -> Rows:
     """Reads another text into rows, packed like those of the run.
@@ -48,7 +48,7 @@ def rows_of_text(
     Raises:
         DataError: no such text, it is empty, or (not `partial`) it is shorter than a row.
     """
-    path = expanded(knob, source)
+    path = expand_path(knob, source)
     # Plain text has no fields, so the recipe's layout and columns do not apply to it.
     plain = path.suffix in TEXT or path.is_dir()
     fields: JsonObject = (
@@ -72,9 +72,9 @@ def rows_of_text(
     return rows
 
 
-def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
-    """Returns another text's documents in tokens, one per file; arguments and errors as in `rows_of_text`."""
-    return rows_of_text(
+def tokenize_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: str) -> Tokens:
+    """Returns another text's documents in tokens, one per file; arguments and errors as in `read_text_rows`."""
+    return read_text_rows(
         # Only the documents are used: rows of 2 tokens exist for any text.
         replace(data, text_files="whole"),
         source,
@@ -85,7 +85,7 @@ def tokens_of_text(data: Data, source: str, knob: str, *, seed: int, tokenizer: 
     ).tokens
 
 
-def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+def count_token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """Returns the number of bytes of text of each token, [vocabulary]; 0 for special tokens.
 
     Example:
@@ -105,7 +105,7 @@ def measure_text(
     Args:
         micro: maximum rows per batch.
         limit: maximum number of rows.
-        sizes: result of `bytes_of_tokens`.
+        sizes: result of `count_token_bytes`.
         objective: use the build's own objective, as in the run's validation; else the next-token loss.
     """
     # Small batches if there are few rows, since each batch is one unit of the bootstrap.
@@ -121,22 +121,24 @@ def measure_text(
     batches = list(evaluation_batches(rows, micro=micro, limit=limit))
     if objective or build.owner(Slot.OBJECTIVE) == "plain":
         # The build's own objective gives the wanted loss: it was asked for, or it is next-token prediction.
-        sums = list(parts(build, batches))
+        sums = list(iterate_losses(build, batches))
     for number, batch in enumerate(batches):
-        total, weight = (float(sums[number].total), sums[number].weight) if sums else _next_tokens(build, batch)
+        total, weight = (float(sums[number].total), sums[number].weight) if sums else _score_next_tokens(build, batch)
         losses.append(total)
         weights.append(float(weight))
         # Bytes of the predicted tokens; special tokens have none.
         bytes_.append(0.0 if own else float(sizes[batch.labels[batch.labels != -100].numpy()].sum()))
-    metrics = {"loss": bootstrap.ratio(losses, weights, higher=False)}
+    metrics = {"loss": bootstrap.ratio_metric(losses, weights, higher=False)}
     if not own:
-        metrics["perplexity"] = bootstrap.perplexity(losses, weights)
+        metrics["perplexity"] = bootstrap.perplexity_metric(losses, weights)
         if sum(bytes_):
             # loss [nats] / ln 2 / bytes of text: independent of how many tokens the tokenizer makes of it.
-            metrics["bits_per_byte"] = bootstrap.ratio([loss / math.log(2) for loss in losses], bytes_, higher=False)
-    scores = summed(build, sums).scores if own else {}
+            metrics["bits_per_byte"] = bootstrap.ratio_metric(
+                [loss / math.log(2) for loss in losses], bytes_, higher=False
+            )
+    scores = sum_parts(build, sums).scores if own else {}
     # Labels and bytes per batch identify the text under its tokenizer.
-    identity, left = digest(weights, bytes_, count), len(rows) - count
+    identity, left = compute_digest(weights, bytes_, count), len(rows) - count
     return Result(
         metrics,
         count,
@@ -149,8 +151,8 @@ def measure_text(
     )
 
 
-def _next_tokens(build: Build, batch: Batch) -> tuple[float, int]:
+def _score_next_tokens(build: Build, batch: Batch) -> tuple[float, int]:
     labels = batch.labels.flatten()
     positions = torch.nonzero(labels != -100)[:, 0]
-    scores, _ = token_scores(build, batch, positions, labels[positions])
+    scores, _ = score_tokens(build, batch, positions, labels[positions])
     return -float(scores.double().sum()), len(positions)

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from preheat.data.chat.render_limits import limited, require_template
+from preheat.data.chat.render_limits import limit_rendering, require_template
 from preheat.data.chat.template import load_template
-from preheat.data.rows.file_readers import ROWS, closest, display_path, expanded, kind_of, missing, read_file, read_json
+from preheat.data.rows.file_readers import (
+    ROWS,
+    describe_json_type,
+    describe_missing_path,
+    display_path,
+    expand_path,
+    read_file,
+    read_json,
+    suggest_name,
+)
 from preheat.errors import DataError, RecipeError
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from jinja2.environment import TemplateExpression
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
 Compiled = TypeVar("Compiled")
 Value = TypeVar("Value")
 
-__all__ = ["Item", "Row", "items_of", "read_rows"]
+__all__ = ["Item", "Row", "read_items", "read_rows"]
 
 
 class Row(NamedTuple):
@@ -46,51 +55,51 @@ def read_rows(source: str, *, subset: str | None = None, split: str = "test", ea
     Raises:
         DataError: there is no such file, it is damaged, holds no row, or a row lacks `each`.
     """
-    path = expanded("rows", source)
+    path = expand_path("rows", source)
     if path.is_file():
         if path.suffix not in ROWS:
             raise DataError(f"{display_path(path)}: tasks read rows from {', '.join(ROWS)}; convert the file")
-        rows = [_row(where, value) for where, value in read_file(path, keyed=True)]
+        rows = [_read_row(where, value) for where, value in read_file(path, keyed=True)]
     elif path.exists():
         raise DataError(f"{display_path(path)}: is not a file; name a file of rows")
     # These look like files; `datasets` would search the hub for them.
     elif path.suffix in ROWS or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise missing("rows", path)
+        raise describe_missing_path("rows", path)
     else:
-        rows = list(_named(source, subset, split))
+        rows = list(_iterate_named_rows(source, subset, split))
     if each is not None:
-        rows = [part for row in rows for part in _parts(row, each)]
+        rows = [part for row in rows for part in _iterate_parts(row, each)]
     if not rows:
         raise DataError(f"{source}: holds no row")
     return rows
 
 
-def _row(where: str, value: object) -> Row:
+def _read_row(where: str, value: object) -> Row:
     if not isinstance(value, Mapping):
-        raise DataError(f"{where}: is {kind_of(value)}, not an object with fields")
+        raise DataError(f"{where}: is {describe_json_type(value)}, not an object with fields")
     return Row(where, {str(k): v for k, v in value.items()})
 
 
-def _parts(row: Row, each: str) -> Iterator[Row]:
+def _iterate_parts(row: Row, each: str) -> Iterator[Row]:
     if each not in row.values:
-        raise DataError(f"{row.where}: no field '{each}' (the task's `each`); {closest(each, list(row.values))}")
+        raise DataError(f"{row.where}: no field '{each}' (the task's `each`); {suggest_name(each, list(row.values))}")
     parts = row.values[each]
     if not isinstance(parts, list):
-        raise DataError(f"{row.where}: field '{each}' is {kind_of(parts)}, not a list")
+        raise DataError(f"{row.where}: field '{each}' is {describe_json_type(parts)}, not a list")
     # A field of the part takes precedence over one of its parent.
     rest = {k: v for k, v in row.values.items() if k != each}
     for number, part in enumerate(parts, 1):
         # Messages name the part within its row.
         where = f"{row.where}, {each} {number}"
-        yield Row(where, {**rest, **_row(where, part).values})
+        yield Row(where, {**rest, **_read_row(where, part).values})
 
 
-def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
+def _iterate_named_rows(name: str, subset: str | None, split: str) -> Iterator[Row]:
     import datasets
 
-    from preheat.hardware.connectivity import hub_reachable
+    from preheat.hardware.connectivity import is_hub_reachable
 
-    if not hub_reachable():
+    if not is_hub_reachable():
         raise DataError(
             f"{name}: no such file, and no network to look for a data set of that name; give the task a file: NAME=FILE"
         )
@@ -100,7 +109,7 @@ def _named(name: str, subset: str | None, split: str) -> Iterator[Row]:
         message = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
         raise DataError(f"{name}: no such file, and `datasets` cannot load it: {message}") from None
     for number, row in enumerate(rows, 1):
-        yield _row(f"{name}, {split}: row {number}", row)
+        yield _read_row(f"{name}, {split}: row {number}", row)
 
 
 class Item(NamedTuple):
@@ -162,15 +171,15 @@ class _Language:
         where = f"task {name}: {key}"
         # An expression is the inside of braces: with them, the check can parse it.
         require_template(where, text if "{" in text else f"{{{{ {text} }}}}")
-        with limited(where):
+        with limit_rendering(where):
             try:
                 compiled = make(text)
             except TemplateSyntaxError as error:
                 message = shorten(error.message or "", 200)
-                raise RecipeError(f"{where}: line {error.lineno}: {message} in {quoted(text, 200)}") from None
+                raise RecipeError(f"{where}: line {error.lineno}: {message} in {quote_value(text, 200)}") from None
 
         def run(row: Row) -> Value:
-            with limited(where):
+            with limit_rendering(where):
                 try:
                     return take(compiled, row.values)
                 except (TemplateError, TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
@@ -178,13 +187,13 @@ class _Language:
                     undefined = re.fullmatch(r"'(\w+)' is undefined", message)
                     if undefined:
                         # Jinja's message names the variable alone: name the closest field.
-                        message = f"no field '{undefined[1]}'; {closest(undefined[1], sorted(row.values))}"
+                        message = f"no field '{undefined[1]}'; {suggest_name(undefined[1], sorted(row.values))}"
                     raise DataError(f"{row.where}: {message} (task {name}, {key})") from None
 
         return run
 
 
-def items_of(
+def read_items(
     task: Task, tokenizer: PreTrainedTokenizerFast, *, limit: int | None = None, head: bool = False
 ) -> list[Item]:
     """Returns the questions of a task, in the order of its rows.
@@ -198,7 +207,7 @@ def items_of(
         RecipeError: a template is invalid, or `chat` is set and the tokenizer has no template.
     """
     assert task.data is not None, "find_tasks refuses a task without rows"
-    rows = _chosen(task, read_rows(task.data, subset=task.subset, split=task.split, each=task.each))
+    rows = _choose_rows(task, read_rows(task.data, subset=task.subset, split=task.split, each=task.each))
     language = _Language(task)
     prompt, gold = language.template("prompt"), language.expression("gold")
     # Few-shot examples: drawn once by the task's seed, the same before every question.
@@ -210,37 +219,39 @@ def items_of(
         shots = [rows[n] for n in drawn]
         rows = [row for n, row in enumerate(rows) if n not in set(drawn.tolist())]
     # Before any limit: fewer rows must not mean fewer classes.
-    classes = _classes(task, rows, gold) if task.kind == "classification" else None
+    classes = _find_classes(task, rows, gold) if task.kind == "classification" else None
     choices = language.expression("choices") if isinstance(task.choices, str) else lambda row: classes or task.choices
     scale = language.expression("scale") if task.scale is not None else lambda row: ""
 
-    def answered(row: Row) -> tuple[str, str]:
+    def render_answered(row: Row) -> tuple[str, str]:
         """Returns the prompt and the right answer as text."""
-        item = _item(task, row, "", False, gold(row), choices(row) if task.choices or classes else None, scale(row))
+        item = _build_item(
+            task, row, "", False, gold(row), choices(row) if task.choices or classes else None, scale(row)
+        )
         return prompt(row), item.texts[item.gold] if item.texts else "; ".join(item.answers)
 
-    before = [answered(row) for row in shots]
+    before = [render_answered(row) for row in shots]
     bare = language.template("text") if head and task.text is not None else None
     # The smaller of both limits.
     limits = [n for n in (task.limit, limit) if n is not None]
     items = []
     for row in rows[: min(limits)] if limits else rows:
-        context = bare(row) if bare else _context(task, before, prompt(row), tokenizer)
+        context = bare(row) if bare else _render_context(task, before, prompt(row), tokenizer)
         complete = task.chat and bare is None
         items.append(
-            _item(
+            _build_item(
                 task, row, context, complete, gold(row), choices(row) if task.choices or classes else None, scale(row)
             )
         )
     return items
 
 
-def _chosen(task: Task, rows: list[Row]) -> list[Row]:
+def _choose_rows(task: Task, rows: list[Row]) -> list[Row]:
     total = len(rows)
     if task.keys is not None:
         try:
             # Keys are compared as text: JSON objects have only such keys.
-            wanted = set(map(str, read_json(expanded(f"task {task.name}: keys:", task.keys))))
+            wanted = set(map(str, read_json(expand_path(f"task {task.name}: keys:", task.keys))))
         except (OSError, TypeError) as error:
             message = shorten(str(error), 200)
             raise DataError(
@@ -258,7 +269,7 @@ def _chosen(task: Task, rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], object]) -> tuple[str, ...]:
+def _find_classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], object]) -> tuple[str, ...]:
     if isinstance(task.choices, tuple):
         return task.choices
     if isinstance(task.choices, str):
@@ -269,7 +280,9 @@ def _classes(task: Task, rows: Sequence[Row], gold: Callable[[Row], object]) -> 
     return classes
 
 
-def _item(task: Task, row: Row, context: str, complete: bool, gold: object, choices: object, scale: object) -> Item:
+def _build_item(
+    task: Task, row: Row, context: str, complete: bool, gold: object, choices: object, scale: object
+) -> Item:
     # A row without an answer would silently count as wrong.
     if gold is None or gold == "" or gold == []:
         raise DataError(f"{row.where}: has no gold (task {task.name}, gold: {task.gold})")
@@ -282,20 +295,22 @@ def _item(task: Task, row: Row, context: str, complete: bool, gold: object, choi
     if task.kind == "cloze":
         return Item(row.where, context, complete, (delimiter + str(gold),), (str(gold),), 0)
     if not isinstance(choices, list | tuple) or len(choices) < 2:
-        raise DataError(f"{row.where}: its choices are {quoted(choices)}, not a list of two or more (task {task.name})")
+        raise DataError(
+            f"{row.where}: its choices are {quote_value(choices)}, not a list of two or more (task {task.name})"
+        )
     texts = tuple(map(str, choices))
     if empty := [n for n, text in enumerate(texts) if not text]:
         raise DataError(f"{row.where}: choice {empty[0]} is empty (task {task.name})")
-    number = _number_of(gold, texts, by_number=task.kind == "multiple_choice")
+    number = _parse_number(gold, texts, by_number=task.kind == "multiple_choice")
     if number is None:
         listed = ", ".join(repr(text[:30]) for text in texts[:5]) + (" …" if len(texts) > 5 else "")
         raise DataError(
-            f"{row.where}: gold {quoted(gold)} is none of the {len(texts)} choices: {listed} (task {task.name})"
+            f"{row.where}: gold {quote_value(gold)} is none of the {len(texts)} choices: {listed} (task {task.name})"
         )
     return Item(row.where, context, complete, tuple(delimiter + text for text in texts), texts, number)
 
 
-def _number_of(gold: object, texts: tuple[str, ...], *, by_number: bool) -> int | None:
+def _parse_number(gold: object, texts: tuple[str, ...], *, by_number: bool) -> int | None:
     # An index, which only multiple choice has; the gold of a classification is a name, even if it is a number.
     if isinstance(gold, int) and not isinstance(gold, bool) and by_number:
         return gold if 0 <= gold < len(texts) else None
@@ -306,17 +321,19 @@ def _number_of(gold: object, texts: tuple[str, ...], *, by_number: bool) -> int 
     return None
 
 
-def _context(task: Task, before: Sequence[tuple[str, str]], prompt: str, tokenizer: PreTrainedTokenizerFast) -> str:
+def _render_context(
+    task: Task, before: Sequence[tuple[str, str]], prompt: str, tokenizer: PreTrainedTokenizerFast
+) -> str:
     if not task.chat:
         return task.separator.join([*(question + task.delimiter + answer for question, answer in before), prompt])
     turns = [{"role": "system", "content": task.system}] if task.system is not None else []
     for question, answer in before:
         # Answered examples are earlier turns of the conversation.
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _templated([*turns, {"role": "user", "content": prompt}], tokenizer, task)
+    return _render_chat([*turns, {"role": "user", "content": prompt}], tokenizer, task)
 
 
-def _templated(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, task: Task) -> str:
+def _render_chat(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, task: Task) -> str:
     """Renders a chat; the only use of the chat template in evaluation."""
     if not tokenizer.chat_template:
         raise RecipeError(f"task {task.name}: chat: the tokenizer has no chat template; remove chat: true")

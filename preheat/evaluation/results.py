@@ -17,9 +17,18 @@ from preheat.core.run_records import (
     StoredPart,
     StoredResult,
 )
-from preheat.evaluation.bootstrap import KINDS, Metric, difference, interval
+from preheat.evaluation.bootstrap import KINDS, Metric, compute_difference, compute_interval
 
-__all__ = ["Part", "Result", "ResultSet", "comparable", "compared", "described", "serialize", "deserialize"]
+__all__ = [
+    "Part",
+    "Result",
+    "ResultSet",
+    "is_comparable",
+    "compare_results",
+    "describe_result",
+    "serialize",
+    "deserialize",
+]
 
 
 class Part(NamedTuple):
@@ -67,11 +76,16 @@ class ResultSet(NamedTuple):
     tasks: dict[str, Result]
 
 
-def described(result: Result, *, seed: int = 0) -> ResultFigures:
+def describe_result(result: Result, *, seed: int = 0) -> ResultFigures:
     """Returns the values of a result with their intervals."""
-    metrics = {name: _estimate(metric.value, interval(metric, seed=seed)) for name, metric in result.metrics.items()}
+    metrics = {
+        name: _estimate(metric.value, compute_interval(metric, seed=seed)) for name, metric in result.metrics.items()
+    }
     metrics |= {name: Estimate(value) for name, value in result.alone.items()}
-    parts = [_part(part.subset, part.metric.value, interval(part.metric, seed=seed)) for part in result.parts]
+    parts = [
+        _estimate_part(part.subset, part.metric.value, compute_interval(part.metric, seed=seed))
+        for part in result.parts
+    ]
     return ResultFigures(
         rows=result.rows,
         tokens=result.tokens,
@@ -83,7 +97,7 @@ def described(result: Result, *, seed: int = 0) -> ResultFigures:
     )
 
 
-def compared(before: Result, after: Result, *, seed: int = 0) -> ResultDifference:
+def compare_results(before: Result, after: Result, *, seed: int = 0) -> ResultDifference:
     """Returns after - before.
 
     If the rows differ (e.g. with another tokenizer), losses and perplexities per token are not comparable and left out.
@@ -94,14 +108,14 @@ def compared(before: Result, after: Result, *, seed: int = 0) -> ResultDifferenc
     for name, metric in after.metrics.items():
         # Per-token losses of different rows may be over different tokens, so their difference means nothing.
         if name in before.metrics and (paired or name not in ("loss", "perplexity")):
-            metrics[name] = _estimate(*difference(before.metrics[name], metric, paired=paired, seed=seed))
+            metrics[name] = _estimate(*compute_difference(before.metrics[name], metric, paired=paired, seed=seed))
     for name, value in after.alone.items():
         if name in before.alone:
             metrics[name] = Estimate(value - before.alone[name])
     # Parts by their subset, since a task's lengths may have changed between the two.
     old = {tuple(part.subset.items()): part.metric for part in before.parts}
     parts = [
-        _part(place, *difference(old[tuple(place.items())], metric, seed=seed))
+        _estimate_part(place, *compute_difference(old[tuple(place.items())], metric, seed=seed))
         for place, metric in after.parts
         if paired and tuple(place.items()) in old
     ]
@@ -112,18 +126,19 @@ def _estimate(value: float, bounds: tuple[float, float] | None) -> Estimate:
     return Estimate(value, *(bounds or ()))
 
 
-def _part(subset: Mapping[str, float], value: float, bounds: tuple[float, float] | None) -> PartEstimate:
+def _estimate_part(subset: Mapping[str, float], value: float, bounds: tuple[float, float] | None) -> PartEstimate:
     length, start, end = (int(subset[key]) if key in subset else None for key in ("length", "start", "end"))
     depth, share = subset.get("depth"), subset.get("share")
     low, high = bounds or (None, None)
     return PartEstimate(length=length, depth=depth, share=share, start=start, end=end, value=value, low=low, high=high)
 
 
-def comparable(before: Result, after: Result | None) -> bool:
-    """Returns True if two results can be `compared`: equal kinds of metrics, and equal shapes if the rows are equal."""
+def is_comparable(before: Result, after: Result | None) -> bool:
+    """Returns True if two results can be `compare_results`: equal kinds of metrics, and equal shapes if the rows
+    are equal."""
     same = after is not None and before.identity == after.identity
 
-    def alike(old: Metric, new: Metric | None) -> bool:
+    def is_alike(old: Metric, new: Metric | None) -> bool:
         # Rows are compared one by one only if they are equal; otherwise only the features must agree.
         shape = slice(None) if same else slice(1, None)
         return new is None or (old.kind == new.kind and old.rows.shape[shape] == new.rows.shape[shape])
@@ -137,9 +152,9 @@ def comparable(before: Result, after: Result | None) -> bool:
             kind in KINDS and len(shape) == 1 and (kind == "macro_f1" or shape == (2,)) for kind, shape in shapes
         )
     places = {tuple(part.subset.items()): part.metric for part in after.parts}
-    parts = all(alike(part.metric, places.get(tuple(part.subset.items()))) for part in before.parts)
+    parts = all(is_alike(part.metric, places.get(tuple(part.subset.items()))) for part in before.parts)
     # A metric that only one of the two has is left out and does no harm.
-    return parts and all(alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
+    return parts and all(is_alike(metric, after.metrics.get(name)) for name, metric in before.metrics.items())
 
 
 def serialize(result: Result) -> StoredResult:
@@ -152,8 +167,8 @@ def serialize(result: Result) -> StoredResult:
         no_room=result.no_room,
         unread_rows=result.unread_rows,
         alone=result.alone,
-        metrics={name: _stored(metric) for name, metric in result.metrics.items()},
-        parts=tuple(StoredPart(part.subset, _stored(part.metric)) for part in result.parts),
+        metrics={name: _store_metric(metric) for name, metric in result.metrics.items()},
+        parts=tuple(StoredPart(part.subset, _store_metric(part.metric)) for part in result.parts),
     )
 
 
@@ -161,7 +176,7 @@ def deserialize(stored: StoredResult) -> Result:
     """Returns the result that `serialize` recorded."""
     # The value and its interval are computed again from the rows; only `alone` has stored values.
     return Result(
-        metrics={name: _metric(metric) for name, metric in stored.metrics.items()},
+        metrics={name: _load_metric(metric) for name, metric in stored.metrics.items()},
         rows=stored.rows,
         identity=stored.identity,
         tokens=stored.tokens,
@@ -169,13 +184,13 @@ def deserialize(stored: StoredResult) -> Result:
         no_room=stored.no_room,
         unread_rows=stored.unread_rows,
         alone=stored.alone,
-        parts=[Part(part.place, _metric(part.metric)) for part in stored.parts],
+        parts=[Part(part.place, _load_metric(part.metric)) for part in stored.parts],
     )
 
 
-def _stored(metric: Metric) -> StoredMetric:
+def _store_metric(metric: Metric) -> StoredMetric:
     return StoredMetric(metric.kind, metric.higher, metric.rows.tolist())
 
 
-def _metric(stored: StoredMetric) -> Metric:
+def _load_metric(stored: StoredMetric) -> Metric:
     return Metric(np.array(stored.rows, np.float64), stored.kind, stored.higher)

@@ -22,16 +22,16 @@ from preheat.core.run_records import (
 from preheat.data.tokenizer import write_tokenizer
 from preheat.engine.evaluate import Measured
 from preheat.evaluation.lm_eval import measure_by_harness, require_harness
-from preheat.evaluation.long_context import measure_length, questions_of
-from preheat.evaluation.perplexity import bytes_of_tokens, measure_text, rows_of_text, tokens_of_text
-from preheat.evaluation.prompts import items_of
+from preheat.evaluation.long_context import draw_questions, measure_length
+from preheat.evaluation.perplexity import count_token_bytes, measure_text, read_text_rows, tokenize_text
+from preheat.evaluation.prompts import read_items
 from preheat.evaluation.results import (
     Result,
     ResultSet,
-    comparable,
-    compared,
-    described,
+    compare_results,
+    describe_result,
     deserialize,
+    is_comparable,
     serialize,
 )
 from preheat.evaluation.run_task import measure_items, require_room
@@ -45,7 +45,7 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from preheat.data.preparation import PreparedData
 
-__all__ = ["RunEvaluator", "differences"]
+__all__ = ["RunEvaluator", "compute_differences"]
 
 BEFORE, SUMMARY = "before.json", "evaluation.json"
 
@@ -71,7 +71,7 @@ class RunEvaluator:
             require_harness()
         head = CLASSES in {tag for t in recipe.techniques.values() for tag in t.provided()}
         self.items = {
-            t.name: items_of(t, data.tokenizer, limit=settings.rows, head=head)
+            t.name: read_items(t, data.tokenizer, limit=settings.rows, head=head)
             for t in self.tasks
             if isinstance(t, Task)
         }
@@ -79,12 +79,12 @@ class RunEvaluator:
         if not head:
             for items in self.items.values():
                 require_room(items, Reader(data.tokenizer, recipe.batch.seq_len))
-        self.sizes = bytes_of_tokens(data.tokenizer)
+        self.sizes = count_token_bytes(data.tokenizer)
         length, self.forgetting = recipe.batch.seq_len, None
         with tempfile.TemporaryDirectory() as folder:  # the tokenizer may have been trained for this run
             write_tokenizer(data.tokenizer, Path(folder), data.stops)
             if settings.forgetting is not None:
-                self.forgetting = rows_of_text(
+                self.forgetting = read_text_rows(
                     recipe.data,
                     settings.forgetting,
                     knob="evaluate.forgetting",
@@ -94,9 +94,9 @@ class RunEvaluator:
                     tokenizer=folder,
                 )
             reader, of = Reader(data.tokenizer, length), {"longest": length, "reach": length, "limit": settings.rows}
-            texts = functools.partial(tokens_of_text, recipe.data, seed=recipe.seed, tokenizer=folder)
+            texts = functools.partial(tokenize_text, recipe.data, seed=recipe.seed, tokenizer=folder)
             of_length = [task for task in self.tasks if isinstance(task, LengthTask)]
-            self.questions = {task.name: questions_of(task, reader, texts=texts, **of) for task in of_length}
+            self.questions = {task.name: draw_questions(task, reader, texts=texts, **of) for task in of_length}
         pretrained = recipe.model.path is not None and recipe.model.weights == "pretrained"
         self.at_start = pretrained or bool(self.tasks or self.forgetting)
         """True if the model is evaluated before the first step, to compare with later."""
@@ -125,18 +125,18 @@ class RunEvaluator:
             tokens=validation.tokens if validation else None,
             scores={f"validation_{name}": value for name, value in validation.alone.items()} if validation else {},
             tasks={
-                name: {key: metric.value for key, metric in described(result).metrics.items()}
+                name: {key: metric.value for key, metric in describe_result(result).metrics.items()}
                 for name, result in tasks.items()
             }
             or None,
         )
-        writer.metric(line)
+        writer.write_metric(line)
         results = ResultSet(texts, tasks)
         # With the values of all rows, so that later results can be compared row by row.
         if step == 0:
             by_name = ({name: serialize(result) for name, result in of.items()} for of in results)
-            writer.json(BEFORE, StoredResults(*by_name))
-        summary = Evaluation(step=step, after=_values(results))
+            writer.write_json(BEFORE, StoredResults(*by_name))
+        summary = Evaluation(step=step, after=_evaluate_values(results))
         # With several processes, only rank 0 reads and writes the run's folder.
         # Read back rather than kept in memory: a resumed run has no evaluation at step 0 of its own.
         run = runs.Reader(writer.path) if step and (writer.path / "recipe.yaml").is_file() else None
@@ -147,13 +147,13 @@ class RunEvaluator:
             )
             for old, new in zip(before, results, strict=True):
                 # A list, since entries are deleted. Rows differ if a file changed, or `before.json` is damaged.
-                for name in [name for name, result in old.items() if not comparable(result, new.get(name))]:
+                for name in [name for name, result in old.items() if not is_comparable(result, new.get(name))]:
                     run.damaged[BEFORE] = f"left out {shorten(name)}, whose rows are not the measured ones"
                     del old[name]
-            summary = replace(summary, before=_values(before), difference=differences(before, results))
+            summary = replace(summary, before=_evaluate_values(before), difference=compute_differences(before, results))
         if run is not None and BEFORE in run.damaged:
-            writer.event(Damaged(file=BEFORE, problem=run.damaged[BEFORE]))
-        writer.json(SUMMARY, summary)
+            writer.write_event(Damaged(file=BEFORE, problem=run.damaged[BEFORE]))
+        writer.write_json(SUMMARY, summary)
         if validation is None:
             return nothing, line
         return Measured(losses["validation"], validation.tokens or 0, dict(validation.alone)), line
@@ -185,15 +185,15 @@ class RunEvaluator:
         return texts, tasks
 
 
-def _values(results: ResultSet) -> Results:
-    return Results(*({name: described(result) for name, result in of.items()} for of in results))
+def _evaluate_values(results: ResultSet) -> Results:
+    return Results(*({name: describe_result(result) for name, result in of.items()} for of in results))
 
 
-def differences(before: ResultSet, after: ResultSet) -> ResultDifferences:
+def compute_differences(before: ResultSet, after: ResultSet) -> ResultDifferences:
     """Returns after - before for results that are in both."""
     return ResultDifferences(
         *(
-            {name: compared(old[name], result) for name, result in new.items() if name in old}
+            {name: compare_results(old[name], result) for name, result in new.items() if name in old}
             for old, new in zip(before, after, strict=True)
         )
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from preheat.data.sources import digest
-from preheat.errors import RecipeError, nearest
+from preheat.data.sources import compute_digest
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.bootstrap import Metric
-from preheat.evaluation.prompts import Item, items_of
+from preheat.evaluation.prompts import Item, read_items
 from preheat.evaluation.results import Result
 from preheat.evaluation.scoring import CLASSES, Reader, Score, Scorer
 from preheat.evaluation.tasks import BY_LIKELIHOOD, Task
@@ -30,7 +30,7 @@ def measure_task(task: Task, scorer: Scorer, *, limit: int | None = None, sample
     Raises:
         DataError, RecipeError: as in `items_of`.
     """
-    items = items_of(task, scorer.tokenizer, limit=limit, head=CLASSES in scorer.build.tags)
+    items = read_items(task, scorer.tokenizer, limit=limit, head=CLASSES in scorer.build.tags)
     return measure_items(task, items, scorer, samples=samples)
 
 
@@ -47,17 +47,17 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
     values: dict[str, Metric]
     written: list[int] | list[list[Score]] | list[str]
     if CLASSES in scorer.build.tags:
-        written = _classes(task, items, scorer)
+        written = _predict_classes(task, items, scorer)
         gold = [item.gold for item in items]
-        accuracy = bootstrap.mean([float(a == b) for a, b in zip(gold, written, strict=True)])
+        accuracy = bootstrap.mean_metric([float(a == b) for a, b in zip(gold, written, strict=True)])
         values = {"accuracy": accuracy, "macro_f1": bootstrap.macro_f1(gold, written, len(items[0].texts))}
     elif task.kind in BY_LIKELIHOOD:
-        scores = _likelihoods(items, scorer)
-        values, written = _by_likelihood(task, items, scores), list(scores)
+        scores = _score_answers(items, scorer)
+        values, written = _evaluate_by_likelihood(task, items, scores), list(scores)
     else:
         contexts = [scorer.encode(item.context, complete=item.complete) for item in items]
         answers = scorer.write(contexts, tokens=task.tokens, stop=task.stop)
-        values, written = _by_answer(task, items, answers), list(answers)
+        values, written = _evaluate_by_answer(task, items, answers), list(answers)
     if samples is not None:
         with samples.open("a", encoding="utf-8") as file:
             for item, output in zip(items, written, strict=True):
@@ -76,12 +76,12 @@ def measure_items(task: Task, items: Sequence[Item], scorer: Scorer, *, samples:
                 )
                 file.write(to_json(line | {key: content}) + "\n")
     # Without the prompts: another prompt or number of examples asks the same rows.
-    identity = digest([(item.where, item.texts, item.gold, item.answers) for item in items])
+    identity = compute_digest([(item.where, item.texts, item.gold, item.answers) for item in items])
     # The scorer counts a truncated context once for each choice.
     return Result(values, len(items), identity, truncated=min(scorer.truncated - before, len(items)))
 
 
-def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
+def _predict_classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
     # The head has a row per class.
     rows = scorer.build.trained[0].get_output_embeddings().out_features  # type: ignore[operator]
     if task.kind != "classification":
@@ -93,17 +93,20 @@ def _classes(task: Task, items: Sequence[Item], scorer: Scorer) -> list[int]:
     # A class that the task lacks could be predicted and never be right.
     if scorer.classes and (strange := [name for name in scorer.classes if name not in texts]):
         problem = f"the run was trained on the class {strange[0]!r}, which the task does not have"
-        raise RecipeError(f"task {task.name}: choices: {problem}; {nearest(strange[0], list(texts))}")
+        raise RecipeError(f"task {task.name}: choices: {problem}; {suggest_nearest(strange[0], list(texts))}")
     if not scorer.classes and len(texts) != rows:
         problem = f"the task has {len(texts)} classes and the run's head {rows}"
         raise RecipeError(f"task {task.name}: choices: {problem}; list those that it was trained on, in their order")
     # Map the head's rows to the task's classes by name, if known: the data may lack a class or have another order.
     index = [texts.index(name) for name in scorer.classes] or list(range(rows))
     index += [-1] * (rows - len(index))  # rows of the head without a class in the data
-    return [index[n] for n in scorer.classify([scorer.encode(item.context, complete=item.complete) for item in items])]
+    return [
+        index[n]
+        for n in scorer.predict_classes([scorer.encode(item.context, complete=item.complete) for item in items])
+    ]
 
 
-def _likelihoods(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:
+def _score_answers(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:
     pairs, where = [], []
     for item in items:
         for choice in item.choices:
@@ -114,18 +117,18 @@ def _likelihoods(items: Sequence[Item], scorer: Scorer) -> list[list[Score]]:
     return [[next(flat) for _ in item.choices] for item in items]
 
 
-def _by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[Score]]) -> dict[str, Metric]:
+def _evaluate_by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[Score]]) -> dict[str, Metric]:
     if task.kind == "cloze":
         losses = [-score[0].loglikelihood for score in scores]
         return {
-            "accuracy": bootstrap.mean([float(score[0].greedy) for score in scores]),
+            "accuracy": bootstrap.mean_metric([float(score[0].greedy) for score in scores]),
             # Per row and not per token, as lm-eval computes it for LAMBADA.
-            "perplexity": bootstrap.perplexity(losses, [1.0] * len(losses)),
+            "perplexity": bootstrap.perplexity_metric(losses, [1.0] * len(losses)),
         }
     gold = [item.gold for item in items]
     # Sums favor short choices; `accuracy_norm` below corrects for that.
     raw = [int(np.argmax([s.loglikelihood for s in row])) for row in scores]
-    accuracy = bootstrap.mean([float(a == b) for a, b in zip(raw, gold, strict=True)])
+    accuracy = bootstrap.mean_metric([float(a == b) for a, b in zip(raw, gold, strict=True)])
     if task.kind == "classification":
         return {"accuracy": accuracy, "macro_f1": bootstrap.macro_f1(gold, raw, len(items[0].choices))}
     # lm-eval's acc_norm: log-likelihood per character, so that long choices are not at a disadvantage.
@@ -135,16 +138,19 @@ def _by_likelihood(task: Task, items: Sequence[Item], scores: Sequence[Sequence[
     ]
     return {
         "accuracy": accuracy,
-        "accuracy_norm": bootstrap.mean([float(a == b) for a, b in zip(by_length, gold, strict=True)]),
+        "accuracy_norm": bootstrap.mean_metric([float(a == b) for a, b in zip(by_length, gold, strict=True)]),
     }
 
 
-def _by_answer(task: Task, items: Sequence[Item], answers: Sequence[str]) -> dict[str, Metric]:
-    def each(score: Callable[..., float], *, scaled: bool = False) -> Metric:
+def _evaluate_by_answer(task: Task, items: Sequence[Item], answers: Sequence[str]) -> dict[str, Metric]:
+    def mean_of_rows(score: Callable[..., float], *, scaled: bool = False) -> Metric:
         pairs = zip(answers, items, strict=True)
-        return bootstrap.mean([score(a, item.answers, *([item.scale] if scaled else [])) for a, item in pairs])
+        return bootstrap.mean_metric([score(a, item.answers, *([item.scale] if scaled else [])) for a, item in pairs])
 
     if task.kind == "numeric":
-        return {"exact_match": each(metrics.numeric_match, scaled=True), "f1": each(metrics.numeric_f1, scaled=True)}
-    values = {"exact_match": each(metrics.exact_match)}
-    return values | ({"f1": each(metrics.token_f1)} if task.kind == "token_f1" else {})
+        return {
+            "exact_match": mean_of_rows(metrics.score_numeric_match, scaled=True),
+            "f1": mean_of_rows(metrics.score_numeric_f1, scaled=True),
+        }
+    values = {"exact_match": mean_of_rows(metrics.score_exact_match)}
+    return values | ({"f1": mean_of_rows(metrics.score_token_f1)} if task.kind == "token_f1" else {})

@@ -9,7 +9,7 @@ import torch
 
 from preheat.core import Batch, Build, MaskSpec, Tag
 from preheat.data.tokenizer import Encoder
-from preheat.engine.evaluate import likeliest, token_scores
+from preheat.engine.evaluate import find_likeliest, score_tokens
 from preheat.errors import DataError
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
@@ -17,7 +17,7 @@ from preheat.recipe import Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CLASSES", "Reader", "Score", "Scorer", "batch_of"]
+__all__ = ["CLASSES", "Reader", "Score", "Scorer", "build_batch"]
 
 CLASSES = Tag.CLASSIFICATION_HEAD
 """Tag of builds with a classification head in place of the language model head."""
@@ -142,8 +142,8 @@ class Scorer(Reader):
                     positions += range(row * length + len(inputs) - len(continuation), row * length + len(inputs))
                     targets += continuation
                     owners.append((n, len(continuation)))
-            scores, best = token_scores(
-                self.build, batch_of(chunk, length, self.encoder.pad), torch.tensor(positions), torch.tensor(targets)
+            scores, best = score_tokens(
+                self.build, build_batch(chunk, length, self.encoder.pad), torch.tensor(positions), torch.tensor(targets)
             )
             sizes = [count for _, count in owners]
             # Sums in fp64: long continuations add hundreds of terms.
@@ -152,7 +152,7 @@ class Scorer(Reader):
             self.say("scoring", min(first + self.micro, len(order)), len(order))
         return [score for score in results if score is not None]
 
-    def classify(self, contexts: Sequence[Sequence[int]]) -> list[int]:
+    def predict_classes(self, contexts: Sequence[Sequence[int]]) -> list[int]:
         """Predicts the class of each text with a classification head at the end-of-text token, as in training."""
         predicted = [0] * len(contexts)
         rows = [[*context, self.encoder.end][-self.length :] for context in contexts]
@@ -164,8 +164,8 @@ class Scorer(Reader):
             length = min(self.length, -(-len(rows[chunk[0]]) // MULTIPLE) * MULTIPLE)
             # The last token of each row, indexed in the flattened batch.
             positions = torch.tensor([row * length + len(rows[n]) - 1 for row, n in enumerate(chunk)])
-            batch = batch_of([rows[n] for n in chunk], length, self.encoder.pad)
-            for n, number in zip(chunk, likeliest(self.build, batch, positions).tolist(), strict=True):
+            batch = build_batch([rows[n] for n in chunk], length, self.encoder.pad)
+            for n, number in zip(chunk, find_likeliest(self.build, batch, positions).tolist(), strict=True):
                 predicted[n] = number
             self.say("classifying", first + len(chunk), len(order))
         return predicted
@@ -212,7 +212,7 @@ class Scorer(Reader):
         return answers
 
 
-def batch_of(rows: Sequence[Sequence[int]], length: int, pad: int) -> Batch:
+def build_batch(rows: Sequence[Sequence[int]], length: int, pad: int) -> Batch:
     """Returns a batch of rows, each one document, right-padded to `length` tokens, without labels."""
     tokens = torch.full((len(rows), length), pad, dtype=torch.int64)
     for row, inputs in enumerate(rows):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from preheat.core.field_types import Count, NonNegativeInt
-from preheat.data.rows.file_readers import expanded
-from preheat.errors import RecipeError, nearest
+from preheat.data.rows.file_readers import expand_path
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe.validate import RecipeReader
 from preheat.recipe.yaml_io import compose, read
 from preheat.sanitize import shorten
@@ -19,7 +19,7 @@ from preheat.sanitize import shorten
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "built_in", "find_tasks", "load_task"]
+__all__ = ["BUILT_IN", "OF_LENGTH", "LengthTask", "Task", "find_built_in", "find_tasks", "load_task"]
 
 BUILT_IN = Path(__file__).parent / "builtin"
 
@@ -205,7 +205,7 @@ def _read(
     return task
 
 
-def built_in() -> dict[str, Path]:
+def find_built_in() -> dict[str, Path]:
     """Returns the built-in tasks."""
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
 
@@ -232,7 +232,7 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
             raise RecipeError(f"{knob} {given}: '{bad[0]}' is not KEY=VALUE")
         # JSON quotes the name, which is text even if it looks like a number.
         settings = dict(part.split("=", 1) for part in more) | ({"data": json.dumps(data)} if data else {})
-        path = expanded(knob, name)
+        path = expand_path(knob, name)
         # No file: the kind itself and the given keys are the task.
         if name in OF_LENGTH:
             values = {"name": name} | {
@@ -243,10 +243,10 @@ def find_tasks(names: Sequence[str], *, knob: str = "--tasks") -> list[Task | Le
         if path.suffix in (".yaml", ".yml"):
             if not path.is_file():
                 raise RecipeError(f"{knob} {name}: no such file")
-        elif name in built_in():
-            path = built_in()[name]
+        elif name in find_built_in():
+            path = find_built_in()[name]
         else:
-            suggestion = nearest(name, [*built_in(), *OF_LENGTH])
+            suggestion = suggest_nearest(name, [*find_built_in(), *OF_LENGTH])
             raise RecipeError(
                 f"{knob} {name}: no such task; {suggestion} (a file ends in .yaml; a task of lm-eval is written "
                 f"lm-eval:{name})"

@@ -26,16 +26,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from preheat.cache_folder import require_storable
 from preheat.core import Device, MachineUse
 from preheat.errors import DoesNotFit, RunError
-from preheat.hardware.child_processes import ended_by, last_error_line, tethered
+from preheat.hardware.child_processes import describe_exit, last_error_line, wrap_in_parent_death
 from preheat.hardware.cpu_allocator import install_heap
 from preheat.hardware.gpu_memory import OTHERS, other_processes_bytes
-from preheat.hardware.host_time import HostTime, host_time
-from preheat.hardware.machine_use import UseMeter, joined
+from preheat.hardware.host_time import HostTime, measure_host_time
+from preheat.hardware.machine_use import UseMeter, join_uses
 from preheat.hardware.plausibility import doubt_of
-from preheat.hardware.rates import MOVERS, AttentionRate, Layout, MatrixRate, MovedRate, Rates, load, parse, stored_at
+from preheat.hardware.rates import (
+    MOVERS,
+    AttentionRate,
+    Layout,
+    MatrixRate,
+    MovedRate,
+    Rates,
+    calibration_path,
+    load,
+    parse,
+)
 from preheat.hardware.tf32 import allow_tf32, has_tf32
-from preheat.hardware.timing import Random, Stopwatch, threads_of
-from preheat.sanitize import memory
+from preheat.hardware.timing import Random, Stopwatch, limit_threads
+from preheat.sanitize import format_memory
 
 if TYPE_CHECKING:
     import torch
@@ -52,9 +62,9 @@ __all__ = [
     "calibrate",
     "grid_of",
     "rates",
-    "rates_again",
+    "remeasure_rates",
     "rates_for",
-    "with_room",
+    "limit_to_free_memory",
 ]
 
 _Result = TypeVar("_Result")
@@ -110,7 +120,7 @@ class Grid:
     strict: bool = False
     """Leave out what is not reached in `limit` also if no other process is the reason."""
 
-    def without(self, known: Rates) -> Grid | None:
+    def find_missing(self, known: Rates) -> Grid | None:
         """Returns the sizes that `known` lacks; None if it has all.
 
         Sizes of memory-bound operators are those of `known` if it has as large ones.
@@ -238,7 +248,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     """
     import torch
 
-    grid = grid or grid_of(with_room(device))
+    grid = grid or grid_of(limit_to_free_memory(device))
     tell = progress or (lambda what, done: None)
     start = time.perf_counter()
     cuda = device.kind == "cuda"
@@ -248,7 +258,7 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     dtypes = {name: dtype for name, dtype in dtypes.items() if name in grid.dtypes}
     seconds = Stopwatch(cuda, strict=grid.strict)
 
-    def begin(what: str, done: float, until: float) -> None:
+    def start_worker(what: str, done: float, until: float) -> None:
         tell(what, done)
         seconds.end = start + grid.limit * until
 
@@ -260,8 +270,8 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
     adamw: dict[str, float] = {}
     # Progress: 5 % for the memory measurements, the rest in equal parts by dtype.
     share = 0.95 / max(len(dtypes), 1)
-    with threads_of(threads):
-        begin("memory", 0.0, 0.05)
+    with limit_threads(threads):
+        start_worker("memory", 0.0, 0.05)
         # fp32, so a quarter as many elements as bytes; a copy reads and writes each byte, hence the factor 2 below.
         source = random((grid.large // 4,), torch.float32)
         target = torch.empty_like(source)
@@ -272,36 +282,36 @@ def calibrate(device: Device, threads: int, progress: Progress | None = None, *,
         bandwidth, (to_host, to_device), launch, near = parts.measure(
             lambda: (
                 2 * grid.large / seconds(lambda: target.copy_(source)),
-                _host_link(seconds, source) if cuda else (None, None),
+                _measure_host_link(seconds, source) if cuda else (None, None),
                 seconds(lambda: tiny + tiny),
                 None if cuda else 3 * piece.nbytes / seconds(lambda: piece.mul_(other)),
             )
         )
         for index, (name, dtype) in enumerate(dtypes.items()):
             done = 0.05 + share * index
-            begin(f"matmuls in {name}", done, done + share / 2)
-            peak[name] = parts.measure(partial(_peak, seconds, random, dtype, grid)) if grid.products else 0.0
-            layers = parts.measure(partial(_matrix, seconds, random, name, dtype, grid))
+            start_worker(f"matmuls in {name}", done, done + share / 2)
+            peak[name] = parts.measure(partial(_measure_peak, seconds, random, dtype, grid)) if grid.products else 0.0
+            layers = parts.measure(partial(_measure_matmuls, seconds, random, name, dtype, grid))
             # A layer can be faster than the square matmuls, and MFU, which divides by the peak, must not exceed 1.
             peak[name] = max([peak[name], *(rate.flops for rate in layers)])
             matrix += layers
-            begin(f"operators in {name}", done + share / 2, done + share)
-            moved += parts.measure(partial(_moved, seconds, random, name, dtype, grid))
-            attention += parts.measure(partial(_attention, seconds, random, name, dtype, grid))
+            start_worker(f"operators in {name}", done + share / 2, done + share)
+            moved += parts.measure(partial(_measure_movers, seconds, random, name, dtype, grid))
+            attention += parts.measure(partial(_measure_attention, seconds, random, name, dtype, grid))
             if grid.parameters:
-                adamw[name] = parts.measure(partial(_adamw, seconds, random, dtype, grid))
+                adamw[name] = parts.measure(partial(_measure_adamw, seconds, random, dtype, grid))
         host: HostTime | None = None
         if grid.host:
             # After AdamW, whose first step makes torch import a part of itself for seconds.
             tell("the host", 0.97)
-            host = parts.measure(lambda: host_time(device.kind))
+            host = parts.measure(lambda: measure_host_time(device.kind))
         # TF32 is a mode of fp32 matmuls, so it needs no rates of other operators, attention or AdamW.
         if "tf32" in grid.dtypes and has_tf32(device):
             tell("matmuls in tf32", 0.98)
             # The stopwatch is only the owner: if a measurement raises, its end restores torch's setting.
             end = allow_tf32(seconds)
-            peak["tf32"] = _peak(seconds, random, torch.float32, grid) if grid.products else 0.0
-            layers = _matrix(seconds, random, "tf32", torch.float32, grid)
+            peak["tf32"] = _measure_peak(seconds, random, torch.float32, grid) if grid.products else 0.0
+            layers = _measure_matmuls(seconds, random, "tf32", torch.float32, grid)
             end()
             peak["tf32"] = max([peak["tf32"], *(rate.flops for rate in layers)])
             matrix += layers
@@ -349,10 +359,10 @@ class _Parts:
     def most_disturbed(self) -> MachineUse:
         """The use of the machine during all parts, or during the part with the most other work."""
         long = [use for use in self._uses if use.seconds >= _LONG_PART]
-        return max([joined(self._uses), *long], key=lambda use: use.other_cores or 0.0)
+        return max([join_uses(self._uses), *long], key=lambda use: use.other_cores or 0.0)
 
 
-def _turns(bytes: int) -> int:
+def _count_turns(bytes: int) -> int:
     return min(max(1, _COLD_BYTES // bytes), _TURNS)
 
 
@@ -381,7 +391,7 @@ def _is_quiet(threads: int, watch: float = 0.5) -> bool:
     return meter.use(threads).alone is not False
 
 
-def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
+def _measure_host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
     """Returns the bytes/s from GPU memory to pinned host memory, and back."""
     import torch
 
@@ -392,36 +402,36 @@ def _host_link(seconds: Stopwatch, source: Tensor) -> tuple[float, float]:
     return to_host, piece.nbytes / seconds(lambda: piece.copy_(host, non_blocking=True))
 
 
-def _square(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
+def _measure_square_matmul(seconds: Stopwatch, random: Random, dtype: torch.dtype, size: int) -> float:
     # A matmul of two size x size matrices takes 2 size^3 FLOPs.
     a, b = random((size, size), dtype), random((size, size), dtype)
     return 2 * size**3 / seconds(lambda: a @ b, budget=0.5)
 
 
-def _peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
+def _measure_peak(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
     """Returns the FLOP/s of the best square matmul.
 
     A small one decides first if a large one would take too long (a minute in bf16 on a CPU without AVX512).
     """
-    best, longest = _square(seconds, random, dtype, min(_FIRST, *grid.products)), _PATIENCE
+    best, longest = _measure_square_matmul(seconds, random, dtype, min(_FIRST, *grid.products)), _PATIENCE
     # The small matmul underestimates the rate of large ones, hence the patience; later sizes are judged by a real
     # one.
     for size in sorted(grid.products):
         if 2 * size**3 / best < longest and not seconds.is_late():
-            best, longest = max(best, _square(seconds, random, dtype, size)), 0.5
+            best, longest = max(best, _measure_square_matmul(seconds, random, dtype, size)), 0.5
     return best
 
 
-def _matrix(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
+def _measure_matmuls(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MatrixRate]:
     measured: list[MatrixRate] = []
     for layer, rows in grid.rows_by_layer().items():
         if measured and seconds.strict and seconds.is_late():
             break
-        measured += _layer(seconds, random, name, dtype, layer, rows, grid.most)
+        measured += _measure_layers(seconds, random, name, dtype, layer, rows, grid.most)
     return measured
 
 
-def _layer(
+def _measure_layers(
     seconds: Stopwatch,
     random: Random,
     name: str,
@@ -444,7 +454,9 @@ def _layer(
         if last and (too_long or seconds.is_late()):
             continue
         # Input (n, k), gradient of the output (n, m) and weight (m, k), in as many copies as leave the cache.
-        sets = [(random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_turns(bytes))]
+        sets = [
+            (random((n, k), dtype), random((n, m), dtype), random((m, k), dtype)) for _ in range(_count_turns(bytes))
+        ]
         # Transposed views, as autograd multiplies them: BLAS has another kernel for each layout.
         factors: dict[Layout, list[tuple[Tensor, Tensor]]] = {
             "forward": [(x, w.t()) for x, _, w in sets],
@@ -458,7 +470,7 @@ def _layer(
     return measured
 
 
-def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
+def _measure_movers(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[MovedRate]:
     measured: list[MovedRate] = []
     if not grid.elements:
         return measured
@@ -469,15 +481,18 @@ def _moved(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, gr
         if measured and seconds.is_late():
             break
         # Most operators move at least an operand and a result, so twice the elements bounds the number of sets.
-        sets = [_movers(random, dtype, elements, grid, table) for _ in range(_turns(2 * elements * dtype.itemsize))]
+        sets = [
+            _build_movers(random, dtype, elements, grid, table)
+            for _ in range(_count_turns(2 * elements * dtype.itemsize))
+        ]
         for operator, (_, moved) in sets[0].items():
             # An operator that moves more bytes leaves the cache with fewer sets.
-            turns = _Cycle([calls[operator][0] for calls in sets[: _turns(moved)]])
+            turns = _Cycle([calls[operator][0] for calls in sets[: _count_turns(moved)]])
             measured.append(MovedRate(operator, name, moved, moved / seconds(turns)))
     return measured
 
 
-def _movers(
+def _build_movers(
     random: Random, dtype: torch.dtype, elements: int, grid: Grid, table: Tensor
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Returns the calls of `MOVERS` on tensors of the given size, with the bytes that each moves."""
@@ -561,7 +576,9 @@ def _movers(
     return {name: call for name, call in calls.items() if name in grid.operators} if grid.operators else calls
 
 
-def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid) -> list[AttentionRate]:
+def _measure_attention(
+    seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype, grid: Grid
+) -> list[AttentionRate]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -582,7 +599,7 @@ def _attention(seconds: Stopwatch, random: Random, name: str, dtype: torch.dtype
     return measured
 
 
-def _adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
+def _measure_adamw(seconds: Stopwatch, random: Random, dtype: torch.dtype, grid: Grid) -> float:
     """Returns the seconds per parameter of one step, with gradients and both moments in the parameters' dtype."""
     import torch
 
@@ -624,7 +641,7 @@ def rates(
         _log.warning("measuring this machine, once; 15 to 60 seconds")
     # Stored rates of a busy machine are replaced only while the cores are free for half a second.
     if measure and (stored is None or (again and stored.contended and _is_quiet(threads))):
-        return rates_again(device, threads, progress, grid)
+        return remeasure_rates(device, threads, progress, grid)
     if stored is None:
         raise RunError(
             f"the rates of {device.name} with {threads} threads are not measured yet; "
@@ -633,7 +650,7 @@ def rates(
     return stored
 
 
-def rates_again(device: Device, threads: int, progress: Progress | None = None, grid: Grid | None = None) -> Rates:
+def remeasure_rates(device: Device, threads: int, progress: Progress | None = None, grid: Grid | None = None) -> Rates:
     """Measures and stores the rates of this machine, whether there are some or not.
 
     Raises:
@@ -641,7 +658,7 @@ def rates_again(device: Device, threads: int, progress: Progress | None = None, 
     """
     import torch
 
-    _measure_in_process(device, threads, progress, lambda: [grid or grid_of(with_room(device))])
+    _measure_in_process(device, threads, progress, lambda: [grid or grid_of(limit_to_free_memory(device))])
     stored = load(device.name, torch.__version__, threads, device.driver)
     assert stored is not None, "the child stored rates for another machine"
     return stored
@@ -675,7 +692,7 @@ def rates_for(
         return _measure_in_process(device, threads, progress, choose, partial=True), True
     if not stored.partial:
         return stored, False
-    lacking = [rest for grid in choose() if (rest := grid.without(stored)) is not None]
+    lacking = [rest for grid in choose() if (rest := grid.find_missing(stored)) is not None]
     if not lacking:
         return stored, False
     return _measure_in_process(device, threads, progress, lambda: lacking, partial=True, known=stored), True
@@ -685,7 +702,7 @@ _LEAST_ROOM = 2 << 30
 """Bytes of a GPU's memory with which its rates can be measured."""
 
 
-def with_room(device: Device) -> Device:
+def limit_to_free_memory(device: Device) -> Device:
     """Returns a GPU with the memory that other processes leave, and a CPU as it is.
 
     Raises:
@@ -697,9 +714,10 @@ def with_room(device: Device) -> Device:
     left = dataclasses.replace(device, memory=device.memory - used_by_others)
     if left.memory < _LEAST_ROOM:
         raise DoesNotFit(
-            f"hardware.device: {device.name}: {memory(max(left.memory, 0) / 2**30)} of "
-            f"{memory(device.memory / 2**30)} are left, and measuring its rates takes {memory(_LEAST_ROOM / 2**30)}: "
-            f"other processes hold {memory(used_by_others / 2**30)}; {OTHERS}"
+            f"hardware.device: {device.name}: {format_memory(max(left.memory, 0) / 2**30)} of "
+            f"{format_memory(device.memory / 2**30)} are left, and measuring its rates takes "
+            f"{format_memory(_LEAST_ROOM / 2**30)}: "
+            f"other processes hold {format_memory(used_by_others / 2**30)}; {OTHERS}"
         )
     return left
 
@@ -725,15 +743,15 @@ def _measure_in_process(
     """
     import torch
 
-    with_room(device)
-    require_storable(stored_at(device.name, torch.__version__, threads))
+    limit_to_free_memory(device)
+    require_storable(calibration_path(device.name, torch.__version__, threads))
     command = [sys.executable, "-c", "from preheat.hardware.benchmark_rates import _child; _child()"]
     measured: Rates | None = None
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     # A file for its stderr: a full pipe that is read only after the progress would block the child.
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
-        subprocess.Popen(tethered(command), **pipes, stderr=stderr, text=True) as child,
+        subprocess.Popen(wrap_in_parent_death(command), **pipes, stderr=stderr, text=True) as child,
     ):
         assert child.stdin is not None
         assert child.stdout is not None
@@ -758,13 +776,13 @@ def _measure_in_process(
         # A process ended by a signal leaves no message, so the signal is the reason.
         last = last_error_line(stderr) if child.wait() > 0 else ""
     if child.returncode != 0:
-        last = last or f"its process {ended_by(child.returncode)}"
+        last = last or f"its process {describe_exit(child.returncode)}"
         raise RunError(f"measuring the rates of this machine failed: {last}")
     assert measured is not None, "the child ended well and sent no rates"
     return measured
 
 
-def _child() -> None:
+def _run_child() -> None:
     import torch  # noqa: F401  # while the parent still chooses what to measure
 
     install_heap()  # as a run does
@@ -821,6 +839,6 @@ def _measure_grids(
             progress(what, (number + done) / len(grids))
 
         rates_of_grid = calibrate(device, threads, tell, grid=grid)
-        measured = rates_of_grid if measured is None else measured.joined(rates_of_grid)
+        measured = rates_of_grid if measured is None else measured.join_rates(rates_of_grid)
     assert measured is not None, "there is something to measure"
     return measured

@@ -18,10 +18,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.hardware.cuda_driver import is_slice
 
-__all__ = ["Accelerator", "accelerator", "accelerators", "named_or_described", "parse_accelerator"]
+__all__ = ["Accelerator", "find_accelerator", "accelerators", "resolve_accelerator", "parse_accelerator"]
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ A6000-48GB      6   2430
 RTX-4090        72  3645
 """
 
-# Other names of the rows above, as drivers and users write them, normalized by `_key`.
+# Other names of the rows above, as drivers and users write them, normalized by `_normalize_name`.
 _ALIASES = {
     "a100": "A100-80GB",
     "a100sxm480gb": "A100-80GB",
@@ -250,18 +250,18 @@ _ALIASES = {
 }
 
 
-def _key(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Normalizes a name for lookup: removes case, punctuation and vendor."""
     # Vendors first, because \b needs the spaces and dashes that the next line removes.
     text = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|aws|google|intel)\b", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", text)
 
 
-def _number(cell: str, unit: float) -> float | None:
+def _parse_number(cell: str, unit: float) -> float | None:
     return None if cell == "-" else float(cell) * unit
 
 
-def _rows() -> dict[str, Accelerator]:
+def _read_rows() -> dict[str, Accelerator]:
     rows = {}
     caches = {name: (int(size), float(rate)) for name, size, rate in map(str.split, _CACHES.strip().splitlines())}
     # Without the header; `#` begins a comment in the table.
@@ -273,18 +273,18 @@ def _rows() -> dict[str, Accelerator]:
         rows[name] = Accelerator(
             name=name,
             memory=None if memory == "-" else int(float(memory) * 2**30),
-            bandwidth=_number(bandwidth, 1e9),
-            bf16=_number(bf16, 1e12),
-            fp16=_number(fp16, 1e12),
-            fp32=_number(fp32, 1e12),
-            fp8=_number(fp8, 1e12),
-            achieved_bf16=_number(achieved_bf16, 1e12),
-            achieved_fp8=_number(achieved_fp8, 1e12),
-            link=_number(link, 1e9),
-            network=_number(network, 1e9),
+            bandwidth=_parse_number(bandwidth, 1e9),
+            bf16=_parse_number(bf16, 1e12),
+            fp16=_parse_number(fp16, 1e12),
+            fp32=_parse_number(fp32, 1e12),
+            fp8=_parse_number(fp8, 1e12),
+            achieved_bf16=_parse_number(achieved_bf16, 1e12),
+            achieved_fp8=_parse_number(achieved_fp8, 1e12),
+            link=_parse_number(link, 1e9),
+            network=_parse_number(network, 1e9),
             units=None if more[0] == "-" else int(more[0]),
-            watts=_number(more[1], 1),
-            host=_number(more[2], 1e9),
+            watts=_parse_number(more[1], 1),
+            host=_parse_number(more[2], 1e9),
             generation=more[3],
             cache=cache and cache * 2**20,
             cache_rate=cache_rate and cache_rate * 1e9,
@@ -294,28 +294,29 @@ def _rows() -> dict[str, Accelerator]:
 
 def accelerators() -> dict[str, Accelerator]:
     """Returns all accelerators of the catalogue by name."""
-    return _rows()
+    return _read_rows()
 
 
-def accelerator(name: str) -> Accelerator:
+def find_accelerator(name: str) -> Accelerator:
     """Looks up an accelerator by its catalogue name, a short name (`A100`) or the driver's name.
 
     Raises:
         RecipeError: the name is unknown; the message suggests the closest one.
     """
-    rows = _rows()
+    rows = _read_rows()
     if is_slice(name):
         raise RecipeError(
             f"'{name}' is a slice of a GPU (MIG), whose rates the catalogue lacks; plan on the machine that has it, "
             "where they are measured"
         )
-    by_key = {_key(known): known for known in rows} | _ALIASES
-    match = by_key.get(_key(name)) or by_key.get(f"rtx{_key(name)}")  # 4090
+    by_key = {_normalize_name(known): known for known in rows} | _ALIASES
+    match = by_key.get(_normalize_name(name)) or by_key.get(f"rtx{_normalize_name(name)}")  # 4090
     if match is None:
         # Normalized keys, so that case and punctuation do not count.
-        near = difflib.get_close_matches(_key(name), by_key, n=1)
+        near = difflib.get_close_matches(_normalize_name(name), by_key, n=1)
         raise RecipeError(
-            f"no accelerator '{name}' in the catalogue; {nearest(by_key[near[0]] if near else name, list(rows))}"
+            f"no accelerator '{name}' in the catalogue; "
+            f"{suggest_nearest(by_key[near[0]] if near else name, list(rows))}"
         )
     return rows[match]
 
@@ -333,7 +334,7 @@ _RATES = {
 }
 
 
-def named_or_described(text: str) -> Accelerator:
+def resolve_accelerator(text: str) -> Accelerator:
     """Returns the accelerator that `--gpu` names, or describes by its figures (`parse_accelerator`).
 
     Raises:
@@ -347,7 +348,7 @@ def named_or_described(text: str) -> Accelerator:
         return parse_accelerator(text)
     describe = "describe the device: --gpu name=X,memory=24GiB,bandwidth=1008,bf16=165, in GB/s and TFLOP/s"
     try:
-        entry = accelerator(text)
+        entry = find_accelerator(text)
     except RecipeError as error:
         raise RecipeError(f"--gpu: {error} (--gpu list prints all); or {describe}") from None
     if entry.memory is None or entry.bandwidth is None or not entry.peaks():
@@ -378,7 +379,7 @@ def parse_accelerator(text: str) -> Accelerator:
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
-            raise RecipeError(f"--gpu: '{part}': {nearest(key, known)}; write key=value, with commas between")
+            raise RecipeError(f"--gpu: '{part}': {suggest_nearest(key, known)}; write key=value, with commas between")
         if key == "name":
             values[key] = value
         elif key == "memory":

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOOPBACK",
-    "all_here",
+    "is_single_host",
     "end_with_parent",
-    "ended_by",
+    "describe_exit",
     "last_error_line",
-    "launched_store",
+    "connect_launched_store",
     "listen",
     "local_group",
-    "local_store",
+    "create_local_store",
     "store_address",
-    "tethered",
+    "wrap_in_parent_death",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ except OSError as error:
 """
 
 
-def tethered(command: Sequence[str]) -> list[str]:
+def wrap_in_parent_death(command: Sequence[str]) -> list[str]:
     """Wraps a command so that Linux kills it when the starting thread ends, even by `kill -9`; unchanged elsewhere."""
     if sys.platform != "linux":
         return list(command)
@@ -67,7 +67,7 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def ended_by(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describes how a process ended, from its return code.
 
     Example:
@@ -95,7 +95,7 @@ def local_group() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
-def all_here() -> bool:
+def is_single_host() -> bool:
     """True if all ranks run on this host, according to the launcher's environment variables."""
     # Without torchrun's LOCAL_WORLD_SIZE, only a loopback address proves that all ranks are here.
     address, local = os.environ.get("MASTER_ADDR", ""), os.environ.get("LOCAL_WORLD_SIZE")
@@ -106,10 +106,10 @@ def all_here() -> bool:
 
 def store_address() -> str:
     """Returns the address of the store: MASTER_ADDR, or the loopback interface if rank 0 serves this host only."""
-    return LOOPBACK if _served_here() else os.environ.get("MASTER_ADDR", "")
+    return LOOPBACK if _is_served_here() else os.environ.get("MASTER_ADDR", "")
 
 
-def launched_store(timeout: float) -> Store:
+def connect_launched_store(timeout: float) -> Store:
     """Connects to the store of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on one host by the loopback interface.
 
     Raises:
@@ -123,16 +123,18 @@ def launched_store(timeout: float) -> Store:
 
     rank, port = (os.environ.get(key, "") for key in ("RANK", "MASTER_PORT"))
     # torch's own rendezvous also reports missing and malformed variables.
-    if not (_served_here() and rank.isdecimal() and port.isdecimal()):
+    if not (_is_served_here() and rank.isdecimal() and port.isdecimal()):
         return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))[0]
     # Detached, because the store owns the descriptor and closes it.
-    return local_store(int(port), listening=listen(int(port)).detach() if int(rank) == 0 else None, timeout=timeout)
+    return create_local_store(
+        int(port), listening=listen(int(port)).detach() if int(rank) == 0 else None, timeout=timeout
+    )
 
 
-def _served_here() -> bool:
+def _is_served_here() -> bool:
     """True if rank 0 serves the store (not torchrun's agent), and only this host needs to reach it."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return not agent and (_is_loopback(os.environ.get("MASTER_ADDR", "")) or all_here())
+    return not agent and (_is_loopback(os.environ.get("MASTER_ADDR", "")) or is_single_host())
 
 
 def _is_loopback(address: str) -> bool:
@@ -172,7 +174,7 @@ def listen(port: int = 0) -> socket.socket:
     return listening
 
 
-def local_store(port: int, *, listening: int | None = None, timeout: float = 300.0) -> TCPStore:
+def create_local_store(port: int, *, listening: int | None = None, timeout: float = 300.0) -> TCPStore:
     """Creates the store of the processes of this host.
 
     Args:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from preheat.core.nettest import CollectiveRow, Measurement, Pair, PairRow
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.child_processes import all_here, launched_store, local_group, local_store
+from preheat.hardware.child_processes import connect_launched_store, create_local_store, is_single_host, local_group
 from preheat.hardware.link_rates import LinkRate
 from preheat.hardware.probe import probe
 
@@ -92,12 +92,12 @@ def measure(task: Task, tell: Told | None = None) -> Measurement | None:
     import torch
     import torch.distributed as dist
 
-    device = _device(task)
+    device = _choose_device(task)
     begun = time.perf_counter()
     try:
         _join(task, device)
-        place = _topology()
-        _room(task, place, device)
+        place = _gather_topology()
+        _check_room(task, place, device)
         runs = _Timer(task, place, device)
         # For the progress, the pairs count as one more collective.
         total = len(task.collectives) * len(task.sizes) + len(task.sizes)
@@ -106,17 +106,22 @@ def measure(task: Task, tell: Told | None = None) -> Measurement | None:
             for size in task.sizes:
                 if tell is not None and place.rank == 0:
                     tell(f"{name.replace('_', ' ')}, {size:,} bytes", len(rows) / total)
-                # Buffers live as long as the call's closure, so that those of two sizes never coexist (`_room` counts
-                # on it).
+                # Buffers live as long as the call's closure, so that those of two sizes never coexist (`_check_room`
+                # counts on it).
                 seconds = runs(_call(name, size, place, device))
                 rows.append(
                     LinkRate(
-                        name, task.backend, place.world, len(set(place.hosts)), _real(size, place), *_spread(seconds)
+                        name,
+                        task.backend,
+                        place.world,
+                        len(set(place.hosts)),
+                        _round_to_ranks(size, place),
+                        *_compute_spread(seconds),
                     )
                 )
-        pairs = _pairs(task, place, device, tell, len(rows) / total)
+        pairs = _measure_pairs(task, place, device, tell, len(rows) / total)
         name = probe("cuda" if task.backend == "nccl" else "cpu").name
-        # Every rank has the same times (`slowest`), so one report is enough.
+        # Every rank has the same times (`gather_slowest`), so one report is enough.
         if place.rank != 0:
             return None
         return Measurement(
@@ -136,13 +141,13 @@ def measure(task: Task, tell: Told | None = None) -> Measurement | None:
             seconds=time.perf_counter() - begun,
         )
     except dist.DistBackendError as error:
-        raise RunError(f"a process stopped answering within {task.timeout:g} s: {_first(error)}") from None
+        raise RunError(f"a process stopped answering within {task.timeout:g} s: {_first_value(error)}") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _device(task: Task) -> torch.device:
+def _choose_device(task: Task) -> torch.device:
     import torch
 
     if task.backend == "gloo":
@@ -168,14 +173,16 @@ def _join(task: Task, device: torch.device) -> None:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Without this, gloo listens on the interface of the host's name, which other hosts can reach.
-    if all_here():
+    if is_single_host():
         os.environ.update(local_group())
     try:
         # `nettest` started this process and reserved the port; else torchrun or the user set the rendezvous.
         if (listening := os.environ.get(LISTENING)) is not None:
-            store: Store = local_store(int(port), listening=int(listening) if listening else None, timeout=task.timeout)
+            store: Store = create_local_store(
+                int(port), listening=int(listening) if listening else None, timeout=task.timeout
+            )
         else:
-            store = launched_store(task.timeout)
+            store = connect_launched_store(task.timeout)
         dist.init_process_group(
             task.backend,
             store=store,
@@ -195,20 +202,20 @@ def _join(task: Task, device: torch.device) -> None:
             ) from None
         raise RunError(
             f"rendezvous {address}:{port}: rank {rank} of {world} did not meet the others within {task.timeout:g} s "
-            f"({_first(error)}); see that all are started and that the address is reached from every host"
+            f"({_first_value(error)}); see that all are started and that the address is reached from every host"
         ) from None
     except (RuntimeError, ValueError) as error:  # raised by gloo and the store on timeouts
         raise RunError(
             f"rendezvous {address}:{port}: rank {rank} of {world} could not join within {task.timeout:g} s: "
-            f"{_first(error)}"
+            f"{_first_value(error)}"
         ) from None
 
 
-def _first(error: BaseException) -> str:
+def _first_value(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def _topology() -> _Topology:
+def _gather_topology() -> _Topology:
     """Gathers ranks and hosts; hosts are identified by torchrun's GROUP_RANK, or by their names without torchrun."""
     import torch.distributed as dist
 
@@ -241,7 +248,7 @@ def _gather(value: _Value, world: int) -> list[_Value]:
     return gathered
 
 
-def _room(task: Task, place: _Topology, device: torch.device) -> None:
+def _check_room(task: Task, place: _Topology, device: torch.device) -> None:
     """Rejects sizes that exceed memory, consistently on all ranks, before anything is allocated."""
     # Processes on one host share its memory; a GPU belongs to one process.
     sharing = place.local if device.type == "cpu" else 1
@@ -257,7 +264,7 @@ def _room(task: Task, place: _Topology, device: torch.device) -> None:
         )
 
 
-def _real(size: int, place: _Topology) -> int:
+def _round_to_ranks(size: int, place: _Topology) -> int:
     """Rounds a size down to fp32 elements that divide evenly across the ranks."""
     return max(1, size // (4 * place.world)) * 4 * place.world
 
@@ -270,35 +277,35 @@ def _call(name: str, size: int, place: _Topology, device: torch.device) -> Calla
     from preheat.torch_compat import all_gather_single, reduce_scatter_single
 
     # fp32 elements; each rank contributes or receives a share of the full buffer.
-    count = _real(size, place) // 4
+    count = _round_to_ranks(size, place) // 4
     share = count // place.world
 
-    def buffer(elements: int) -> torch.Tensor:
+    def allocate_buffer(elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=torch.float32, device=device)
 
     if name == "all_reduce":
-        full = buffer(count)
+        full = allocate_buffer(count)
         return lambda: dist.all_reduce(full)
     if name == "all_gather":
-        full, part = buffer(count), buffer(share)
+        full, part = allocate_buffer(count), allocate_buffer(share)
         return lambda: all_gather_single(full, part)
     if name == "reduce_scatter":
-        full, part = buffer(count), buffer(share)
+        full, part = allocate_buffer(count), allocate_buffer(share)
         return lambda: reduce_scatter_single(part, full)
     if name == "all_to_all":
-        there, back = buffer(count), buffer(count)
+        there, back = allocate_buffer(count), allocate_buffer(count)
         return lambda: dist.all_to_all_single(back, there)
     assert name == "send_recv", name
-    outgoing, incoming = buffer(count), buffer(count)
+    outgoing, incoming = allocate_buffer(count), allocate_buffer(count)
     after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
 
-    def ring() -> None:
+    def run_ring() -> None:
         # Posted together: blocking sends around a ring would wait for each other forever.
         both = [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    return ring
+    return run_ring
 
 
 class _Timer:
@@ -313,7 +320,7 @@ class _Timer:
 
             torch.cuda.synchronize()
 
-    def once(self, call: Callable[[], object], times: int) -> float:
+    def time_once(self, call: Callable[[], object], times: int) -> float:
         import torch.distributed as dist
 
         # The barrier aligns the ranks, and waiting empties the GPU's queue before the clock starts.
@@ -327,17 +334,17 @@ class _Timer:
 
     def __call__(self, call: Callable[[], object]) -> list[float]:
         # The first call sets up connections, so it only limits the warm-up to the budget.
-        first = self.slowest([self.once(call, 1)])[0]
+        first = self.gather_slowest([self.time_once(call, 1)])[0]
         for _ in range(max(1, min(self.task.warmup, math.ceil(self.task.budget / first)) - 1)):
             call()
         # A quarter of a sample with warm connections estimates the time of a call.
-        guess = self.slowest([self.once(call, max(1, math.ceil(_SAMPLE / max(first, 1e-6) / 4)))])[0]
+        guess = self.gather_slowest([self.time_once(call, max(1, math.ceil(_SAMPLE / max(first, 1e-6) / 4)))])[0]
         # Calls per sample and samples within the budget; the slowest rank's time makes all ranks choose the same.
         times = max(1, math.ceil(_SAMPLE / max(guess, 1e-6)))
         samples = max(5, min(self.task.repeats, int(self.task.budget / (times * guess))))
-        return self.slowest([self.once(call, times) for _ in range(samples)])
+        return self.gather_slowest([self.time_once(call, times) for _ in range(samples)])
 
-    def slowest(self, seconds: Sequence[float]) -> list[float]:
+    def gather_slowest(self, seconds: Sequence[float]) -> list[float]:
         """Returns the time of the slowest rank of each sample, identical on all ranks, so that they decide alike."""
         import torch
         import torch.distributed as dist
@@ -347,13 +354,13 @@ class _Timer:
         return times.tolist()
 
 
-def _spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+def _compute_spread(seconds: Sequence[float]) -> tuple[float, float, float]:
     """Returns the median, 10th and 90th percentile."""
     ordered = sorted(seconds)
     return statistics.median(ordered), ordered[int(0.1 * (len(ordered) - 1))], ordered[round(0.9 * (len(ordered) - 1))]
 
 
-def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None, done: float) -> list[Pair]:
+def _measure_pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None, done: float) -> list[Pair]:
     """Measures point-to-point round trips: a pair in each host, then between hosts around a ring.
 
     Returns all pairs on rank 0, an empty list on other ranks. The pairs of a round have no device in common, so they
@@ -383,7 +390,7 @@ def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None
             tell("pairs", done + (1 - done) * n / 4)
         # Ranks without a pair in this round wait at the barrier and leave the network to the others.
         mine = next((pair for pair in round_ if place.rank in pair), None)
-        own = [] if mine is None else _there_and_back(task, place, device, mine)
+        own = [] if mine is None else _measure_round_trips(task, place, device, mine)
         dist.barrier()
         gathered = _gather(own, place.world)
         # Both ranks of a pair have times; those of the leading rank count.
@@ -402,7 +409,7 @@ def _pairs(task: Task, place: _Topology, device: torch.device, tell: Told | None
     return measured if place.rank == 0 else []
 
 
-def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tuple[int, int]) -> list[PairRow]:
+def _measure_round_trips(task: Task, place: _Topology, device: torch.device, pair: tuple[int, int]) -> list[PairRow]:
     """Measures half the round-trip time by size; the first rank of the pair tells the other when to stop."""
     import torch
     import torch.distributed as dist
@@ -441,6 +448,6 @@ def _there_and_back(task: Task, place: _Topology, device: torch.device, pair: tu
             seconds.append((time.perf_counter() - start) / 2)
         # At least three samples remain if the budget ended during the warm-up.
         timed = seconds[min(task.warmup, len(seconds) - 3) :]
-        median, low, high = _spread(timed)
+        median, low, high = _compute_spread(timed)
         rows.append(PairRow(message.numel() * 4, median, low, high))
     return rows

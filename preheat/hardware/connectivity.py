@@ -6,10 +6,10 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["cached_folder", "hub_offline", "hub_reachable"]
+__all__ = ["find_cached_folder", "is_hub_offline", "is_hub_reachable"]
 
 
-def hub_reachable() -> bool:
+def is_hub_reachable() -> bool:
     """True if the Hugging Face Hub is reachable. Without this check its client retries for half a minute."""
     import urllib.parse
     import urllib.request
@@ -28,14 +28,14 @@ def hub_reachable() -> bool:
         return False
 
 
-def hub_offline() -> bool:
+def is_hub_offline() -> bool:
     """True if nothing can be downloaded from the hub: HF_HUB_OFFLINE is set, or it is not reachable."""
     from huggingface_hub import constants
 
-    return bool(constants.HF_HUB_OFFLINE) or not hub_reachable()
+    return bool(constants.HF_HUB_OFFLINE) or not is_hub_reachable()
 
 
-def cached_folder(name: str, files: Iterable[str]) -> Path | None:
+def find_cached_folder(name: str, files: Iterable[str]) -> Path | None:
     """Returns the folder of the hub's cache that holds any of the files of a repository; None if none is there.
 
     Args:

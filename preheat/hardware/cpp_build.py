@@ -19,9 +19,16 @@ from pathlib import Path
 
 from preheat.cache_folder import cache_folder, is_private, own_folder
 from preheat.errors import RunError
-from preheat.hardware.child_processes import tethered
+from preheat.hardware.child_processes import wrap_in_parent_death
 
-__all__ = ["NO_COMPILER", "compiler", "is_built", "library", "quick_library", "uncompiled"]
+__all__ = [
+    "NO_COMPILER",
+    "find_compiler",
+    "is_built",
+    "load_library",
+    "load_native_library",
+    "describe_missing_compiler",
+]
 
 NO_COMPILER = "no C++ compiler was found; install g++, or name one in CXX"
 _log = logging.getLogger(__name__)
@@ -31,7 +38,7 @@ _VECTOR = ("-O3", "-march=native", "-fopenmp", "-fno-trapping-math")
 
 
 @functools.cache
-def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
+def load_library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
     """Loads the library of a C++ file, and builds it if it is not cached.
 
     Args:
@@ -46,14 +53,14 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
     # The library links to c10 of this torch by path, so two installations of one version have separate files.
     home = Path(torch.__file__).parent
     # -march=native code crashes on other CPUs, so their instruction sets are part of the key.
-    about = f"{torch.__version__} {home} {_cpu() if vector else platform.machine()}"
+    about = f"{torch.__version__} {home} {_read_cpu_flags() if vector else platform.machine()}"
     flags: tuple[str, ...] = _VECTOR if vector else ("-O2",)
     # torch can be limited to AVX2 (ATEN_CPU_CAPABILITY), and our kernels then keep to it as well.
     if vector and "avx512f" in about and torch.backends.cpu.get_cpu_capability() == "AVX2":
         flags = (*flags, "-mno-avx512f")
         about += " without AVX512"
     key = hashlib.sha256(source.read_bytes() + about.encode()).hexdigest()
-    built = _folder() / f"{source.stem}-{key[:16]}.so"
+    built = _create_library_folder() / f"{source.stem}-{key[:16]}.so"
     if (reason := _reject_reason(built, key)) is not None:
         if built.exists() or built.is_symlink():
             _log.warning("%s: is not loaded (%s); it is built again", built, reason)
@@ -64,7 +71,7 @@ def library(source: Path, *, vector: bool = False) -> ctypes.CDLL:
         raise RunError(f"{built}: cannot be loaded ({error})") from None
 
 
-def _folder() -> Path:
+def _create_library_folder() -> Path:
     """Returns the folder of the libraries, which only this user can write to, because its files are executed.
 
     Raises:
@@ -78,11 +85,11 @@ def _folder() -> Path:
         raise RunError(
             f"{folder}: cannot be used ({error.strerror}); set PREHEAT_CACHE to a folder of your own"
         ) from None
-    return _private_folder(folder)
+    return _create_private_folder(folder)
 
 
 @functools.cache
-def _private_folder(other: Path) -> Path:
+def _create_private_folder(other: Path) -> Path:
     """Creates a private temporary folder, used if others can write to the cache."""
     folder = Path(tempfile.mkdtemp(prefix="preheat-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -92,7 +99,7 @@ def _private_folder(other: Path) -> Path:
     return folder
 
 
-def _seal(key: str, binary: bytes) -> str:
+def _compute_seal(key: str, binary: bytes) -> str:
     return hashlib.sha256(key.encode() + binary).hexdigest()
 
 
@@ -107,15 +114,15 @@ def _reject_reason(built: Path, key: str) -> str | None:
             return "others can write to it"
         # The seal also detects a file that a full disk or a crash truncated.
         sealed = built.with_suffix(".sha256").read_text(encoding="utf-8", errors="replace").strip()
-        return None if sealed == _seal(key, built.read_bytes()) else "differs from what was built"
+        return None if sealed == _compute_seal(key, built.read_bytes()) else "differs from what was built"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
-def quick_library(source: Path, without: str) -> ctypes.CDLL | None:
+def load_native_library(source: Path, without: str) -> ctypes.CDLL | None:
     """Loads a library optimized for this CPU; if that fails, warns of the cost (`without`) and returns None."""
     try:
-        return library(source, vector=True)
+        return load_library(source, vector=True)
     except RunError as error:
         # The warning names the caller of the function that needs the library.
         warnings.warn(f"{without}: {error}", stacklevel=3)
@@ -127,16 +134,16 @@ def is_built(source: Path) -> bool:
     return any((cache_folder() / "native").glob(f"{source.stem}-*.so"))
 
 
-def compiler() -> str | None:
-    return _found(os.environ.get("CXX") or "c++", os.environ.get("PATH"))
+def find_compiler() -> str | None:
+    return _locate_compiler(os.environ.get("CXX") or "c++", os.environ.get("PATH"))
 
 
 @functools.cache  # kernels ask in every call; `path` is a key only
-def _found(name: str, path: str | None) -> str | None:
+def _locate_compiler(name: str, path: str | None) -> str | None:
     return next((cxx for n in (name, "g++", "clang++") if (cxx := shutil.which(n))), None)
 
 
-def _cpu() -> str:
+def _read_cpu_flags() -> str:
     """Returns the instruction set of this CPU, because several machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -146,7 +153,7 @@ def _cpu() -> str:
 
 
 def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: str) -> None:
-    cxx = compiler()
+    cxx = find_compiler()
     if cxx is None:
         raise RunError(NO_COMPILER)
     # Build in a temporary folder and move atomically, because several processes may build at once.
@@ -156,14 +163,14 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
             # The rpath finds c10 without LD_LIBRARY_PATH.
             link = (f"-L{torch / 'lib'}", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
             command = [cxx, *_FLAGS, *flags, f"-I{torch / 'include'}", str(source), "-o", str(binary), *link]
-            done = subprocess.run(tethered(command), capture_output=True, text=True, check=False)
+            done = subprocess.run(wrap_in_parent_death(command), capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
                 raise RunError(f"{cxx} could not build {source.name}: {reason}")
             # Owner only, whatever the umask is, or `_is_private` would reject it.
             binary.chmod(0o700)
             sealed = binary.with_suffix(".sha256")
-            sealed.write_text(_seal(key, binary.read_bytes()) + "\n", encoding="utf-8")
+            sealed.write_text(_compute_seal(key, binary.read_bytes()) + "\n", encoding="utf-8")
             # The seal first: a process that starts in between finds no library and builds it, without a warning.
             sealed.replace(out.with_suffix(".sha256"))
             binary.replace(out)
@@ -173,7 +180,7 @@ def _build(source: Path, out: Path, torch: Path, flags: tuple[str, ...], key: st
         ) from None
 
 
-def uncompiled(kind: str) -> str:
+def describe_missing_compiler(kind: str) -> str:
     """Returns what torch.compile lacks for a kind of device and how to install it; "" if nothing."""
     # Inductor generates Triton kernels for CUDA and C++ for CPUs.
     if kind == "cuda":

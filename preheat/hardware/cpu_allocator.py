@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from preheat.errors import RunError
-from preheat.hardware.cpp_build import NO_COMPILER, compiler, is_built, library
+from preheat.hardware.cpp_build import NO_COMPILER, find_compiler, is_built, load_library
 
 __all__ = ["install_heap", "release_small", "release_unused", "unavailable_reason"]
 
@@ -51,7 +51,7 @@ def install_heap() -> str | None:
     libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum
     libc.mallopt(_M_TRIM_THRESHOLD, never)
     try:
-        _library().preheat_install()
+        _load_library().preheat_install()
     except RunError as error:
         return str(error)
     return None
@@ -61,7 +61,7 @@ def unavailable_reason() -> str | None:
     """Returns why `install_heap` would not work here, without importing torch or compiling; None if it should."""
     if not _is_glibc():
         return _NO_GLIBC
-    return None if is_built(_SOURCE) or compiler() else NO_COMPILER
+    return None if is_built(_SOURCE) or find_compiler() else NO_COMPILER
 
 
 def release_unused(kind: str) -> bool:
@@ -78,8 +78,8 @@ def release_unused(kind: str) -> bool:
         return False
     ctypes.CDLL(None).malloc_trim(0)
     # Does not build the library only to trim it.
-    if _library.cache_info().currsize:  # the heap is in use
-        _library().preheat_trim()
+    if _load_library.cache_info().currsize:  # the heap is in use
+        _load_library().preheat_trim()
     return True
 
 
@@ -98,8 +98,8 @@ def _is_glibc() -> bool:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    heap = library(_SOURCE)
+def _load_library() -> ctypes.CDLL:
+    heap = load_library(_SOURCE)
     # ctypes assumes a C int, which has 32 bits.
     heap.preheat_furthest.restype = ctypes.c_size_t
     return heap

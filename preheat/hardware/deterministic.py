@@ -11,19 +11,19 @@ import sys
 from typing import Any
 
 from preheat.errors import RecipeError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
-__all__ = ["be_deterministic", "explain_lacking", "is_exact", "repeats"]
+__all__ = ["set_deterministic", "explain_lacking", "is_exact", "describe_exactness"]
 
 # cuBLAS is deterministic with these workspaces only (its documentation on reproducibility).
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _SERVE = (":4096:8", ":16:8")
 _LACKS = "does not have a deterministic implementation"
 _before: list[tuple[bool, bool, bool]] = []
-"""torch's settings before `be_deterministic` changed them; empty if it has not."""
+"""torch's settings before `set_deterministic` changed them; empty if it has not."""
 
 
-def be_deterministic(wanted: bool) -> None:
+def set_deterministic(wanted: bool) -> None:
     """Enables or disables torch's deterministic kernels, including compiled ones; call it before CUDA is used.
 
     An operator without a deterministic kernel then raises a RuntimeError.
@@ -37,7 +37,7 @@ def be_deterministic(wanted: bool) -> None:
     setting = os.environ.get(_WORKSPACES)
     if wanted and setting not in (None, *_SERVE):
         raise RecipeError(
-            f"hardware.deterministic: {_WORKSPACES} is {quoted(setting)} in the environment, "
+            f"hardware.deterministic: {_WORKSPACES} is {quote_value(setting)} in the environment, "
             f"with which cuBLAS is not deterministic; set it to {_SERVE[0]}, or unset it"
         )
     # cuBLAS reads the environment when its first handle is created, so a later change has no effect.
@@ -110,7 +110,7 @@ def is_exact(kind: str, deterministic: bool) -> bool:
     return kind == "cpu" or deterministic
 
 
-def repeats(kind: str, deterministic: bool) -> str:
+def describe_exactness(kind: str, deterministic: bool) -> str:
     """Describes how exactly a run repeats; arguments as of `is_exact`."""
     if is_exact(kind, deterministic):
         return "bit for bit"

@@ -15,9 +15,9 @@ from preheat.errors import DoesNotFit
 from preheat.hardware.cuda_driver import is_slice
 from preheat.hardware.oom import is_oom
 from preheat.hardware.probe import peak_bytes, peak_reserved_bytes
-from preheat.sanitize import memory
+from preheat.sanitize import format_memory
 
-__all__ = ["CONTEXT", "OTHERS", "MemoryPeak", "limit_memory", "memory_peak", "other_processes_bytes"]
+__all__ = ["CONTEXT", "OTHERS", "MemoryPeak", "limit_memory", "read_memory_peak", "other_processes_bytes"]
 
 OTHERS = "end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
 """Advice if other processes use a GPU."""
@@ -57,7 +57,7 @@ class MemoryPeak:
         return {key: size / 2**30 for key, size in sizes.items() if size is not None}
 
 
-def memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
+def read_memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
     """Returns the peak since the last reset (`preheat.hardware.probe.reset_peak`).
 
     Args:
@@ -68,7 +68,7 @@ def memory_peak(kind: str, imports: int = 0) -> MemoryPeak:
         return MemoryPeak(max(peak_bytes("cpu") - imports, 0))
     import torch
 
-    reserved, own = peak_reserved_bytes(), _bytes_by_driver()
+    reserved, own = peak_reserved_bytes(), _read_driver_bytes()
     # Reserved memory of this moment, not its peak, because the driver's figure is of this moment too.
     context = None if own is None else own - torch.cuda.memory_reserved()
     return MemoryPeak(reserved + (CONTEXT if context is None else context), peak_bytes("cuda"), reserved, context)
@@ -79,7 +79,7 @@ def other_processes_bytes(device: Device) -> int:
     import torch
 
     free, total = _free_and_total(device)
-    own = _bytes_by_driver()
+    own = _read_driver_bytes()
     # Without NVML, this process's share is what torch reserved and the usual context.
     others = max(total - free - (torch.cuda.memory_reserved() + CONTEXT if own is None else own), 0)
     # A limit below the GPU's memory leaves a margin, and others matter only beyond it.
@@ -100,7 +100,8 @@ def _free_and_total(device: Device) -> tuple[int, int]:
         if not is_oom(error):
             raise
         raise DoesNotFit(
-            f"hardware.device: other processes use all of {device.name}'s {memory(device.memory / 2**30)}: no room is "
+            f"hardware.device: other processes use all of {device.name}'s {format_memory(device.memory / 2**30)}: no "
+            "room is "
             f"left for a CUDA context; {OTHERS}"
         ) from None
 
@@ -122,7 +123,7 @@ def limit_memory(device: Device) -> None:
         _limited.remove(number)
 
 
-def _bytes_by_driver() -> int | None:
+def _read_driver_bytes() -> int | None:
     """Returns this process's memory on the device by NVML; None without pynvml or if NVML does not list it."""
     import torch
 

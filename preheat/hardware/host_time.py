@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["HostTime", "host_time"]
+__all__ = ["HostTime", "measure_host_time"]
 
 _WIDTH, _TOKENS, _VOCABULARY, _LAYERS = 32, 8, 64, 4
 _STEPS = 24
@@ -36,7 +36,7 @@ class HostTime(NamedTuple):
     custom: float
 
 
-def host_time(device: str) -> HostTime:
+def measure_host_time(device: str) -> HostTime:
     """Measures the host's time on a device (`cpu`, `cuda`); leaves the random generators as they were."""
     seconds, calls, _ = _measure(device, custom=False)
     operator = seconds / calls
@@ -48,12 +48,12 @@ def host_time(device: str) -> HostTime:
 
 def _measure(device: str, *, custom: bool) -> tuple[float, int, int]:
     """Returns the seconds of a step, its operators, and how many of them are custom ones."""
-    step = _training_step(device, custom=custom)
-    counts = _counted(step)
+    step = _build_training_step(device, custom=custom)
+    counts = _count_operators(step)
     return _lower_quartile(step, device), sum(counts.values()), counts.get(_NAME, 0) + counts.get(f"{_NAME}_back", 0)
 
 
-def _training_step(device: str, *, custom: bool) -> Callable[[], None]:
+def _build_training_step(device: str, *, custom: bool) -> Callable[[], None]:
     """Returns a step of the tiny model, which ran twice: the first one imports, compiles and allocates."""
     import torch
     from torch.nn import functional as F
@@ -61,11 +61,11 @@ def _training_step(device: str, *, custom: bool) -> Callable[[], None]:
     devices = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        model = _model(_scaled() if custom else None).to(device)
+        model = _build_model(_register_scale_operator() if custom else None).to(device)
         tokens = torch.randint(_VOCABULARY, (1, _TOKENS), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step() -> None:
+    def run_step() -> None:
         with torch.enable_grad():
             logits = model(tokens)
             F.cross_entropy(logits.float().view(-1, _VOCABULARY), tokens.view(-1)).backward()
@@ -73,9 +73,9 @@ def _training_step(device: str, *, custom: bool) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    step()
-    return step
+    run_step()
+    run_step()
+    return run_step
 
 
 def _lower_quartile(step: Callable[[], None], device: str) -> float:
@@ -92,7 +92,7 @@ def _lower_quartile(step: Callable[[], None], device: str) -> float:
     return sorted(samples)[_STEPS // 4]
 
 
-def _counted(step: Callable[[], None]) -> dict[str, int]:
+def _count_operators(step: Callable[[], None]) -> dict[str, int]:
     """Returns the calls of each operator that runs a kernel, as dry runs count them (planning/dispatch_recorder.py)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,20 +114,20 @@ _NO_KERNEL = {f"aten::{name}" for name in ("detach", "alias", "_unsafe_view", "e
 
 
 @functools.cache  # an operator is registered once in a process
-def _scaled() -> Callable[[Tensor, Tensor], Tensor]:
+def _register_scale_operator() -> Callable[[Tensor, Tensor], Tensor]:
     """Returns a custom operator with a gradient, registered as those of `preheat.ops` are."""
     import torch
 
-    def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    def scale(x: Tensor, weight: Tensor) -> Tensor:
         return x * weight
 
-    def scaled_back(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return gradient * weight, (gradient * x).sum((0, 1))
 
-    forward = torch.library.custom_op(_NAME, scaled, mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+    forward = torch.library.custom_op(_NAME, scale, mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
     backward = torch.library.custom_op(
         f"{_NAME}_back",
-        scaled_back,
+        scale_backward,
         mutates_args=(),
         schema="(Tensor gradient, Tensor x, Tensor weight) -> (Tensor, Tensor)",
     )
@@ -142,7 +142,7 @@ def _scaled() -> Callable[[Tensor, Tensor], Tensor]:
     return forward
 
 
-def _model(scaled: Callable[[Tensor, Tensor], Tensor] | None) -> nn.Module:
+def _build_model(scaled: Callable[[Tensor, Tensor], Tensor] | None) -> nn.Module:
     """Returns a transformer of the kind that is trained, with norms by operators of torch or by a custom one."""
     import torch
     from torch import nn
@@ -158,21 +158,21 @@ def _model(scaled: Callable[[Tensor, Tensor], Tensor] | None) -> nn.Module:
                 return scaled(x, self.weight)
             return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
-    def linear() -> nn.Linear:
+    def build_linear() -> nn.Linear:
         return nn.Linear(_WIDTH, _WIDTH, bias=False)
 
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.before, self.after = Norm(), Norm()
-            self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
-            self.gate, self.up, self.down = linear(), linear(), linear()
+            self.query, self.key, self.value, self.out = build_linear(), build_linear(), build_linear(), build_linear()
+            self.gate, self.up, self.down = build_linear(), build_linear(), build_linear()
 
         def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             h = self.before(x)
             # (1, tokens, width) -> (1, heads, tokens, width of a head)
             q, k, v = (part(h).view(1, _TOKENS, 4, -1).transpose(1, 2) for part in (self.query, self.key, self.value))
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            q, k = _rotate_half(q, cos, sin), _rotate_half(k, cos, sin)
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(1, _TOKENS, _WIDTH)
             x = x + self.out(h)
             h = self.after(x)
@@ -196,7 +196,7 @@ def _model(scaled: Callable[[Tensor, Tensor], Tensor] | None) -> nn.Module:
     return Model()
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     import torch
 
     first, second = x.chunk(2, -1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Interrupted", "check", "end_at_once", "heeded", "raising"]
+__all__ = ["Interrupted", "check", "end_at_once", "handled_signals", "raise_on_signal"]
 
 
 class Interrupted(BaseException):
@@ -34,7 +34,7 @@ class Interrupted(BaseException):
         return 128 + self.number
 
 
-def heeded() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Returns the signals that ask a process to end; without SIGHUP if it is ignored, as under `nohup`."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -81,7 +81,7 @@ _current: _Raising | None = None
 
 
 @contextmanager
-def raising() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """Context manager: the first signal raises `Interrupted` in the main thread, a second one ends the process."""
     global _current
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
@@ -89,7 +89,7 @@ def raising() -> Iterator[None]:
         return
     # Contexts nest; the inner one handles signals until it ends.
     outer, _current = _current, _Raising(sys.unraisablehook)
-    before = {number: signal.signal(number, _current.handle) for number in heeded()}
+    before = {number: signal.signal(number, _current.handle) for number in handled_signals()}
     sys.unraisablehook = _current.unraisable
     try:
         yield

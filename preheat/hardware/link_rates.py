@@ -23,7 +23,7 @@ __all__ = [
     "COLLECTIVES",
     "LinkRate",
     "bus_factor",
-    "links_at",
+    "link_rates_path",
     "load_links",
     "seconds_of",
     "store_links",
@@ -111,14 +111,14 @@ def seconds_of(
     if not rows:
         return None
 
-    def away(row: LinkRate) -> tuple[bool, float, float]:
+    def locate_ranks(row: LinkRate) -> tuple[bool, float, float]:
         # Crossing hosts or not decides the link, so it has precedence over the numbers of hosts and devices.
         apart = (row.hosts > 1) != (hosts > 1)
         return apart, abs(math.log(row.hosts / hosts)), abs(math.log(row.devices / devices))
 
-    nearest = min(map(away, rows))
+    nearest = min(map(locate_ranks, rows))
     # 2 and 8 devices are equally far from 4: one of them is used, because their times do not mix.
-    chosen = sorted((row for row in rows if away(row) == nearest), key=lambda row: (row.bytes, row.devices))
+    chosen = sorted((row for row in rows if locate_ranks(row) == nearest), key=lambda row: (row.bytes, row.devices))
     measured = chosen[0].devices
     chosen = [row for row in chosen if row.devices == measured]
     # Equal bus bandwidth: size times bus factor over time is the same for both numbers of devices.
@@ -133,7 +133,7 @@ def seconds_of(
     return a.seconds + (b.seconds - a.seconds) * (scaled - a.bytes) / (b.bytes - a.bytes)
 
 
-def links_at(hardware: str, torch: str) -> Path:
+def link_rates_path(hardware: str, torch: str) -> Path:
     """Returns the path of the measured links between devices of this kind."""
     key = hashlib.sha256(json.dumps([hardware, torch]).encode()).hexdigest()[:12]
     return cache_folder() / f"links-{key}.json"
@@ -149,7 +149,7 @@ def store_links(hardware: str, torch: str, links: Iterable[LinkRate]) -> Path:
     again = {(row.collective, row.backend, row.devices, row.hosts) for row in new}
     # Measurements of other backends and numbers of devices stay valid.
     others = [r for r in load_links(hardware, torch) if (r.collective, r.backend, r.devices, r.hosts) not in again]
-    path = links_at(hardware, torch)
+    path = link_rates_path(hardware, torch)
     rows = [dataclasses.asdict(row) for row in (*others, *new)]
     store_json(path, {"format": _FORMAT, "hardware": hardware, "torch": torch, "links": rows})
     return path
@@ -157,7 +157,7 @@ def store_links(hardware: str, torch: str, links: Iterable[LinkRate]) -> Path:
 
 def load_links(hardware: str, torch: str) -> tuple[LinkRate, ...]:
     """Loads the stored links; empty if the file is missing, of an older format, or damaged (with a warning)."""
-    path = links_at(hardware, torch)
+    path = link_rates_path(hardware, torch)
     expected = {"format": _FORMAT, "hardware": hardware, "torch": torch}
     try:
         values = read_json(path)

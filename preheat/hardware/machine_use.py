@@ -16,7 +16,7 @@ from preheat.core import MachineUse
 from preheat.files import BadJson, read_record
 from preheat.hardware.stored_values import Damaged, read_number
 
-__all__ = ["Sample", "UseMeter", "joined", "read_use", "run_delays", "take_sample", "use_between"]
+__all__ = ["Sample", "UseMeter", "join_uses", "read_use", "run_delays", "take_sample", "use_between"]
 
 _PROC = Path("/proc")
 _BUSY = (0, 1, 2, 5, 6, 7)
@@ -92,7 +92,7 @@ def use_between(first: Sample, last: Sample, threads: int) -> MachineUse:
     return MachineUse(seconds, own / seconds, others, cpus, threads)
 
 
-def joined(uses: Sequence[MachineUse]) -> MachineUse:
+def join_uses(uses: Sequence[MachineUse]) -> MachineUse:
     """Returns the use of the machine over several intervals."""
     seconds = sum(use.seconds for use in uses)
     others = [use.seconds * use.other_cores for use in uses if use.other_cores is not None]
@@ -108,11 +108,11 @@ def joined(uses: Sequence[MachineUse]) -> MachineUse:
 def take_sample() -> Sample:
     """Reads the counters now."""
     times = os.times()
-    own = time.process_time() + times.children_user + times.children_system + _of_live_children()
-    return Sample(time.perf_counter(), own, _busy_seconds())
+    own = time.process_time() + times.children_user + times.children_system + _read_children_seconds()
+    return Sample(time.perf_counter(), own, _read_busy_seconds())
 
 
-def _of_live_children() -> float:
+def _read_children_seconds() -> float:
     """Returns the CPU seconds of the processes below this one, with those of their own children that have ended."""
     parents, seconds = dict[int, int](), dict[int, float]()
     for folder in _PROC.glob("[0-9]*"):
@@ -148,7 +148,7 @@ def run_delays() -> dict[int, float] | None:
     return delays if slices else None
 
 
-def _busy_seconds() -> dict[int, float] | None:
+def _read_busy_seconds() -> dict[int, float] | None:
     """Returns the busy seconds of each CPU that this process may run on; None if they are not to be trusted."""
     try:
         text = (_PROC / "stat").read_text(encoding="ascii")

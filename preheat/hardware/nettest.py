@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING
 from preheat.core.nettest import Expected, Measurement, NettestResult
 from preheat.errors import RecipeError, RunError
 from preheat.files import read_record, to_json
-from preheat.hardware.catalogue import accelerator
-from preheat.hardware.child_processes import LOOPBACK, ended_by, last_error_line, listen, local_group, tethered
+from preheat.hardware.catalogue import find_accelerator
+from preheat.hardware.child_processes import (
+    LOOPBACK,
+    describe_exit,
+    last_error_line,
+    listen,
+    local_group,
+    wrap_in_parent_death,
+)
 from preheat.hardware.collective_bench import LISTENING, Task, Told, measure
 from preheat.hardware.link_rates import COLLECTIVES, LinkRate, store_links
 from preheat.hardware.probe import parse_memory
@@ -25,14 +32,14 @@ from preheat.hardware.probe import parse_memory
 if TYPE_CHECKING:
     from typing import IO
 
-__all__ = ["COLLECTIVES", "Task", "expected", "nettest", "sizes_of", "started_by_torchrun"]
+__all__ = ["COLLECTIVES", "Task", "find_expected_links", "run_nettest", "parse_sizes", "is_under_torchrun"]
 
 
-def started_by_torchrun() -> bool:
+def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def sizes_of(text: str) -> tuple[int, ...]:
+def parse_sizes(text: str) -> tuple[int, ...]:
     """Parses a list of sizes, or a range in steps of 4x.
 
     >>> sizes_of("1KiB-64KiB"), sizes_of("1MiB,4KiB")
@@ -56,7 +63,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
     return tuple(sizes if sizes[-1] == high else [*sizes, high])
 
 
-def nettest(
+def run_nettest(
     task: Task, *, processes: int | None, port: int | None, tell: Told | None = None, store: bool = True
 ) -> NettestResult | None:
     """Measures collectives between processes.
@@ -90,10 +97,10 @@ def nettest(
     fields = [field.name for field in dataclasses.fields(LinkRate)]
     rows = [LinkRate(**{name: getattr(row, name) for name in fields}) for row in measured.rows]
     stored = str(store_links(measured.hardware, measured.torch, rows)) if store else None
-    return NettestResult(**vars(measured), expected=expected(measured), stored=stored)
+    return NettestResult(**vars(measured), expected=find_expected_links(measured), stored=stored)
 
 
-def expected(measured: Measurement) -> Expected:
+def find_expected_links(measured: Measurement) -> Expected:
     """Returns the catalogue's link bandwidths in bytes/s in one direction, and the fraction of them that was measured.
 
     Bus bandwidth within a host is compared with the link between devices, across hosts with the network bandwidth per
@@ -106,7 +113,7 @@ def expected(measured: Measurement) -> Expected:
     link = network = None
     if measured.backend == "nccl":
         try:
-            known = accelerator(measured.hardware)
+            known = find_accelerator(measured.hardware)
             link, network = known.link, known.network
             if link is not None and known.link_each:
                 link *= measured.devices - 1  # each device has a link to every other
@@ -118,7 +125,7 @@ def expected(measured: Measurement) -> Expected:
 
 def _run_processes(task: Task, processes: int, port: int | None, tell: Told | None) -> Measurement:
     """Starts the processes, forwards the progress of rank 0, and kills all if one fails."""
-    with _listening(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
+    with _open_rendezvous_socket(port) as listening, tempfile.TemporaryDirectory(prefix="preheat-nettest-") as folder:
         # The parent opens the socket and rank 0 inherits it, so no other process can take the port in between.
         port = listening.getsockname()[1]
         result = Path(folder) / "result.json"
@@ -148,7 +155,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
                 environment[LISTENING] = str(listening.fileno()) if rank == 0 else ""
                 started.append(
                     subprocess.Popen(
-                        tethered(command),
+                        wrap_in_parent_death(command),
                         env=environment | local_group(),
                         stdout=subprocess.PIPE if rank == 0 else None,
                         stderr=error_files[rank],
@@ -176,7 +183,7 @@ def _run_processes(task: Task, processes: int, port: int | None, tell: Told | No
                 file.close()
 
 
-def _listening(port: int | None) -> socket.socket:
+def _open_rendezvous_socket(port: int | None) -> socket.socket:
     """Opens the socket of the rendezvous, on which rank 0 serves the store; this reserves the port."""
     try:
         return listen(port or 0)
@@ -193,14 +200,14 @@ def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
     first = started[0].stdout
     assert first is not None
 
-    def hear() -> None:
+    def collect_line() -> None:
         for line in first:
             if tell is not None:
                 what, done = json.loads(line)
                 tell(what, done)
 
     # In a thread, because reading blocks while a silent rank 0 waits for one that has failed.
-    hearing = threading.Thread(target=hear, daemon=True)
+    hearing = threading.Thread(target=collect_line, daemon=True)
     hearing.start()
     while any(process.poll() is None for process in started) and not any(process.returncode for process in started):
         time.sleep(0.05)
@@ -215,14 +222,14 @@ def _wait_for(started: list[subprocess.Popen[str]], tell: Told | None) -> None:
 
 def _raise_error_of(rank: int, code: int, error_file: IO[str]) -> None:
     last = last_error_line(error_file) or f"exit {code}"
-    # `_child` wrote the class and the message; the user gets the error as if it was raised here.
+    # `_run_child` wrote the class and the message; the user gets the error as if it was raised here.
     for kind in (RecipeError, RunError):
         if last.startswith(f"{kind.__name__}: "):
             raise kind(last.partition(": ")[2])
-    raise RunError(f"rank {rank} failed (exit {code}): {last}" if code > 0 else f"rank {rank} {ended_by(code)}")
+    raise RunError(f"rank {rank} failed (exit {code}): {last}" if code > 0 else f"rank {rank} {describe_exit(code)}")
 
 
-def _child() -> None:
+def _run_child() -> None:
     task = read_record(Task, json.loads(sys.argv[1]))
 
     def tell(what: str, done: float) -> None:

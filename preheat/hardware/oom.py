@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from preheat.hardware.probe import claimed_bytes, resident_bytes, system_memory
 
-__all__ = ["requested_bytes", "memory_limit", "in_use_bytes", "is_oom", "require_room"]
+__all__ = ["parse_requested_bytes", "memory_limit", "read_reserved_bytes", "is_oom", "require_room"]
 
 # Messages of RuntimeErrors that mean out of memory; torch.OutOfMemoryError, torch.AcceleratorError and
 # torch.distributed.DistBackendError are RuntimeErrors too.
@@ -60,7 +60,7 @@ def is_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | CheckpointException) and bool(_MESSAGES.search(str(error)))
 
 
-def requested_bytes(message: str) -> int | None:
+def parse_requested_bytes(message: str) -> int | None:
     """Parses the size of the failed allocation from an error message; None if the message has none.
 
     Example:
@@ -71,7 +71,7 @@ def requested_bytes(message: str) -> int | None:
     return int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else None
 
 
-def in_use_bytes(kind: str) -> int:
+def read_reserved_bytes(kind: str) -> int:
     """Returns the bytes that this process has reserved: private virtual memory on a CPU, with torch's cache on CUDA."""
     if kind == "cuda":
         import torch

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import Accelerator, accelerator
+from preheat.hardware.catalogue import Accelerator, find_accelerator
 from preheat.hardware.rates import MatrixRate, Rates
 
 __all__ = ["contradicted_data_sheet", "doubt_of", "doubt_without_data_sheet"]
@@ -40,18 +40,18 @@ def contradicted_data_sheet(rates: Rates) -> tuple[Accelerator, str] | None:
     if not rates.of_gpu:
         return None
     try:
-        sheet = accelerator(rates.hardware)
+        sheet = find_accelerator(rates.hardware)
     except RecipeError:
         return None
     if sheet.memory is None or sheet.bandwidth is None or not sheet.peaks():
         return None
-    why = _against(rates, sheet) or _against_itself(rates)
+    why = _describe_contradiction(rates, sheet) or _describe_inconsistency(rates)
     return (sheet, f"{why}; the data sheet's rates are used ({_AGAIN})") if why else None
 
 
 def doubt_without_data_sheet(rates: Rates) -> str | None:
     """Returns how a GPU's calibration contradicts itself; None if it does not."""
-    why = _against_itself(rates) if rates.of_gpu else None
+    why = _describe_inconsistency(rates) if rates.of_gpu else None
     return why and f"{why}; speeds are not reliable ({_AGAIN})"
 
 
@@ -65,24 +65,27 @@ _AGAIN = "measure again on an idle device: preheat calibrate --device cuda"
 _BUSY = "another process or throttling"
 
 
-def _against(rates: Rates, sheet: Accelerator) -> str | None:
+def _describe_contradiction(rates: Rates, sheet: Accelerator) -> str | None:
     peaks, sustained = sheet.peaks(), sheet.sustained(alone=True)
     what = f"the data sheet of {sheet.name}"
     for dtype, peak in peaks.items():
-        large = _large(rates, dtype)
+        large = _largest_matmuls(rates, dtype)
         if not large:
             continue
         best, usual = max(row.flops for row in large), median(row.flops for row in large)
         if best > _FASTEST * peak:
-            return f"calibrated matmuls in {dtype} are {_times(best / peak)} faster than {what} allows"
+            return f"calibrated matmuls in {dtype} are {_format_ratio(best / peak)} faster than {what} allows"
         if usual < _SLOWEST * sustained[dtype]:
-            return f"calibrated matmuls in {dtype} are {_times(sustained[dtype] / usual)} slower than {what}: {_BUSY}"
+            slower = _format_ratio(sustained[dtype] / usual)
+            return f"calibrated matmuls in {dtype} are {slower} slower than {what}: {_BUSY}"
     assert sheet.bandwidth is not None
-    for name, bandwidth in (("copy", rates.bandwidth), *_moved(rates)):
+    for name, bandwidth in (("copy", rates.bandwidth), *_largest_copies(rates)):
         if bandwidth > _FASTEST * sheet.bandwidth:
-            return f"calibrated memory bandwidth ({name}) is {_times(bandwidth / sheet.bandwidth)} that of {what}"
+            return (
+                f"calibrated memory bandwidth ({name}) is {_format_ratio(bandwidth / sheet.bandwidth)} that of {what}"
+            )
         if bandwidth < _SLOWEST * _COPY * sheet.bandwidth:
-            slower = _times(_COPY * sheet.bandwidth / bandwidth)
+            slower = _format_ratio(_COPY * sheet.bandwidth / bandwidth)
             return f"calibrated memory bandwidth ({name}) is {slower} lower than {what}: {_BUSY}"
     return None
 
@@ -91,37 +94,37 @@ _COPY = 0.85
 """Of the data sheet's bandwidth, reached by large copies."""
 
 
-def _against_itself(rates: Rates) -> str | None:
+def _describe_inconsistency(rates: Rates) -> str | None:
     for dtype in rates.peak_matrix_rate:
         rows = [row for row in rates.matrix if row.dtype == dtype]
-        times = [_flops(row) / row.flops for row in rows]
-        work = [_flops(row) for row in rows]
+        times = [_count_flops(row) / row.flops for row in rows]
+        work = [_count_flops(row) for row in rows]
         # Partial rates may be of a small model, all of whose matmuls take as long as the shortest kernel.
         grow = rates.partial or not rows or max(work) <= 100 * min(work) or max(times) >= _GROWS * min(times)
         if not grow:
             return f"calibrated times of matmuls in {dtype} do not grow with their work, as if only launches were timed"
-        large = [row.flops for row in _large(rates, dtype)]
+        large = [row.flops for row in _largest_matmuls(rates, dtype)]
         if dtype in _UNSTEADY and len(large) > 9:
             tenths = quantiles(large, n=10)
             if tenths[0] < _STEADY * tenths[-1]:
-                slower = _times(tenths[-1] / tenths[0])
+                slower = _format_ratio(tenths[-1] / tenths[0])
                 return f"some calibrated matmuls in {dtype} are {slower} slower than others: {_BUSY}"
-    for name, bandwidth in _moved(rates):
+    for name, bandwidth in _largest_copies(rates):
         if not _STEADY < bandwidth / rates.bandwidth < 1 / _STEADY:
             ratio = max(bandwidth / rates.bandwidth, rates.bandwidth / bandwidth)
-            return f"two calibrated rates of large copies ({name}) differ by {_times(ratio)}: {_BUSY}"
+            return f"two calibrated rates of large copies ({name}) differ by {_format_ratio(ratio)}: {_BUSY}"
     return None
 
 
-def _large(rates: Rates, dtype: str) -> Sequence[MatrixRate]:
+def _largest_matmuls(rates: Rates, dtype: str) -> Sequence[MatrixRate]:
     return [row for row in rates.matrix if row.dtype == dtype and min(row.n, row.k, row.m) >= _LARGE]
 
 
-def _flops(row: MatrixRate) -> int:
+def _count_flops(row: MatrixRate) -> int:
     return 2 * row.n * row.k * row.m
 
 
-def _moved(rates: Rates) -> list[tuple[str, float]]:
+def _largest_copies(rates: Rates) -> list[tuple[str, float]]:
     """Returns (name, bytes/s) of the largest copies in each dtype."""
     copies = [row for row in rates.moved if row.operator == "copy" and row.bytes >= _FAR]
     dtypes = dict.fromkeys(row.dtype for row in copies)
@@ -133,5 +136,5 @@ _FAR = 1 << 28
 """Bytes of a copy that no cache holds."""
 
 
-def _times(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.1f} times" if ratio < 9.5 else f"{ratio:.0f} times"

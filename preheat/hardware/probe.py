@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
 from preheat.hardware.segments import set_segments
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "begin_peak",
+    "start_peak",
     "can_begin_peak",
     "claimed_bytes",
     "parse_memory",
@@ -29,7 +29,7 @@ __all__ = [
     "peak_reserved_bytes",
     "peak_resident_bytes",
     "probe",
-    "quick_half",
+    "fastest_half_dtype",
     "reset_peak",
     "resident_bytes",
     "system_memory",
@@ -64,7 +64,8 @@ def parse_memory(text: str, what: str = "hardware.memory") -> int:
     size = float(match[1]) * unit if match and unit else 0
     if not 1 <= size < _MOST_MEMORY:
         raise RecipeError(
-            f"{what}: {quoted(text)} is not an amount of memory; write a number and a unit, such as 12GiB or 800MiB"
+            f"{what}: {quote_value(text)} is not an amount of memory; write a number and a unit, such as 12GiB or "
+            "800MiB"
         )
     return int(size)
 
@@ -92,7 +93,7 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
         import torch
 
         from preheat.hardware.cuda_driver import driver_version, has_cuda, is_slice, why_no_cuda
-        from preheat.sanitize import memory as memory_text
+        from preheat.sanitize import format_memory as memory_text
 
         if has_cuda():
             facts = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -112,11 +113,11 @@ def probe(device: str = "auto", memory: str | None = None, segments: str | None 
             raise RecipeError(f"hardware.device: cuda: {reason}, or set it to auto or cpu")
         # On a machine without a GPU, a CPU is what everybody expects.
         notice = f"runs on the CPU (hardware.device: auto): {reason}" if expected else ""
-        return Device("cpu", _processor(), limit or _host_memory(), notice=notice)
-    return Device("cpu", _processor(), limit or _host_memory())
+        return Device("cpu", _read_processor_name(), limit or _read_host_memory(), notice=notice)
+    return Device("cpu", _read_processor_name(), limit or _read_host_memory())
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     # platform.processor() returns the architecture or nothing on most Linux systems.
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -128,18 +129,18 @@ def _processor() -> str:
     return platform.processor() or platform.machine()  # cpuinfo on ARM has no model name
 
 
-def _host_memory() -> int:
+def _read_host_memory() -> int:
     """Returns the memory of the machine, or the tightest limit of this process's control groups."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     groups = Path("/proc/self/cgroup")
     if not groups.exists():
         return total
-    return min([total, *_group_limits(groups.read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))])
+    return min([total, *_read_group_limits(groups.read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))])
 
 
 def system_memory() -> int:
     """Returns the memory that this process can use: resident plus available memory, up to the control groups' limit."""
-    limit = _host_memory()
+    limit = _read_host_memory()
     # MemAvailable includes page cache that the kernel can drop, unlike MemFree.
     available = re.search(
         r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
@@ -148,7 +149,7 @@ def system_memory() -> int:
     return min(limit, resident_bytes() + int(available[1]) * 1024) if available else limit
 
 
-def _group_limits(groups: str, root: Path) -> list[int]:
+def _read_group_limits(groups: str, root: Path) -> list[int]:
     """Returns the memory limits of the control groups in /proc/self/cgroup and their parents (cgroup v1 and v2).
 
     In a container the paths are those of the host while `root` is the container's, so missing files are skipped.
@@ -174,7 +175,7 @@ def _group_limits(groups: str, root: Path) -> list[int]:
     return limits
 
 
-def _status(key: str) -> int | None:
+def _read_status(key: str) -> int | None:
     """Reads a value of /proc/self/status in bytes; returns None if there is no such file."""
     try:
         text = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -190,7 +191,7 @@ def resident_bytes() -> int:
     Raises:
         RunError: not on Linux.
     """
-    size = _status("VmRSS")
+    size = _read_status("VmRSS")
     if size is None:
         raise RunError(
             "resident memory is read from /proc/self/status, which this system lacks; measure memory on Linux"
@@ -204,7 +205,7 @@ def claimed_bytes() -> int:
     Raises:
         RunError: not on Linux.
     """
-    size = _status("VmData")
+    size = _read_status("VmData")
     if size is None:
         raise RunError("claimed memory is read from /proc/self/status, which this system lacks; train on Linux")
     return size
@@ -212,7 +213,7 @@ def claimed_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Returns the peak of `resident_bytes` since the process started, or since `reset_peak`."""
-    size = _status("VmHWM")
+    size = _read_status("VmHWM")
     if size is not None:
         return size
     import resource
@@ -240,11 +241,11 @@ def reset_peak(kind: str = "cpu") -> bool:
 
 
 def can_begin_peak(kind: str) -> bool:
-    """True if `begin_peak` works for this kind of device."""
+    """True if `start_peak` works for this kind of device."""
     return kind == "cuda" or os.access(_CLEAR, os.W_OK)
 
 
-def begin_peak(kind: str) -> None:
+def start_peak(kind: str) -> None:
     """Resets the high-water mark of a device's memory; `peak_bytes` still returns the highest.
 
     Args:
@@ -267,7 +268,7 @@ def peak_bytes(kind: str, *, since_begun: bool = False) -> int:
 
     Args:
         kind: `cpu` or `cuda`.
-        since_begun: count only since the last `begin_peak`.
+        since_begun: count only since the last `start_peak`.
     """
     # The allocator's own mark on CUDA; the kernel's mark on a CPU, which includes everything but swap.
     if kind == "cuda":
@@ -286,7 +287,7 @@ def peak_reserved_bytes() -> int:
     return max(torch.cuda.max_memory_reserved(), _highest.get("reserved", 0))
 
 
-def quick_half() -> torch.dtype:
+def fastest_half_dtype() -> torch.dtype:
     """Returns bf16, or fp32 on CPUs without bf16 kernels: below AVX512 bf16 matmuls take 10 to 20 times as long."""
     import torch
 

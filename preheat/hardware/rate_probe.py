@@ -1,7 +1,7 @@
 """Probe of at most half a second: compares a CPU's rate of matmuls now with its calibration.
 
 A calibration that was made beside other work is too slow, and a machine that is shared now is slower than its
-calibration. Plans of this machine ask for the rates through `checked_rates`, which tells the two apart.
+calibration. Plans of this machine ask for the rates through `measure_checked_rates`, which tells the two apart.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from preheat.core import Device
-from preheat.hardware.benchmark_rates import rates, rates_again
+from preheat.hardware.benchmark_rates import rates, remeasure_rates
 from preheat.hardware.machine_use import UseMeter
 from preheat.hardware.rates import MatrixRate, Present, Rates
-from preheat.hardware.timing import threads_of
+from preheat.hardware.timing import limit_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SPREAD", "checked_rates", "probe_rates", "with_present_rate"]
+__all__ = ["SPREAD", "measure_checked_rates", "probe_rates", "probe_present_rate"]
 
 SPREAD = 0.15
 """Largest difference from the calibration that counts as the same rate.
@@ -40,7 +40,7 @@ _COLD = 32 << 20  # bytes of operands to cycle through, as a calibration does, s
 _log = logging.getLogger(__name__)
 
 
-def checked_rates(device: Device, threads: int) -> Rates:
+def measure_checked_rates(device: Device, threads: int) -> Rates:
     """Returns the rates of this machine, as `benchmark_rates.rates` does, after a probe of those of a CPU.
 
     If it is faster now than when it was calibrated, or was calibrated beside other work and is quiet now, it is
@@ -51,7 +51,7 @@ def checked_rates(device: Device, threads: int) -> Rates:
         RunError: measuring failed, or the rates cannot be stored.
     """
     known = rates(device, threads, again=False)
-    present = None if known.of_gpu or known.machine is None else _recent(known, threads)
+    present = None if known.of_gpu or known.machine is None else _find_recent_probe(known, threads)
     if present is None:
         return rates(device, threads) if known.contended else known
     # Beside other work a calibration would be as wrong as the one that it replaces.
@@ -61,27 +61,27 @@ def checked_rates(device: Device, threads: int) -> Rates:
             "measuring this machine again: it was calibrated while other processes ran%s",
             "" if known.contended else f", and is {present.share - 1:.0%} faster now",
         )
-        measured = rates_again(device, threads)
+        measured = remeasure_rates(device, threads)
         # What was just measured is not doubted; beside work that comes and goes, each plan would take a minute.
         _remember(measured, Present(1.0, measured.machine or present.machine))
         return measured
-    return _with_present(known, present)
+    return _add_present_rate(known, present)
 
 
-def with_present_rate(known: Rates, threads: int) -> Rates:
+def probe_present_rate(known: Rates, threads: int) -> Rates:
     """Returns the rates, with `Rates.now` if this machine's CPU is slower now."""
     present = None if known.of_gpu else probe_rates(known, threads)
-    return known if present is None else _with_present(known, present)
+    return known if present is None else _add_present_rate(known, present)
 
 
-def _with_present(known: Rates, present: Present) -> Rates:
+def _add_present_rate(known: Rates, present: Present) -> Rates:
     return dataclasses.replace(known, now=present) if present.share < 1 - SPREAD else known
 
 
 _last: tuple[float, Rates, Present | None] | None = None
 
 
-def _recent(known: Rates, threads: int) -> Present | None:
+def _find_recent_probe(known: Rates, threads: int) -> Present | None:
     """Returns the result of a probe of these rates in the last minute: commands such as `bench` plan many recipes."""
     if _last is not None and _last[1] == known and time.monotonic() - _last[0] < _FRESH:
         return _last[2]
@@ -97,7 +97,7 @@ def _remember(known: Rates, present: Present | None) -> None:
 
 def probe_rates(known: Rates, threads: int) -> Present | None:
     """Measures a few matmuls of a calibration of a CPU again; None if it has none of a suitable size."""
-    shapes = _suitable(known)
+    shapes = _choose_matmuls(known)
     if not shapes:
         return None
     results: list[Present] = []
@@ -108,7 +108,7 @@ def probe_rates(known: Rates, threads: int) -> Present | None:
     return results[0]
 
 
-def _suitable(known: Rates) -> list[MatrixRate]:
+def _choose_matmuls(known: Rates) -> list[MatrixRate]:
     """Returns the quickest fp32 matmuls that are long enough; fp32, because bf16 may be slow in software."""
     rows = [
         row
@@ -124,16 +124,17 @@ def _suitable(known: Rates) -> list[MatrixRate]:
 def _probe(shapes: list[MatrixRate], threads: int) -> Present:
     import torch
 
-    with threads_of(threads), torch.no_grad():
-        operands = [_operands(row) for row in shapes]
+    with limit_threads(threads), torch.no_grad():
+        operands = [_allocate_operands(row) for row in shapes]
         meter = UseMeter()
         shares = [
-            _rate(row, sets, _SECONDS / len(shapes)) / row.flops for row, sets in zip(shapes, operands, strict=True)
+            _measure_rate(row, sets, _SECONDS / len(shapes)) / row.flops
+            for row, sets in zip(shapes, operands, strict=True)
         ]
         return Present(median(shares), meter.use(threads))
 
 
-def _operands(row: MatrixRate) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _allocate_operands(row: MatrixRate) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Returns as many (input, weight, result) as leave the cache."""
     import torch
 
@@ -142,20 +143,20 @@ def _operands(row: MatrixRate) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(torch.ones(row.n, row.k), torch.ones(row.m, row.k), torch.ones(row.n, row.m)) for _ in range(count)]
 
 
-def _rate(row: MatrixRate, sets: list[tuple[Tensor, Tensor, Tensor]], seconds: float) -> float:
+def _measure_rate(row: MatrixRate, sets: list[tuple[Tensor, Tensor, Tensor]], seconds: float) -> float:
     """Returns the FLOP/s over `seconds`: a mean, because waiting for other processes is part of the rate now."""
     import torch
 
     turns, done = itertools.cycle(sets), 0
 
-    def step() -> None:
+    def run_step() -> None:
         x, w, out = next(turns)
         torch.mm(x, w.t(), out=out)
 
-    step()  # the first call plans the kernel
+    run_step()  # the first call plans the kernel
     start = time.perf_counter()
     while done < 2 or time.perf_counter() - start < seconds:
-        step()
+        run_step()
         done += 1
         if time.perf_counter() - start > 2 * seconds:  # a machine so busy that two calls take too long
             break

@@ -45,7 +45,7 @@ __all__ = [
     "load",
     "note_run",
     "parse",
-    "stored_at",
+    "calibration_path",
 ]
 
 Layout = Literal["forward", "grad_input", "grad_weight"]
@@ -145,7 +145,7 @@ _Row = TypeVar("_Row")
 _log = logging.getLogger(__name__)
 
 
-def _nearest(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
+def _interpolate_nearest(points: Iterable[tuple[Sequence[float], float]], at: Sequence[float], count: int = 4) -> float:
     """Interpolates at `at`: geometric mean of the `count` nearest points, weighted by 1 / distance^2 in log space."""
     # Shapes span orders of magnitude, so distances are between logarithms: n, k and m count by their ratios.
     place = [math.log(value) for value in at]
@@ -239,7 +239,7 @@ class Rates:
         """
         # Layouts are not mixed: for one shape their rates differ, because each is another kernel.
         points = [((r.n, r.k, r.m), r.flops) for r in self.matrix if (r.dtype, r.layout) == (dtype, layout)]
-        return _nearest(self._require(points, f"matmuls in {dtype}"), (n, k, m))
+        return _interpolate_nearest(self._require(points, f"matmuls in {dtype}"), (n, k, m))
 
     def moved_rate(self, operator: str, dtype: str, bytes: int) -> float:
         """Returns the bytes/s of one of `MOVERS` when it reads and writes `bytes` in total; `launch` is not included.
@@ -286,12 +286,12 @@ class Rates:
         at = (dtype, layout, n, k, m)
         return any((row.dtype, row.layout, row.n, row.k, row.m) == at for row in self.matrix)
 
-    def joined(self, other: Rates) -> Rates:
+    def join_rates(self, other: Rates) -> Rates:
         """Returns these rates of some sizes and those of others of the same machine; where both have one, `other`'s.
 
         Example:
             >>> one = Rates("a GPU", "2.11", 8, {}, 1e12, 5e-6, {}, (), (), (), False, 3.0, partial=True)
-            >>> one.joined(dataclasses.replace(one, peak_matrix_rate={"bf16": 7e14}, seconds=2.0)).seconds
+            >>> one.join_rates(dataclasses.replace(one, peak_matrix_rate={"bf16": 7e14}, seconds=2.0)).seconds
             5.0
         """
 
@@ -325,7 +325,7 @@ class Rates:
         Raises:
             RunError: the folder cannot be written.
         """
-        path = stored_at(self.hardware, self.torch, self.threads)
+        path = calibration_path(self.hardware, self.torch, self.threads)
         store_json(path, self.values())
         if anew:
             _runs_path(path).unlink(missing_ok=True)
@@ -347,7 +347,7 @@ _INSTRUCTION_SETS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 """Variables that limit the instructions of torch's kernels, and of oneDNN's."""
 
 
-def stored_at(hardware: str, torch: str, threads: int) -> Path:
+def calibration_path(hardware: str, torch: str, threads: int) -> Path:
     """Returns the path of the calibration, in $PREHEAT_CACHE or ~/.cache/preheat.
 
     Limits on the instruction set have files of their own: bf16 without AVX512 can be a thousand times as slow. So have
@@ -367,7 +367,7 @@ def load(hardware: str, torch: str, threads: int, driver: str = "") -> Rates | N
     Raises:
         RecipeError: the file of this machine was measured on another one, so somebody copied it here.
     """
-    path = stored_at(hardware, torch, threads)
+    path = calibration_path(hardware, torch, threads)
     expected = {"hardware": hardware, "torch": torch, "threads": threads, "driver": driver}
     try:
         values = read_json(path)
@@ -389,7 +389,9 @@ def load(hardware: str, torch: str, threads: int, driver: str = "") -> Rates | N
     except Damaged as error:
         _log.warning("%s: is damaged (%s); this machine is measured again", path, error)
         return None
-    return dataclasses.replace(rates, links=load_links(hardware, torch), pace=_pace(_read_runs(_runs_path(path))))
+    return dataclasses.replace(
+        rates, links=load_links(hardware, torch), pace=_compute_pace(_read_runs(_runs_path(path)))
+    )
 
 
 def parse(values: JsonObject) -> Rates:
@@ -472,7 +474,7 @@ def note_run(hardware: str, torch: str, threads: int, ratio: float, machine: Mac
         return
     if machine is not None and machine.alone is False:
         return
-    path = _runs_path(stored_at(hardware, torch, threads))
+    path = _runs_path(calibration_path(hardware, torch, threads))
     # A damaged file reads as empty, so the new run replaces it.
     runs = [*_read_runs(path), (ratio, machine)][-_MAX_RUNS:]
     store_json(path, {"runs": [{"ratio": ratio, "machine": use} for ratio, use in runs]})
@@ -503,6 +505,6 @@ def _read_run(row: object) -> tuple[float, MachineUse | None]:
     return read_number(row["ratio"], "ratio"), machine
 
 
-def _pace(runs: Sequence[tuple[float, MachineUse | None]]) -> float:
+def _compute_pace(runs: Sequence[tuple[float, MachineUse | None]]) -> float:
     # The median also ignores a run that was slowed down on a system that does not tell what other processes use.
     return median(ratio for ratio, _ in runs) if len(runs) >= _MIN_RUNS else 1.0

@@ -12,15 +12,15 @@ import platform
 import re
 import sys
 
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
-__all__ = ["grows", "set_segments"]
+__all__ = ["grows_segments", "set_segments"]
 
 _MAPS_PAGES = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of cuda.h."""
 
 
-def grows(setting: str, *, amd: bool = False) -> bool:
+def grows_segments(setting: str, *, amd: bool = False) -> bool:
     """True if segments are expandable on a device that is planned for but not present.
 
     Args:
@@ -46,12 +46,11 @@ def set_segments(setting: str) -> tuple[bool, str]:
     # The driver's own allocator has no segments.
     if expandable or re.search(r"backend\s*:\s*cudaMallocAsync", environment):
         grow = expandable is not None and "cudaMallocAsync" not in environment and expandable[1].lower() == "true"
-        before = (
-            f"{variable} of the environment takes precedence over hardware.segments ({setting}): {quoted(environment)}"
-        )
+        found = quote_value(environment)
+        before = f"{variable} of the environment takes precedence over hardware.segments ({setting}): {found}"
         # No notice if the environment asks for the same.
         return grow, "" if grow == (setting != "fixed") else before
-    if setting == "auto" and (why := _unsupported()):
+    if setting == "auto" and (why := _unsupported_reason()):
         return False, f"segments of the GPU's allocator have fixed sizes (hardware.segments: auto): {why}"
     import torch
 
@@ -66,7 +65,7 @@ def set_segments(setting: str) -> tuple[bool, str]:
     return grow, ""
 
 
-def _unsupported() -> str:
+def _unsupported_reason() -> str:
     """Returns why `auto` does not use expandable segments here; else ""."""
     import torch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from preheat.files import BadJson, read_record, read_value
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -40,7 +40,7 @@ def read_json(path: Path) -> JsonObject | None:
     except BadJson:
         raise Damaged("is not JSON") from None
     if not isinstance(values, dict):
-        raise Damaged(f"holds {quoted(values, 40)}")
+        raise Damaged(f"holds {quote_value(values, 40)}")
     return values
 
 
@@ -52,14 +52,14 @@ def read_number(value: object, name: str, *, zero: bool = False) -> float:
         or isinstance(value, bool)
         or not (_LEAST < value < _MOST or (zero and value == 0))
     ):
-        raise Damaged(f"{shorten(name, 40)} is {quoted(value, 40)}")
+        raise Damaged(f"{shorten(name, 40)} is {quote_value(value, 40)}")
     return float(value)
 
 
 def read_numbers(value: object, name: str) -> dict[str, float]:
     """Validates an object of measured numbers."""
     if not isinstance(value, dict):
-        raise Damaged(f"{name} is {quoted(value, 40)}")
+        raise Damaged(f"{name} is {quote_value(value, 40)}")
     return {key: read_number(number, f"{name}.{key}") for key, number in value.items()}
 
 
@@ -75,7 +75,7 @@ def read_row(cls: type[_Row], values: object, zero: Collection[str] = ()) -> _Ro
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     # Exactly the fields: an unknown one means that the file has another format.
     if not isinstance(values, dict) or values.keys() != set(names):
-        raise Damaged(f"a row is {quoted(values, 40)}")
+        raise Damaged(f"a row is {quote_value(values, 40)}")
     try:
         row = read_record(cls, values)
     except BadJson as error:

@@ -16,7 +16,7 @@ __all__ = ["SystemMeter"]
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[ModuleType | None]:
+def _open_nvml() -> Iterator[ModuleType | None]:
     """NVIDIA's management library, initialized; None without a driver."""
     import pynvml
 
@@ -58,15 +58,15 @@ class SystemMeter:
             "machine_memory_percent": psutil.virtual_memory().percent,
             "disk_free_gib": psutil.disk_usage(str(self._folder)).free / 2**30,
         }
-        with _nvml() as nvml:
+        with _open_nvml() as nvml:
             if nvml is None:
                 return figures
             for index in range(nvml.nvmlDeviceGetCount()):
-                figures |= {f"gpu_{index}/{name}": value for name, value in _gpu(nvml, index).items()}
+                figures |= {f"gpu_{index}/{name}": value for name, value in _read_gpu(nvml, index).items()}
         return figures
 
 
-def _gpu(nvml: ModuleType, index: int) -> dict[str, float]:
+def _read_gpu(nvml: ModuleType, index: int) -> dict[str, float]:
     """Returns the figures of a GPU; a slice of one, or an old driver, reports some of them only."""
     handle, figures = nvml.nvmlDeviceGetHandleByIndex(index), {}
     for name, read in (

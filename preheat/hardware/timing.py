@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Random", "Stopwatch", "threads_of"]
+__all__ = ["Random", "Stopwatch", "limit_threads"]
 
 _LONG_CALL = 0.03
 """Seconds of a call that is not repeated for the noise of the scheduler alone."""
@@ -70,15 +70,15 @@ class Stopwatch:
         self.was_late |= late and self.preempted
         return late
 
-    def _once(self, call: Callable[[], object], times: int = 1) -> float:
+    def _time_once(self, call: Callable[[], object], times: int = 1) -> float:
         if self.cuda:
-            return self._by_events(call, times)
+            return self._time_by_events(call, times)
         start = time.perf_counter()
         for _ in range(times):
             call()
         return (time.perf_counter() - start) / times
 
-    def _by_events(self, call: Callable[[], object], times: int) -> float:
+    def _time_by_events(self, call: Callable[[], object], times: int) -> float:
         """Times calls by CUDA events, because synchronization on the host adds up to half a millisecond."""
         import torch
 
@@ -95,21 +95,21 @@ class Stopwatch:
 
     def __call__(self, call: Callable[[], object], budget: float = 0.01) -> float:
         """Returns the seconds of one call: the median of a few samples, which is closer to a run than the minimum."""
-        meter = None if self.cuda or _oversubscribed() else _PreemptionMeter()
+        meter = None if self.cuda or _is_oversubscribed() else _PreemptionMeter()
 
         def was_preempted() -> bool:
             return meter is not None and meter.was_preempted()
 
         # The warm-up. It is repeated however long it takes: torch imports a part of itself at the first backward pass
         # or optimizer step, which takes seconds after an installation.
-        first, second = self._once(call), self._once(call)
+        first, second = self._time_once(call), self._time_once(call)
         shortest = min(first, second)
         if was_preempted():
             return self._time_beside_others(call)
         # Two long calls are enough: the noise of a scheduler is small compared with them. If they differ much, the
         # warm-up lasted until the second.
         if shortest > _LONG_CALL:
-            return shortest if max(first, second) < 1.5 * shortest else min(shortest, self._once(call))
+            return shortest if max(first, second) < 1.5 * shortest else min(shortest, self._time_once(call))
         # Several calls per sample if one is too short for the clock or, on a GPU, to hide the launch.
         times = max(1, math.ceil((2e-3 if self.cuda else 2e-4) / shortest))
         # The shortest call is a sample only if samples have the same number of calls.
@@ -117,7 +117,7 @@ class Stopwatch:
         end = time.perf_counter() + budget
         # Two to nine samples, as many as fit into the budget.
         while len(samples) < 2 or (len(samples) < 9 and time.perf_counter() < end):
-            samples.append(self._once(call, times))
+            samples.append(self._time_once(call, times))
             # More samples of so many calls would take long.
             if samples[-1] > 2 * shortest and was_preempted():
                 break
@@ -137,14 +137,14 @@ class Stopwatch:
             return min(samples)
         # One thread waits for no other one. That the threads share its work evenly is nearer to the truth than calls
         # of microseconds that took time slices.
-        with threads_of(1):
+        with limit_threads(1):
             call()
             alone, uninterrupted = _sample(call, _PATIENCE / 3 if late else _PATIENCE)
         one = median(uninterrupted) if uninterrupted else min(alone)
         return min(*samples, one / min(threads, _SCALING))
 
 
-def _oversubscribed() -> bool:
+def _is_oversubscribed() -> bool:
     """True if there are more threads than CPUs: then they wait for each other, in a run as here."""
     import torch
 
@@ -156,7 +156,7 @@ def _sample(call: Callable[[], object], patience: float) -> tuple[list[float], l
     samples, uninterrupted = list[float](), list[float]()
     pauses, end = itertools.cycle(_BACKOFF), time.perf_counter() + patience
     while True:
-        seconds, preempted = _one_sample(call)
+        seconds, preempted = _take_sample(call)
         samples.append(seconds)
         if preempted is None:
             uninterrupted = [each for each in samples if each <= _OUTLIER * min(samples)]
@@ -171,7 +171,7 @@ def _sample(call: Callable[[], object], patience: float) -> tuple[list[float], l
             call()  # wakes the threads
 
 
-def _one_sample(call: Callable[[], object]) -> tuple[float, bool | None]:
+def _take_sample(call: Callable[[], object]) -> tuple[float, bool | None]:
     """Returns the seconds of one call, and whether it was preempted; None if that is unknown."""
     meter, start, count = _PreemptionMeter(), time.perf_counter(), 0
     while True:
@@ -197,7 +197,7 @@ class _PreemptionMeter:
 
 
 @contextmanager
-def threads_of(count: int) -> Iterator[None]:
+def limit_threads(count: int) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()

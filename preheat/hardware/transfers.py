@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["cache_tensors", "in_dry_run", "to_device"]
+__all__ = ["cache_tensors", "is_dry_run", "to_device"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
-def in_dry_run() -> bool:
+def is_dry_run() -> bool:
     """True under a `FakeTensorMode`, in which new tensors have no values."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
@@ -42,7 +42,7 @@ def cache_tensors(maxsize: int) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: object, **kwargs: object) -> object:
-            return (function if in_dry_run() else cached)(*args, **kwargs)
+            return (function if is_dry_run() else cached)(*args, **kwargs)
 
         call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
@@ -56,5 +56,5 @@ def to_device(values: numpy.ndarray | Sequence[int] | Tensor, device: torch.devi
     if device.type == "cpu":
         return host
     # Fake tensors cannot be pinned, and those on meta have no values to copy.
-    pinned = host if in_dry_run() or device.type == "meta" else host.pin_memory()
+    pinned = host if is_dry_run() or device.type == "meta" else host.pin_memory()
     return pinned.to(device, non_blocking=True)

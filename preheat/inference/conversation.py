@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
-from preheat.inference.text_generation import prompt_tokens
+from preheat.inference.text_generation import tokenize_prompt
 from preheat.models.generation.generate import PrefixCache, Written
 from preheat.recipe import Sample
 
@@ -102,7 +102,7 @@ class Conversation:
         try:
             # Room is made before the model reads anything; the cache then drops its
             # tokens from the first changed one on.
-            count, dropped = self._fit()
+            count, dropped = self._fit_context()
             (written,) = self.opened.write(
                 [self.messages],
                 self.settings,
@@ -113,20 +113,20 @@ class Conversation:
             )
         # The user stopped the reply: the text so far stays in the conversation.
         except KeyboardInterrupt:
-            self._answered("".join(parts))
+            self._add_answer("".join(parts))
             raise
         # Otherwise the next message would follow a question that was never answered.
         except BaseException:
             self.turns = before
             raise
-        self._answered(written.text)
+        self._add_answer(written.text)
         # `reused` was set as the prompt was read: the rest is what this turn had to compute.
         return Answer(written, dropped, count, count - self._kept.reused)
 
-    def _answered(self, text: str) -> None:
+    def _add_answer(self, text: str) -> None:
         self.turns.append({"role": "assistant", "content": text})
 
-    def _fit(self) -> tuple[int, int]:
+    def _fit_context(self) -> tuple[int, int]:
         """Drops the oldest turns until a reply fits. Returns the prompt's tokens and the number of messages dropped."""
         positions = self.opened.build.model.positions
         # A long reply may be cut rather than drop the conversation: at most a quarter of the positions is kept free.
@@ -134,7 +134,7 @@ class Conversation:
         dropped = 0
         while True:
             # Counted anew after each deletion: templates add tokens around messages, so counts do not add up.
-            count = len(prompt_tokens(self.opened.tokenizer, self.messages, self.template))
+            count = len(tokenize_prompt(self.opened.tokenizer, self.messages, self.template))
             if not positions or count + room <= positions:
                 return count, dropped
             later = next((n for n, turn in enumerate(self.turns) if n and turn["role"] == "user"), None)

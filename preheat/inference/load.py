@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Build
-from preheat.engine.builder import alone, build
-from preheat.engine.checkpoint import Progress, at_checkpoint, find, load_weights, read_progress, step_of
+from preheat.engine.builder import build, to_single_device
+from preheat.engine.checkpoint import Progress, at_checkpoint, find, load_weights, parse_step, read_progress
 from preheat.engine.device import resolve_device
 from preheat.errors import RecipeError, RunError, SettingError
 from preheat.inference.text_generation import Prompt, write_texts
-from preheat.model_folder import vocabulary_size
+from preheat.model_folder import count_embedding_rows
 from preheat.models.generation.generate import Written
 from preheat.models.weights import WeightSource
 from preheat.recipe import Model, Recipe, Sample, Stop
@@ -87,31 +87,31 @@ def load_model(
             trained.
         RecipeError: the base is not available, or is not the one of the adapter or run.
     """
-    with remote_code.trusting(trust_remote_code):
+    with remote_code.trust_remote_code(trust_remote_code):
         return _open(at_checkpoint(Path(path), checkpoint), base, at_start, device)
 
 
 def _open(path: Path, base: str | None, at_start: bool, device: DeviceKind | None) -> LoadedModel:
     # runs/x/checkpoints/step-N means the run x at step N: the recipe is in the run's folder.
-    step = step_of(path.name)
+    step = parse_step(path.name)
     if step is not None and (path.parent.parent / "recipe.yaml").is_file():
         path = path.parent.parent
     else:
         step = None
     # Runs first: `step` and `at_start` are for them alone.
     if (path / "recipe.yaml").is_file():
-        return _at_start(path, base, device) if at_start else _run(path, step, base, device)
+        return _load_at_start(path, base, device) if at_start else _run(path, step, base, device)
     if at_start:
         raise RunError(f"{path}: is not a run, so the model before it is unknown; name two models to compare them")
     if (path / "adapter_config.json").is_file():
-        return _adapter(path, base, device)
+        return _load_adapter(path, base, device)
     if base is not None:
         raise RecipeError(f"--base: {path} is neither an adapter (no adapter_config.json) nor a run; leave it out")
     require_model(path)
-    return _folder(str(path), str(path), device)
+    return _load_folder(str(path), str(path), device)
 
 
-def _having_device(recipe: Recipe, device: DeviceKind | None) -> Recipe:
+def _set_device(recipe: Recipe, device: DeviceKind | None) -> Recipe:
     return recipe if device is None else replace(recipe, hardware=replace(recipe.hardware, device=device))
 
 
@@ -122,7 +122,7 @@ def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTraine
         RecipeError: it has another tokenizer, or no KV cache.
         RunError: there is no model at the path.
     """
-    from preheat.models.generation.generate import patterned
+    from preheat.models.generation.generate import has_attention_pattern
 
     try:
         draft = load_model(path)
@@ -140,7 +140,7 @@ def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTraine
             "model of the same family, or sample.prompt_lookup_tokens, which needs none"
         )
     model: PreTrainedModel = draft.build.trained[0]
-    if patterned(model):
+    if has_attention_pattern(model):
         raise RecipeError(
             f"sample.draft_model: {path}: its layers have attention patterns, so it recomputes all tokens for each "
             "new one; use a draft without"
@@ -151,7 +151,7 @@ def load_draft_model(path: str, tokenizer: PreTrainedTokenizerFast) -> PreTraine
 def require_model(path: str | Path) -> None:
     """Raises RunError if `path` has nothing that `load_model` can load."""
     place = Path(path)
-    run = place.parent.parent if step_of(place.name) is not None else place
+    run = place.parent.parent if parse_step(place.name) is not None else place
     if not any(file.is_file() for file in (run / "recipe.yaml", place / "config.json", place / "adapter_config.json")):
         raise RunError(
             f"{path}: is neither a run (no recipe.yaml), nor a Hugging Face model folder (no config.json), nor an "
@@ -159,23 +159,23 @@ def require_model(path: str | Path) -> None:
         )
 
 
-def _at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
+def _load_at_start(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
 
     run = Reader(path)
     # The weights of the base are compared with those that a checkpoint recorded, if there is one.
     newest, _ = find(path / "checkpoints", run=run.id)
-    recipe = _having_device(_on_base(run, base, read_progress(newest) if newest else None), on)
+    recipe = _set_device(_resolve_base(run, base, read_progress(newest) if newest else None), on)
     classes = tuple(run.data.classes or ())
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     device, _ = resolve_device(recipe)
     # A run trained on a GPU may be read on a CPU, where some techniques compute in another way.
     recipe = replace(recipe, techniques={name: t.read_on(device) for name, t in recipe.techniques.items()})
-    model_build = build(recipe, vocabulary=vocabulary_size(tokenizer), device=device)
+    model_build = build(recipe, vocabulary=count_embedding_rows(tokenizer), device=device)
     return LoadedModel(recipe, model_build, tokenizer, 0, str(path / "tokenizer"), classes=classes)
 
 
-def _on_base(run: Reader, base: str | None, progress: Progress | None) -> Recipe:
+def _resolve_base(run: Reader, base: str | None, progress: Progress | None) -> Recipe:
     """A run's recipe for a single device, with the current folder of its base.
 
     A folder that moved is searched for next to the run and in the working directory, by the last parts of its path; its
@@ -183,7 +183,7 @@ def _on_base(run: Reader, base: str | None, progress: Progress | None) -> Recipe
     """
     path = run.path
     # Reading needs one device, however many trained.
-    recipe = alone(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
+    recipe = to_single_device(recipes.parse(run.recipe_text, where=str(path / "recipe.yaml")))
     named = recipe.model.path
     if named is None:
         if base is not None:
@@ -235,7 +235,7 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
         )
     tokenizer = load_tokenizer(str(path / "tokenizer"))
     progress = read_progress(newest)
-    recipe = _having_device(_on_base(run, base, progress), on)
+    recipe = _set_device(_resolve_base(run, base, progress), on)
     device, _ = resolve_device(recipe)
     # The checkpoint includes an adapter's start, whose folder may be gone. A curriculum's `start` is something else.
     techniques = {
@@ -245,7 +245,9 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
         for name, t in ((name, t.read_on(device)) for name, t in recipe.techniques.items())
         if not t.training_only
     }
-    model_build = build(replace(recipe, techniques=techniques), vocabulary=vocabulary_size(tokenizer), device=device)
+    model_build = build(
+        replace(recipe, techniques=techniques), vocabulary=count_embedding_rows(tokenizer), device=device
+    )
     if (
         model_build.weights.folder is not None
         and progress.fingerprints.get("weights") != model_build.weights.fingerprint()
@@ -263,22 +265,22 @@ def _run(path: Path, step: int | None, base: str | None, on: DeviceKind | None) 
     )
 
 
-def _folder(model: str, tokenizer_folder: str, on: DeviceKind | None) -> LoadedModel:
+def _load_folder(model: str, tokenizer_folder: str, on: DeviceKind | None) -> LoadedModel:
     from preheat.data.tokenizer import load_tokenizer
-    from preheat.models.hf import configure, facts
+    from preheat.models.hf import configure, read_facts
 
-    recipe = _having_device(Recipe(name="opened", model=Model(path=model), stop=Stop(max_steps=1)), on)
+    recipe = _set_device(Recipe(name="opened", model=Model(path=model), stop=Stop(max_steps=1)), on)
     # A length of 2 passes the check of any model; the positions are what is asked for.
-    positions = facts(configure(replace(recipe, batch=replace(recipe.batch, seq_len=2)))).positions
+    positions = read_facts(configure(replace(recipe, batch=replace(recipe.batch, seq_len=2)))).positions
     tokenizer = load_tokenizer(tokenizer_folder)
     # Nothing is trained here: batch and length only have to be valid.
     recipe = replace(recipe, batch=replace(recipe.batch, size=8, seq_len=min(512, positions or 512)))
     device, _ = resolve_device(recipe)
-    model_build = build(recipe, vocabulary=vocabulary_size(tokenizer), device=device, reading=True)
+    model_build = build(recipe, vocabulary=count_embedding_rows(tokenizer), device=device, reading=True)
     return LoadedModel(recipe, model_build, tokenizer, None, tokenizer_folder)
 
 
-def _adapter(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
+def _load_adapter(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel:
     from preheat.models import configs
     from preheat.models.adapter_targets import require_adaptable
     from preheat.models.text_part import name_in_text
@@ -293,7 +295,7 @@ def _adapter(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel
     # The adapter's tokenizer comes first: training may have added tokens to the base's.
     own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     try:
-        opened = _folder(named, str(path) if own else named, on)
+        opened = _load_folder(named, str(path) if own else named, on)
     except RecipeError as error:
         if base is not None:
             raise RecipeError(f"--base: {error}") from None
@@ -311,7 +313,7 @@ def _adapter(path: Path, base: str | None, on: DeviceKind | None) -> LoadedModel
         )
     # Before anything is put into the model: an adapter fits only the weights that it was trained on.
     folder.on_base(named, opened.build.weights, stated=base is not None)
-    if configs.wrapper(opened.recipe) is not None:
+    if configs.wrapper_config(opened.recipe) is not None:
         folder = folder.on_text_part(name_in_text)
     # Rounds the base as in training, since the adapter corrects the rounded weights.
     if packed := folder.written.get("nf4"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from preheat.data.chat.builtin_templates import SUGGESTIONS
 from preheat.errors import DataError, RecipeError
-from preheat.model_folder import beginning
+from preheat.model_folder import beginning_tokens
 from preheat.models.generation.generate import PrefixCache, Timed, Written, generate, stop_tokens
 from preheat.recipe import Sample
 
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from preheat.data.chat.template import Template
     from preheat.data.rows.formats import Layout
 
-__all__ = ["Prompt", "chat_template", "find_template", "Tokens", "prompt_tokens", "turn_ends", "write_texts"]
+__all__ = [
+    "Prompt",
+    "load_chat_template",
+    "find_template",
+    "Tokens",
+    "tokenize_prompt",
+    "find_turn_ends",
+    "write_texts",
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, mo
         raise RecipeError(str(error)) from None
 
 
-def chat_template(layout: Layout) -> Template | None:
+def load_chat_template(layout: Layout) -> Template | None:
     """The chat template that formats the rows of a layout; None for plain text, whatever template the tokenizer has."""
     return layout.chat_template
 
@@ -89,19 +97,19 @@ def write_texts(
         seed, batch, on_text, kept, timed: see `preheat.models.generation.generate.generate`.
 
     Raises:
-        RecipeError, DataError: a prompt that cannot be continued (see `prompt_tokens`), or settings that this model
+        RecipeError, DataError: a prompt that cannot be continued (see `tokenize_prompt`), or settings that this model
         does not support.
     """
     settings, positions = settings or Sample(), build.model.positions
     # Error messages count prompts from 1, as users do.
     names = ["--prompt"] if len(prompts) == 1 else [f"prompt {n}" for n in range(1, len(prompts) + 1)]
     ids = [
-        prompt_tokens(tokenizer, p, template, positions=positions, where=name)
+        tokenize_prompt(tokenizer, p, template, positions=positions, where=name)
         for p, name in zip(prompts, names, strict=True)
     ]
     stop = stop_tokens(tokenizer, build.weights.folder)
     if template is not None:
-        tokens, strings = turn_ends(template, tokenizer)
+        tokens, strings = find_turn_ends(template, tokenizer)
         # An assistant's turn may end by other means than a text: <|im_end|> rather than <|endoftext|>.
         stop, settings = stop | tokens, replace(settings, stop=(*settings.stop, *strings))
     assert draft is not None or settings.draft_model is None, "the caller opens the draft model that the settings name"
@@ -122,7 +130,7 @@ def write_texts(
     )
 
 
-def prompt_tokens(
+def tokenize_prompt(
     tokenizer: PreTrainedTokenizerFast,
     prompt: Prompt,
     template: Template | None = None,
@@ -155,7 +163,7 @@ def prompt_tokens(
         )
     else:
         # As in training rows: the token that the tokenizer puts before a text, and none after it.
-        ids = [*beginning(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
+        ids = [*beginning_tokens(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False, verbose=False)]
     if not ids:
         # The model predicts after a token, so an empty prompt begins with the token that texts begin with or follow.
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -168,7 +176,7 @@ def prompt_tokens(
     return ids
 
 
-def turn_ends(template: Template, tokenizer: PreTrainedTokenizerFast) -> tuple[frozenset[int], tuple[str, ...]]:
+def find_turn_ends(template: Template, tokenizer: PreTrainedTokenizerFast) -> tuple[frozenset[int], tuple[str, ...]]:
     """The end of an assistant's turn: a token, or a string if the template's mark is not a special token."""
     if template.end_of_turn is not None:
         return frozenset({tokenizer.convert_tokens_to_ids(template.end_of_turn)}), ()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import SettingError
 from preheat.models.moe import experts_of, routers
-from preheat.models.token_mixers import attentions_of, recurrent_mixers
-from preheat.models.vision import is_clipped, tower
-from preheat.sanitize import quoted
+from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
+from preheat.models.vision import find_tower, is_clipped
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -53,14 +53,16 @@ def resolve(model: nn.Module, targets: str | Sequence[str]) -> tuple[str | tuple
         try:
             re.compile(targets)
         except re.error as error:
-            raise SettingError("target_modules", f"{quoted(targets)} is not a regular expression ({error})") from None
+            raise SettingError(
+                "target_modules", f"{quote_value(targets)} is not a regular expression ({error})"
+            ) from None
         return targets, False
     named = (targets,) if isinstance(targets, str) else tuple(targets)
     clipped = [f".{name}" for name, module in model.named_modules() if is_clipped(module)]
     named += tuple(f"{target}.linear" for target in named if any(name.endswith(f".{target}") for name in clipped))
     if ALL not in named and not set(KINDS) & {*named}:
         return named, False
-    kinds = _kinds(model, _linear(model))
+    kinds = _classify_modules(model, _find_linear_names(model))
     present = {*kinds.values()} | ({EXPERTS} if experts_of(model) else set())
     names: list[str] = []
     for target in named:
@@ -68,7 +70,8 @@ def resolve(model: nn.Module, targets: str | Sequence[str]) -> tuple[str | tuple
             there = [kind for kind in KINDS if kind in present]
             raise SettingError(
                 "target_modules",
-                f"{quoted(target)}: the model has no such layers that adapters can go onto; it has {_listed(there)}",
+                f"{quote_value(target)}: the model has no such layers that adapters can go onto; it has "
+                f"{_format_names(there)}",
             )
         if target == ALL:
             names += kinds
@@ -85,9 +88,9 @@ def resolve(model: nn.Module, targets: str | Sequence[str]) -> tuple[str | tuple
 
 def describe(model: nn.Module, names: Sequence[str]) -> str:
     """Returns the number of adapted modules by kind of layer: '24 attention and 48 feed-forward projections'."""
-    counts = Counter(_kinds(model, names).values())
+    counts = Counter(_classify_modules(model, names).values())
     order = (_ATTENTION, _RECURRENT, _FEED_FORWARD, _TOWER, _OTHER)
-    text = _listed([f"{counts[kind]} {kind}" for kind in order if counts[kind]])
+    text = _format_names([f"{counts[kind]} {kind}" for kind in order if counts[kind]])
     return f"{text} projection{'' if counts.total() == 1 else 's'}"
 
 
@@ -107,17 +110,17 @@ def require_adaptable(model: nn.Module, config: PeftConfig) -> None:
         )
 
 
-def _listed(parts: Sequence[str]) -> str:
+def _format_names(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def _layers_with_weights(model: nn.Module) -> list[nn.Module]:
     from torch import nn
 
     return [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
 
 
-def _linear(model: nn.Module) -> list[str]:
+def _find_linear_names(model: nn.Module) -> list[str]:
     """Names of the linear layers, without the head, routers and those that would leave an adapter out."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -132,24 +135,24 @@ def _linear(model: nn.Module) -> list[str]:
     ]
 
 
-def _kinds(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+def _classify_modules(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Returns the kind of layer that each of the named modules belongs to."""
-    layers = _layers(model)
+    layers = _layers_with_weights(model)
     marks: dict[int, str] = {}
     for layer in layers:
-        marks |= {id(mixer): _ATTENTION for mixer in attentions_of(layer)}
+        marks |= {id(mixer): _ATTENTION for mixer in find_attentions(layer)}
         # The attention of encoder-decoders takes a cache too, and calls no function of the registry.
         if not model.config.is_encoder_decoder:  # type: ignore[union-attr]
-            marks |= {id(mixer): _RECURRENT for mixer in recurrent_mixers(layer)}
-    if (vision_tower := tower(model)) is not None:  # type: ignore[arg-type]
+            marks |= {id(mixer): _RECURRENT for mixer in find_recurrent_mixers(layer)}
+    if (vision_tower := find_tower(model)) is not None:  # type: ignore[arg-type]
         marks[id(vision_tower)] = _TOWER
     ends = {id(layer) for layer in layers}
     modules = dict(model.named_modules())
-    return {name: _kind(name, modules, marks, ends) for name in names}
+    return {name: _classify_module(name, modules, marks, ends) for name in names}
 
 
-def _kind(name: str, modules: dict[str, nn.Module], marks: dict[int, str], ends: set[int]) -> str:
-    owners = [modules[owner] for owner in _owners(name)]
+def _classify_module(name: str, modules: dict[str, nn.Module], marks: dict[int, str], ends: set[int]) -> str:
+    owners = [modules[owner] for owner in _iterate_owners(name)]
     if (marked := next((marks[id(owner)] for owner in owners if id(owner) in marks), None)) is not None:
         return marked
     for owner in owners:
@@ -162,7 +165,7 @@ def _kind(name: str, modules: dict[str, nn.Module], marks: dict[int, str], ends:
     return _OTHER
 
 
-def _owners(name: str) -> Iterator[str]:
+def _iterate_owners(name: str) -> Iterator[str]:
     """Yields the names of the modules around a module, from the inside; not the model itself."""
     while name := name.rpartition(".")[0]:
         yield name
@@ -172,13 +175,13 @@ def _read_by_mixers(model: nn.Module) -> set[str]:
     """Names of the modules in recurrent mixers whose weight the mixer's own code reads to compute with it."""
     if model.config.is_encoder_decoder:  # type: ignore[union-attr]
         return set()
-    mixers = {id(mixer): type(mixer) for layer in _layers(model) for mixer in recurrent_mixers(layer)}
-    read = {kind: _weights_read(kind) for kind in {*mixers.values()}}
+    mixers = {id(mixer): type(mixer) for layer in _layers_with_weights(model) for mixer in find_recurrent_mixers(layer)}
+    read = {kind: _find_weights_read(kind) for kind in {*mixers.values()}}
     named = ((name, mixers[id(module)]) for name, module in model.named_modules() if id(module) in mixers)
     return {f"{name}.{leaf}" for name, kind in named for leaf in read[kind]}
 
 
-def _weights_read(kind: type) -> set[str]:
+def _find_weights_read(kind: type) -> set[str]:
     """Names of the attributes whose `.weight` the methods of a class read, for more than its device or dtype."""
     owners = set()
     for method in (f for f in vars(kind).values() if inspect.isfunction(f) and f.__name__ != "__init__"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from preheat.core import MaskSpec
-from preheat.models.hf import ATTENTION, PATTERN, STANDALONE, anatomy
+from preheat.models.hf import ATTENTION, PATTERN, STANDALONE, find_anatomy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,11 +46,11 @@ def limit_layers(
         ValueError: the layers have a pattern already.
     """
     # Counted from 1: of every=4, layers 4, 8, ... keep full attention.
-    chosen = [m for index, m in enumerate(anatomy(model).attentions) if every is None or (index + 1) % every]
+    chosen = [m for index, m in enumerate(find_anatomy(model).attentions) if every is None or (index + 1) % every]
     if any(hasattr(m, PATTERN) for m in chosen):
         raise ValueError("the layers already have an attention pattern, and there is one per layer")
     _register(attend)  # generation needs it, even if training uses the build's slots
-    # A model built by preheat already reads the pattern, in `hf._attention`.
+    # A model built by preheat already reads the pattern, in `hf._attend`.
     if model.config._attn_implementation not in (ATTENTION, STANDALONE):
         switch_attention(model, attend)
     for module in chosen:
@@ -85,11 +85,11 @@ def switch_attention(model: PreTrainedModel, attend: Callable[..., Tensor]) -> N
 def _register(attend: Callable[..., Tensor]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(STANDALONE, functools.partial(_attention, attend))
-    AttentionMaskInterface.register(STANDALONE, _mask)
+    AttentionInterface.register(STANDALONE, functools.partial(_attend, attend))
+    AttentionMaskInterface.register(STANDALONE, _prepare_mask)
 
 
-def _attention(
+def _attend(
     attend: Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,
@@ -122,7 +122,7 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-def _mask(
+def _prepare_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,

@@ -44,7 +44,7 @@ class Stored:
 
 
 @contextlib.contextmanager
-def _as_built(model: PreTrainedModel) -> Iterator[None]:
+def _restore_built_classes(model: PreTrainedModel) -> Iterator[None]:
     """Context manager in which modules have the class that they had before FSDP, whose name some rules are for."""
     sharded = [(m, type(m)) for m in model.modules() if type(m).__bases__[0].__name__ == "FSDPModule"]
     for module, kind in sharded:
@@ -56,7 +56,7 @@ def _as_built(model: PreTrainedModel) -> Iterator[None]:
             module.__class__ = kind
 
 
-def _dequantizer(quantized: Mapping[str, Any]) -> Any:
+def _build_dequantizer(quantized: Mapping[str, Any]) -> Any:
     """transformers' quantizer whose conversion rules give the full weights of files that are stored quantized."""
     from transformers.quantizers import AutoHfQuantizer
 
@@ -114,8 +114,10 @@ class Names:
         self._prefix: str = model.base_model_prefix
         self._read: set[str] = set()
         self._stored: dict[str, Stored] = {}
-        with _as_built(model):
-            rules = get_model_conversion_mapping(model, hf_quantizer=_dequantizer(quantized) if quantized else None)
+        with _restore_built_classes(model):
+            rules = get_model_conversion_mapping(
+                model, hf_quantizer=_build_dequantizer(quantized) if quantized else None
+            )
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -144,7 +146,7 @@ class Names:
     def find(self, name: str) -> Stored | None:
         """The tensors of a parameter, under any name that it shares; None if the files do not have it."""
         prefix = f"{self._prefix}."
-        for known in (name, *self._shared(name)):
+        for known in (name, *self._find_shared_names(name)):
             # Files may be of the base model alone, whose names lack the prefix, or the other way round.
             for variant in (known, known.removeprefix(prefix), prefix + known):
                 if (stored := self._stored.get(variant)) is not None:
@@ -186,7 +188,7 @@ class Names:
         assembled: Tensor = value[0] if isinstance(value, list) else value
         return assembled
 
-    def _shared(self, name: str) -> list[str]:
+    def _find_shared_names(self, name: str) -> list[str]:
         """Other names of the same parameter, by the model's tied weights."""
         tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         source = tied.get(name, name)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from preheat import remote_code
 from preheat.core.schema import TOKENIZER_FILES
-from preheat.errors import RecipeError, nearest
-from preheat.hardware.connectivity import cached_folder, hub_offline, hub_reachable
-from preheat.model_folder import DEQUANTIZED, FAULTS, fault, quantization_of, read_object
+from preheat.errors import RecipeError, suggest_nearest
+from preheat.hardware.connectivity import find_cached_folder, is_hub_offline, is_hub_reachable
+from preheat.model_folder import DEQUANTIZED, FAULTS, describe_fault, quantization_of, read_object
 from preheat.models import moe, presets, size_dial, text_part, vision
 from preheat.models.hub_config import is_hub_name
-from preheat.models.layer_sizes import largest
+from preheat.models.layer_sizes import max_over_layers
 from preheat.models.untie import untie
 from preheat.recipe.consistency import MOST_PARAMETERS
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
 __all__ = [
-    "change",
+    "apply_changes",
     "has_tokenizer",
     "new",
     "of",
@@ -37,10 +37,10 @@ __all__ = [
     "read",
     "refuse_unknown_rotary",
     "require_in_reach",
-    "runs_code",
-    "tokenizer_folder",
-    "without_dropout",
-    "wrapper",
+    "is_remote_code",
+    "find_tokenizer_folder",
+    "disable_dropout",
+    "wrapper_config",
 ]
 
 
@@ -49,7 +49,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("tokenizer_config.json", *TOKENIZER_FILES))
 
 
-def tokenizer_folder(recipe: Recipe) -> str | None:
+def find_tokenizer_folder(recipe: Recipe) -> str | None:
     """The model's own tokenizer, if its folder has one.
 
     Raises:
@@ -64,8 +64,8 @@ def tokenizer_folder(recipe: Recipe) -> str | None:
         if (
             recipe.data.tokenizer is None
             and is_hub_name(path)
-            and cached_folder(path, TOKENIZER_FILES) is None
-            and hub_offline()
+            and find_cached_folder(path, TOKENIZER_FILES) is None
+            and is_hub_offline()
         ):
             raise RecipeError(
                 f"model.path: {path}: the hub's cache holds no tokenizer of it, and there is no network; run: hf "
@@ -152,14 +152,14 @@ def require_in_reach(config: PretrainedConfig) -> None:
         RecipeError: names the first such size.
     """
     text = config.get_text_config()
-    sizes_found = {key: largest(text, key) for key in _HIGHEST}
+    sizes_found = {key: max_over_layers(text, key) for key in _HIGHEST}
     for key, value in sizes_found.items():
         if value is None or isinstance(value, list | tuple | dict):
             continue  # a value per layer, in some families
         least = 0 if key in _MAYBE_NONE else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _HIGHEST[key]:
             raise RecipeError(
-                f"model: {config.model_type} has {key} {quoted(value)}; it must be a whole number from {least} to "
+                f"model: {config.model_type} has {key} {quote_value(value)}; it must be a whole number from {least} to "
                 f"{_HIGHEST[key]}"
             )
     # Absent sizes count as 1, so that the estimate errs on the low side.
@@ -183,10 +183,10 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
 
     def refuse(key: str, value: object, rule: str) -> NoReturn:
         raise RecipeError(
-            f"model: {config.model_type} has {key} {quoted(value)}; it must be {rule}, as the model's own is"
+            f"model: {config.model_type} has {key} {quote_value(value)}; it must be {rule}, as the model's own is"
         )
 
-    if wrong := _wrong_number(text.to_dict()):
+    if wrong := _find_wrong_number(text.to_dict()):
         refuse(*wrong)
     window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     # A window that none of the `layer_types` uses may have any value.
@@ -204,14 +204,14 @@ def _require_numbers(config: PretrainedConfig, text: PretrainedConfig, experts_t
             refuse("n_group", groups, f"a divisor of the {experts_there} experts, and topk_group at most as many")
 
 
-def _wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
+def _find_wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
     """The first key whose value is invalid in any model, its value, and the rule it breaks; None if there is none."""
 
     def is_number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
     # Python's json reads the literal NaN, which would only show up as a loss of NaN.
-    if (key := _not_a_number(values)) is not None:
+    if (key := _find_nan(values)) is not None:
         return key, math.nan, "a number"
     for key in _NOT_BELOW_ZERO:
         value = values.get(key)
@@ -241,7 +241,7 @@ def _wrong_number(values: JsonObject) -> tuple[str, object, str] | None:
     return None
 
 
-def _not_a_number(values: object, name: str = "") -> str | None:
+def _find_nan(values: object, name: str = "") -> str | None:
     """The key of the first NaN in nested values; None if there is none."""
     inner = (
         values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list | tuple) else ()
@@ -250,21 +250,21 @@ def _not_a_number(values: object, name: str = "") -> str | None:
         here = f"{name}.{key}" if name else str(key)
         if isinstance(value, float) and math.isnan(value):
             return here
-        if (nan_key := _not_a_number(value, here)) is not None:
+        if (nan_key := _find_nan(value, here)) is not None:
             return nan_key
     return None
 
 
 def of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     """The configuration before `model.config` and techniques change it; arguments and errors as in `hf.configure`."""
-    config = _of(recipe, vocabulary)
+    config = _read_config(recipe, vocabulary)
     require_in_reach(config)
     if recipe.model.path is not None and recipe.model.weights == "pretrained":
         untie(config, Path(recipe.model.path))
     return config
 
 
-def source(recipe: Recipe) -> PretrainedConfig | None:
+def source_config(recipe: Recipe) -> PretrainedConfig | None:
     """The configuration that the recipe's model is read from; None for a new model, which is made for its vocabulary.
 
     Read it once, and hand it to each `hf.configure` of recipes that differ in techniques, batch or `model.config` only.
@@ -272,7 +272,7 @@ def source(recipe: Recipe) -> PretrainedConfig | None:
     return of(recipe, None) if recipe.model.preset or recipe.model.path else None
 
 
-def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
+def apply_changes(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
     """Applies `model.config` to a configuration, in place.
 
     Raises:
@@ -290,7 +290,7 @@ def change(config: PretrainedConfig, settings: Mapping[str, object]) -> None:
             continue
         if key not in known:
             raise RecipeError(
-                f"model.config.{key}: {config.model_type} has no such setting; {nearest(key, sorted(known))}"
+                f"model.config.{key}: {config.model_type} has no such setting; {suggest_nearest(key, sorted(known))}"
             )
         # transformers' strict dataclasses reject an int for a float, and YAML reads 1 as an int.
         part = known[key]
@@ -316,11 +316,13 @@ def _cut_layers(text: PretrainedConfig, before: int, layers: int, but: Container
         text.num_kv_shared_layers = max(shared - (before - layers), 0)
 
 
-def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
+def _read_config(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     model = recipe.model
     if model.preset is None:
         return (
-            text_part.text_of(whole, model.part) if (whole := _whole(recipe)) is not None else new(recipe, vocabulary)
+            text_part.text_config(whole, model.part)
+            if (whole := _full_config(recipe)) is not None
+            else new(recipe, vocabulary)
         )
     preset = preset_config(model.preset)
     # Presets of some families hold the text part alone.
@@ -329,11 +331,11 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
             f"model.part: whole: the built-in configuration of {model.preset} is of its text part alone; name the "
             "model's folder in model.path"
         )
-    preset = text_part.text_of(preset, model.part if preset.get_text_config() is not preset else "auto")
+    preset = text_part.text_config(preset, model.part if preset.get_text_config() is not preset else "auto")
     # With a path, too, the folder is read, and the preset has to describe the same model.
     if model.path is None:
         return preset
-    config = text_part.text_of(read(model.path, model.trust_remote_code), model.part)
+    config = text_part.text_config(read(model.path, model.trust_remote_code), model.part)
     if config.model_type != preset.model_type:
         raise RecipeError(
             f"model.preset: {model.preset} is a {preset.model_type}, but {model.path} holds a {config.model_type}; "
@@ -343,7 +345,7 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     free = presets.FREE.union(presets.find(model.preset).unconfirmed)
     for key, value in preset.to_dict().items():
         other = there.get(key, getattr(config, key, None))
-        if key not in free and not _same(value, other):
+        if key not in free and not _is_close(value, other):
             raise RecipeError(
                 f"model.preset: {model.preset} has {key} {value}, but {model.path} has {other}; remove the preset, "
                 "or name a folder of that model"
@@ -351,7 +353,7 @@ def _of(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     return config
 
 
-def _whole(recipe: Recipe) -> PretrainedConfig | None:
+def _full_config(recipe: Recipe) -> PretrainedConfig | None:
     """The configuration as published, with all parts; None for a new model."""
     model = recipe.model
     if model.path is not None:
@@ -359,19 +361,19 @@ def _whole(recipe: Recipe) -> PretrainedConfig | None:
     return preset_config(model.preset) if model.preset is not None else None
 
 
-def wrapper(recipe: Recipe) -> PretrainedConfig | None:
+def wrapper_config(recipe: Recipe) -> PretrainedConfig | None:
     """The configuration of the checkpoint whose text part the recipe's model is; None if it is the whole."""
-    whole = _whole(recipe)
+    whole = _full_config(recipe)
     return whole if whole is not None and text_part.is_taken(whole, recipe.model.part) else None
 
 
-def _same(a: object, b: object) -> bool:
+def _is_close(a: object, b: object) -> bool:
     """Equality up to rounding: some checkpoints store decimals rounded to fp32."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         keys = (a.keys() | b.keys()) - presets.FREE
-        return all(_same(a.get(key), b.get(key)) for key in keys)
+        return all(_is_close(a.get(key), b.get(key)) for key in keys)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_close, a, b))
     if isinstance(a, float | int) and isinstance(b, float | int):
         return math.isclose(a, b, rel_tol=1e-6)
     return bool(a == b)
@@ -402,7 +404,7 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
     if folder.exists() and not file.is_file():
         raise RecipeError(f"model.path: {path} has no config.json; name a Hugging Face model folder")
     # The hub's client retries for half a minute without a network.
-    local = folder.exists() or _offline() or not hub_reachable()
+    local = folder.exists() or _is_offline() or not is_hub_reachable()
     try:
         values = (
             read_object(file, "model.path")
@@ -412,7 +414,7 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         if folder.exists():
             _require_sound(values, file)
         # transformers' class is preferred over the folder's own code, unless the recipe asks for the latter.
-        code = remote_code.names_of_code(values) if asks or values.get("model_type") not in CONFIG_MAPPING else []
+        code = remote_code.find_code_classes(values) if asks or values.get("model_type") not in CONFIG_MAPPING else []
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=remote_code.may_run("model.path", path, code), local_files_only=local
         )
@@ -420,13 +422,13 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
         raise
     except (*FAULTS, StrictDataclassError) as error:
         if folder.exists():
-            raise RecipeError(f"model.path: {file}: {fault(error, 300)}") from None
+            raise RecipeError(f"model.path: {file}: {describe_fault(error, 300)}") from None
         # A name on the hub is `owner/name`; anything else was meant as a folder.
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise RecipeError(f"model.path: {path}: no such folder; {_models_near(folder)}") from None
+            raise RecipeError(f"model.path: {path}: no such folder; {_suggest_models(folder)}") from None
         raise RecipeError(
             f"model.path: {path}: no such folder, and it cannot be loaded from the Hugging Face hub "
-            f"({fault(error, 160)}); download it on a machine with a network and name the folder"
+            f"({describe_fault(error, 160)}); download it on a machine with a network and name the folder"
         ) from None
     if getattr(config, "qk_rope_head_dim", None) and getattr(config, "head_dim", 0) is None:
         config.head_dim = config.qk_rope_head_dim  # transformers derives it, but a null in the file overwrites it
@@ -439,11 +441,11 @@ def read(path: str, asks: bool = False) -> PretrainedConfig:
     return config
 
 
-def runs_code(config: PretrainedConfig, asks: bool) -> bool:
+def is_remote_code(config: PretrainedConfig, asks: bool) -> bool:
     """True if a model of this configuration, already read, is to be built by the code in its folder."""
     if not getattr(config, "auto_map", None):
         return False
-    return remote_code.allowed() and (asks or type(config).__module__.startswith("transformers_modules"))
+    return remote_code.is_allowed() and (asks or type(config).__module__.startswith("transformers_modules"))
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -457,7 +459,7 @@ _NAMED = {
 """Other names of the sizes in some families."""
 
 
-def _highest(key: str) -> int:
+def _max_size(key: str) -> int:
     """The upper bound of a size, by any of its names."""
     return _HIGHEST[next((size for size, names in _NAMED.items() if key in names), key)]
 
@@ -466,7 +468,7 @@ def _require_sound(values: JsonObject, file: Path) -> None:
     """Rejects values in a config.json for which transformers fails with a traceback, or which it misreads."""
     if not isinstance(values.get("model_type"), str):
         problem = (
-            "has no model_type" if "model_type" not in values else f"has model_type {quoted(values['model_type'])}"
+            "has no model_type" if "model_type" not in values else f"has model_type {quote_value(values['model_type'])}"
         )
         raise RecipeError(
             f"model.path: {file} {problem}, so transformers has no class for it; write the architecture's name "
@@ -474,23 +476,28 @@ def _require_sound(values: JsonObject, file: Path) -> None:
         )
     text = values.get("text_config")
     if text is not None and not isinstance(text, dict):
-        raise RecipeError(f"model.path: {file}: text_config: must be an object, got {quoted(text)}")
-    if wrong := _wrong_number(values) or _wrong_number(text or {}):
+        raise RecipeError(f"model.path: {file}: text_config: must be an object, got {quote_value(text)}")
+    if wrong := _find_wrong_number(values) or _find_wrong_number(text or {}):
         key, value, rule = wrong
-        raise RecipeError(f"model.path: {file}: {key}: must be {rule}, got {quoted(value)}; restore the model's own")
+        raise RecipeError(
+            f"model.path: {file}: {key}: must be {rule}, got {quote_value(value)}; restore the model's own"
+        )
     # Sizes under each family's names, in the file itself and in its text part.
     for part in (values, text or {}):
         stored = part.get("quantization_config")
         if stored is not None and not isinstance(stored, dict):
-            raise RecipeError(f"model.path: {file}: quantization_config: must be an object, got {quoted(stored)}")
+            raise RecipeError(f"model.path: {file}: quantization_config: must be an object, got {quote_value(stored)}")
         _require_known_layers(part.get("layer_types"), file)
         counts = {key: part[key] for size in _SIZES for key in (size, *_NAMED.get(size, ())) if key in part}
         for key, value in (counts | {"num_key_value_heads": part.get("num_key_value_heads") or 1}).items():
             if type(value) is not int or value < 1:
-                raise RecipeError(f"model.path: {file}: {key}: must be a whole number above 0, got {quoted(value)}")
-            if value > _highest(key):
                 raise RecipeError(
-                    f"model.path: {file}: {key}: {quoted(value)} is more than any model has; restore the model's own"
+                    f"model.path: {file}: {key}: must be a whole number above 0, got {quote_value(value)}"
+                )
+            if value > _max_size(key):
+                raise RecipeError(
+                    f"model.path: {file}: {key}: {quote_value(value)} is more than any model has; restore the "
+                    "model's own"
                 )
 
 
@@ -504,8 +511,8 @@ def _require_known_layers(kinds: object, file: Path) -> None:
 
     if unknown := [kind for kind in kinds if not is_known(kind)] if isinstance(kinds, list) else []:
         raise RecipeError(
-            f"model.path: {file}: layer_types: {quoted(unknown[0])} is no kind of layer that transformers knows; "
-            f"{nearest(str(unknown[0]), ALLOWED_LAYER_TYPES)}"
+            f"model.path: {file}: layer_types: {quote_value(unknown[0])} is no kind of layer that transformers knows; "
+            f"{suggest_nearest(str(unknown[0]), ALLOWED_LAYER_TYPES)}"
         )
 
 
@@ -547,13 +554,13 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
             )
     # Divisors: groups of query heads share a key-value head, and without a
     # head_dim the width is split between the heads.
-    heads, width = largest(config, "num_attention_heads"), largest(config, "hidden_size")
+    heads, width = max_over_layers(config, "num_attention_heads"), max_over_layers(config, "hidden_size")
     if not width:
         raise RecipeError(
             f"model.path: {file}: {config.model_type} has no hidden_size that transformers names, so it is not a "
             "decoder-only model that preheat can train"
         )
-    groups = largest(config, "num_key_value_heads") or heads
+    groups = max_over_layers(config, "num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise RecipeError(
             f"model.path: {file}: num_key_value_heads: {groups} does not divide num_attention_heads {heads}; restore "
@@ -570,18 +577,18 @@ def _require_sizes(config: PretrainedConfig, file: Path, values: JsonObject) -> 
         )
 
 
-def _models_near(folder: Path) -> str:
+def _suggest_models(folder: Path) -> str:
     """Suggests the closest name of a model folder in the parent directory."""
     parent = folder.expanduser().parent
     names = sorted(file.parent.name for file in parent.glob("*/config.json")) if parent.is_dir() else []
     return (
-        nearest(folder.name, names[:20])
+        suggest_nearest(folder.name, names[:20])
         if names
         else (f"in {parent} is not a model's folder (one that holds config.json)")
     )
 
 
-def _offline() -> bool:
+def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
 
 
@@ -593,7 +600,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     gated = model.family != "gpt2"
     if model.size is None and not (model.num_layers and model.hidden_size and model.num_heads):
         raise RecipeError("model: state a path, a size (e.g. 15M), or layers, width and heads")
-    d = size_dial.dial(model.size, gated=gated, shape=model.shape) if model.size else None
+    d = size_dial.choose_dimensions(model.size, gated=gated, shape=model.shape) if model.size else None
     # Sizes that the recipe states win over those of the dial.
     layers, width, heads = (
         (model.num_layers or (d and d.layers)),
@@ -665,7 +672,7 @@ def new(recipe: Recipe, vocabulary: int | None) -> PretrainedConfig:
     return LlamaConfig(**common) if model.family == "llama" else Qwen3Config(**common)
 
 
-def without_dropout(config: PretrainedConfig) -> dict[str, float]:
+def disable_dropout(config: PretrainedConfig) -> dict[str, float]:
     """Sets every dropout of a configuration to 0, in place. Returns the values that were not 0, by key.
 
     Published configurations keep their pretraining's (0.1 for GPT-2 and T5). Fine-tuning does without today, most
@@ -701,6 +708,6 @@ def refuse_unknown_rotary(config: PretrainedConfig) -> None:
         kind = part.get("rope_type", "default")
         if kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
             raise RecipeError(
-                f"model.config.rope_parameters: {config.model_type} knows no rope_type {quoted(kind)}; "
-                f"{nearest(str(kind), known)}"
+                f"model.config.rope_parameters: {config.model_type} knows no rope_type {quote_value(kind)}; "
+                f"{suggest_nearest(str(kind), known)}"
             )

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
-    "divided",
-    "divided_evenly",
+    "split_documents",
+    "split_documents_evenly",
     "hidden_states",
     "refuse",
     "register",
@@ -60,7 +60,7 @@ def stacks(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 # --- what the encoder and the decoder read -------------------------------------------------------------------------
 
 
-def divided(batch: Batch) -> Batch:
+def split_documents(batch: Batch) -> Batch:
     """Sets `mask.read`: the encoder reads each document up to its first trained token. On the host.
 
     Documents without trained tokens (such as padding) are read by neither; of one that is trained throughout one token
@@ -78,7 +78,7 @@ def divided(batch: Batch) -> Batch:
         begin, prompts = 0, []
         for size in row:
             # The label of a position is the next token: the first position with a label is the prompt's last token.
-            # Without one, the encoder gets the whole document, and `_positions` leaves it out.
+            # Without one, the encoder gets the whole document, and `_build_positions` leaves it out.
             first = next((n for n in range(size) if labels[begin + n] != -100), size - 1)
             prompts.append(first + 1)
             most = max(most, first)
@@ -94,7 +94,7 @@ def divided(batch: Batch) -> Batch:
     return replace(batch, mask=replace(batch.mask, documents=documents, read=tuple(read)))
 
 
-def divided_evenly(batch: Batch) -> Batch:
+def split_documents_evenly(batch: Batch) -> Batch:
     """Sets `mask.read` for planning, which has no data: half of each document is read by the encoder."""
     rows, length = batch.tokens.shape
     documents = batch.mask.documents or ((length,),) * rows
@@ -123,7 +123,7 @@ class _Positions(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # all layers of both stacks, and a recomputation, use the same
-def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Positions:
+def _build_positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ...], ...]) -> _Positions:
     import numpy
 
     spans = []  # per row: (begin, tokens of the encoder, size) of the documents that the decoder reads
@@ -138,30 +138,30 @@ def _positions(documents: tuple[tuple[int, ...], ...], read: tuple[tuple[int, ..
     length = max(map(sum, documents))
 
     # Rounded up to _STEP, but never longer than the row.
-    def width(most: int) -> int:
+    def max_width(most: int) -> int:
         return min(-(-most // _STEP) * _STEP, length)
 
-    def table(rows: list[list[int]], empty: int) -> numpy.ndarray:
-        wide = width(max(map(len, rows)))
+    def build_table(rows: list[list[int]], empty: int) -> numpy.ndarray:
+        wide = max_width(max(map(len, rows)))
         return numpy.array([row + [empty] * (wide - len(row)) for row in rows], numpy.int64)
 
     # The padding is one more document of the row, so no other document attends to it.
-    def lengths(rows: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-        wide = width(max(map(sum, rows)))
+    def count_lengths(rows: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+        wide = max_width(max(map(sum, rows)))
         return tuple(tuple(row) + ((wide - sum(row),) if sum(row) < wide else ()) for row in rows)
 
-    def spread(of: Any) -> list[list[int]]:
+    def spread_positions(of: Any) -> list[list[int]]:
         return [[place for span in enumerate(row) for place in of(*span)] for row in spans]
 
     return _Positions(
-        table(spread(lambda _, s: range(s[0], s[0] + s[1])), 0),
+        build_table(spread_positions(lambda _, s: range(s[0], s[0] + s[1])), 0),
         # The decoder's positions begin at the prompt's last token, whose label is the answer's first token.
-        table(spread(lambda _, s: range(s[0] + s[1] - 1, s[0] + s[2])), length),
-        table(spread(lambda _, s: [1] + [0] * (s[2] - s[1])), 0),
-        table(spread(lambda n, s: [n] * s[1]), -1),
-        table(spread(lambda n, s: [n] * (s[2] - s[1] + 1)), -2),
-        lengths([[part for _, part, _ in row] for row in spans]),
-        lengths([[size - part + 1 for _, part, size in row] for row in spans]),
+        build_table(spread_positions(lambda _, s: range(s[0] + s[1] - 1, s[0] + s[2])), length),
+        build_table(spread_positions(lambda _, s: [1] + [0] * (s[2] - s[1])), 0),
+        build_table(spread_positions(lambda n, s: [n] * s[1]), -1),
+        build_table(spread_positions(lambda n, s: [n] * (s[2] - s[1] + 1)), -2),
+        count_lengths([[part for _, part, _ in row] for row in spans]),
+        count_lengths([[size - part + 1 for _, part, size in row] for row in spans]),
     )
 
 
@@ -184,7 +184,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, mask: MaskSpec, attent
         tokens: [rows, length].
         mask: with `documents` and `read`.
         attention: (q, k, v, mask, scale, *, bias) -> out, the bias bool or float, as in
-            `preheat.ops.attention.multihead.attention_in_chunks`.
+            `preheat.ops.attention.multihead.attend_in_chunks`.
     """
     from preheat.hardware.transfers import to_device
 
@@ -192,7 +192,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, mask: MaskSpec, attent
     assert mask.read is not None
     encoder, decoder = stacks(model)
     # Computed on the host from lengths, so nothing waits for the device.
-    indices = _positions(mask.documents, mask.read)
+    indices = _build_positions(mask.documents, mask.read)
     source, target, begins, source_of, target_of = (to_device(t, tokens.device) for t in indices[:5])
     masks = _Masks(
         MaskSpec(causal=False, documents=indices.sources),
@@ -231,11 +231,11 @@ def register() -> str:
     """Registers our attention for these models in transformers' registry; returns its name."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, _attend)
     return NAME
 
 
-def _attention(
+def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -14,37 +14,37 @@ from typing import TYPE_CHECKING
 from preheat.core import Images, MaskSpec, ModelFacts, Problem, ProblemCode, TechniqueError
 from preheat.core.schema import SMALLEST_TOKENIZER
 from preheat.errors import RecipeError
-from preheat.model_folder import FAULTS, fault
+from preheat.model_folder import FAULTS, describe_fault
 from preheat.models import configs, encoder_decoder, moe, text_part, vision
-from preheat.models.image_attention import with_blocks
-from preheat.models.layer_sizes import head_dim, largest
+from preheat.models.image_attention import attend_image_blocks
+from preheat.models.layer_sizes import head_dim, max_over_layers
 from preheat.models.module_lookup import (
     SOFTCAP,
     WHOLE,
     Anatomy,
-    anatomy,
-    base_of,
+    compute_logits,
     embedding,
-    ends,
+    end_weights,
+    find_anatomy,
+    find_base,
     full_model,
     head,
-    logits,
     require_decoder_only,
     require_plain_head,
     softcap,
 )
 from preheat.models.presets.preset import NOT_TRAINED
-from preheat.models.reference_logits import plain_logits
-from preheat.models.sinks import CHUNK, in_chunks, set_chunks, with_sinks
+from preheat.models.reference_logits import compute_reference_logits
+from preheat.models.sinks import CHUNK, attend_with_sinks, cut_into_chunks, set_chunks
 from preheat.models.tested_versions import warn_of_untested
 from preheat.models.token_mixers import (
-    attentions_of,
-    documents_handed,
+    describe_special_mixers,
+    find_attentions,
     keep_within_documents,
+    require_document_boundaries,
     require_known_mixers,
-    special_mixers,
 )
-from preheat.models.torchao_import import quiet_torchao
+from preheat.models.torchao_import import silence_torchao
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,17 +56,17 @@ __all__ = [
     "SOFTCAP",
     "WHOLE",
     "Anatomy",
-    "anatomy",
+    "find_anatomy",
     "auto_class",
     "build_on_meta",
     "configure",
     "embedding",
-    "ends",
-    "facts",
+    "end_weights",
+    "read_facts",
     "head",
     "hidden_states",
-    "logits",
-    "plain_logits",
+    "compute_logits",
+    "compute_reference_logits",
     "require_decoder_only",
     "require_plain_head",
     "softcap",
@@ -86,7 +86,7 @@ def configure(
     Args:
         vocabulary: size of the tokenizer's vocabulary. A new model without `model.vocab_size` gets as many rows
             (rounded up to 64).
-        source: what `configs.source` gave for this model; it is read when not given.
+        source: what `configs.source_config` gave for this model; it is read when not given.
 
     Raises:
         RecipeError: no such model; a key that its configuration does not have; a tokenizer larger than the embedding;
@@ -96,9 +96,9 @@ def configure(
     # A copy, since one source serves many recipes, and everything below changes the configuration in place.
     config = configs.of(recipe, vocabulary) if source is None else copy.deepcopy(source)
     # Before `model.config`, which may enable dropout again.
-    configs.without_dropout(config)
+    configs.disable_dropout(config)
     _refuse(config)
-    configs.change(config, model.config)
+    configs.apply_changes(config, model.config)
     # In the order of the stages in which the build will apply them; the name makes the order unique.
     for t in sorted(recipe.techniques.values(), key=lambda t: (t.stage, t.name())):
         try:
@@ -120,7 +120,7 @@ def configure(
             else f", or set model.{'config.vocab_size' if model.preset else 'vocab_size'}: {vocabulary}"
         )
         # Without a tokenizer one is trained, as large as the recipe says.
-        if recipe.data.tokenizer is None and configs.tokenizer_folder(recipe) is None:
+        if recipe.data.tokenizer is None and configs.find_tokenizer_folder(recipe) is None:
             shrink_hint = (
                 f"set data.vocab_size: {rows}" if rows >= SMALLEST_TOKENIZER else "set data.tokenizer to a smaller one"
             )
@@ -137,7 +137,7 @@ def configure(
             )
             + enlarge_hint
         )
-    positions = _positions(text)
+    positions = _context_length(text)
     if positions and recipe.batch.seq_len > positions:
         raise RecipeError(
             f"batch.seq_len: {recipe.batch.seq_len} is longer than the model's {positions} positions; set "
@@ -146,17 +146,17 @@ def configure(
     return config
 
 
-def _positions(text: PretrainedConfig) -> int:
+def _context_length(text: PretrainedConfig) -> int:
     """Context length of a model; 0: unknown. Dynamic rotary scaling extends transformers' value by `factor`."""
     positions = getattr(text, "max_position_embeddings", None) or 0
     rope = getattr(text, "rope_parameters", None) or {}
     return int(positions * rope["factor"]) if rope.get("rope_type") == "dynamic" else positions
 
 
-def facts(config: PretrainedConfig) -> ModelFacts:
+def read_facts(config: PretrainedConfig) -> ModelFacts:
     """The facts about a model that a technique's `check` may use."""
     text = config.get_text_config()
-    heads = largest(text, "num_attention_heads", 0)
+    heads = max_over_layers(text, "num_attention_heads", 0)
     expert_layers = moe.expert_layers(text)
     # Dense models of families with experts state a number of them, too.
     count, chosen, width = moe.sizes_of(text) if expert_layers else (0, 0, 0)
@@ -168,10 +168,10 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         layers=text.num_hidden_layers + (config.num_decoder_layers if encoder else 0),
         width=text.hidden_size,
         heads=heads,
-        kv_heads=largest(text, "num_key_value_heads") or heads,
+        kv_heads=max_over_layers(text, "num_key_value_heads") or heads,
         head_dim=head_dim(text),
         vocabulary=text.vocab_size,
-        positions=_positions(text),
+        positions=_context_length(text),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         window=getattr(text, "sliding_window", None) or None,  # Qwen2-MoE writes 0 for none
         score_softcap=getattr(text, "attn_logit_softcapping", None),
@@ -181,9 +181,9 @@ def facts(config: PretrainedConfig) -> ModelFacts:
         expert_width=width,
         expert_layers=expert_layers,
         sinks=sinks,
-        special_mixers=special_mixers(text, sinks),
-        foreign_experts=count > 0 and not moe.are_stacked(text.__class__),
-        vision=vision.vision_of(config),
+        special_mixers=describe_special_mixers(text, sinks),
+        foreign_experts=count > 0 and not moe.has_stacked_experts(text.__class__),
+        vision=vision.read_vision(config),
         encoder=encoder,
     )
 
@@ -207,15 +207,15 @@ def _has_sinks(kind: type) -> bool:
 def _register_attention() -> None:
     """Registers our attention function under its own name in transformers; nothing of theirs is replaced."""
     warn_of_untested()
-    with quiet_torchao():
+    with silence_torchao():
         from transformers import AttentionInterface
 
     # It says at each first call that a fused kernel is missing; `missing_kernels` says so where it matters, on a GPU.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(ATTENTION, _attend)
 
 
-def _attention(
+def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -253,7 +253,7 @@ def _attention(
     if sliding_window is not None:  # kernels compare it with the full row, which context parallelism splits
         mask = replace(mask, window=min(sliding_window, mask.window or sliding_window))
     if (chunk := getattr(module, CHUNK, None)) is not None:
-        mask = in_chunks(mask, chunk, query.shape[0], query.shape[2])
+        mask = cut_into_chunks(mask, chunk, query.shape[0], query.shape[2])
     # A pattern wraps the kernel of this layer alone, and sees the layer's final mask.
     if (pattern := getattr(module, PATTERN, None)) is not None:
         preheat_attention = pattern(preheat_attention)
@@ -267,11 +267,11 @@ def _attention(
     if blocks is not None and sliding_window is None:
         blocks = None if getattr(module.config, "use_bidirectional_attention", None) == "vision" else blocks
     if s_aux is not None:
-        out = with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
+        out = attend_with_sinks(preheat_attention, query, key, value, mask, scale, s_aux)
     else:
         out = preheat_attention(query, key, value, mask, scale)
     if blocks is not None and any(blocks):
-        out = with_blocks(out, query, key, value, mask, scale, blocks)
+        out = attend_image_blocks(out, query, key, value, mask, scale, blocks)
     # Contiguous, as transformers' own functions return it: some layers take a view of it.
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -395,36 +395,37 @@ def build_on_meta(config: PretrainedConfig, *, trust: bool = False, as_stored: b
         _require_places(known[type(config)], config.model_type)
     try:
         with torch.device("meta"):
-            runs = configs.runs_code(config, trust)
+            runs = configs.is_remote_code(config, trust)
             model = factory.from_config(
                 config, attn_implementation=attention, trust_remote_code=runs, dtype=dtype, **ours
             )
     except (*FAULTS, StrictDataclassError) as error:
         raise RecipeError(
-            f"model: {config.model_type} is not a decoder-only model that transformers can build ({fault(error, 200)})"
+            f"model: {config.model_type} is not a decoder-only model that transformers can build "
+            f"({describe_fault(error, 200)})"
         ) from None
     # A forward pass would otherwise fill a KV cache that training never reads.
     model.config.use_cache = False
     replace_rotary(model)
     vision.replace_deepstack(model)
-    for unread in vision.unread_parts(model):
+    for unread in vision.find_unread_parts(model):
         unread.requires_grad_(False)
-    if (cap := facts(config).logit_softcap) is not None:
+    if (cap := read_facts(config).logit_softcap) is not None:
         setattr(head(model), SOFTCAP, cap)  # on the head: a classification head in its place has none
     # Packed rows hold several documents, so every layer must be able to keep them apart.
     if not config.is_encoder_decoder:
-        layers = list(anatomy(model).layers)
-        require_known_mixers(model, base_of(model), layers)
+        layers = list(find_anatomy(model).layers)
+        require_known_mixers(model, find_base(model), layers)
         _require_linear_head(model)
         keep_within_documents(layers)
-        set_chunks(attention for layer in layers for attention in attentions_of(layer))
+        set_chunks(attention for layer in layers for attention in find_attentions(layer))
     return model.train()
 
 
 def _require_linear_head(model: PreTrainedModel) -> None:
     """Raises for a model whose logits are more than a linear map of the hidden states: losses use its tensors alone."""
     name, output = type(model).__name__, head(model)
-    known = {id(p) for module in (base_of(model), output) for p in module.parameters()}
+    known = {id(p) for module in (find_base(model), output) for p in module.parameters()}
     if between := [key for key, p in model.named_parameters() if id(p) not in known]:
         raise RecipeError(
             f"model: {name} of transformers has {between[0]} between its hidden states and its head, so it {_NO_PLACE}"
@@ -460,12 +461,12 @@ def hidden_states(
     elif mask.documents is None or all(len(row) == 1 for row in mask.documents):
         positions = positions[:1]  # the same in every row: compute the rotary tables once
     if images is not None:
-        hidden, more = vision.embedded(model, tokens, images, attention)
+        hidden, more = vision.embed_images(model, tokens, images, attention)
     else:
         more = {}
     # The text's layers by themselves: a whole model would look for the images' tokens again.
-    run = base_of(model) if vision.tower(model) is None else model.get_decoder()
-    with documents_handed():
+    run = find_base(model) if vision.find_tower(model) is None else model.get_decoder()
+    with require_document_boundaries():
         last = run(
             **({"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}),
             position_ids=positions,

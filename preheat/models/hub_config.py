@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from preheat.errors import RecipeError
-from preheat.hardware.connectivity import hub_reachable
+from preheat.hardware.connectivity import is_hub_reachable
 
-__all__ = ["folder_on_hub", "is_hub_name"]
+__all__ = ["find_hub_folder", "is_hub_name"]
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -18,7 +18,7 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def folder_on_hub(name: str) -> Path | None:
+def find_hub_folder(name: str) -> Path | None:
     """Returns the folder of the hub's cache that holds a model's config.json, downloading that one file if needed.
 
     Returns:
@@ -41,7 +41,7 @@ def folder_on_hub(name: str) -> Path | None:
     )
 
     try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable())).parent
+        return Path(hf_hub_download(name, "config.json", local_files_only=not is_hub_reachable())).parent
     except GatedRepoError:
         raise RecipeError(
             f"{name}: the hub gives its config.json only to those who accepted its licence; accept it on the model's "

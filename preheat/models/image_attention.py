@@ -11,10 +11,10 @@ from preheat.core import MaskSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["with_blocks"]
+__all__ = ["attend_image_blocks"]
 
 
-def with_blocks(
+def attend_image_blocks(
     out: Tensor,
     q: Tensor,
     k: Tensor,

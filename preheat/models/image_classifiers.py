@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from preheat import remote_code
 from preheat.errors import RecipeError
-from preheat.model_folder import FAULTS, fault, finite, listed, open_tensors, quiet, read_object, weight_files
+from preheat.model_folder import (
+    FAULTS,
+    check_finite,
+    describe_fault,
+    find_weight_files,
+    format_names,
+    open_tensors,
+    read_object,
+    silence_transformers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = [
     "is_classifier",
     "matrix",
-    "narrow_config",
+    "build_narrow_config",
     "open_classifier",
     "open_processor",
-    "readers",
-    "scores",
-    "smaller",
+    "find_readers",
+    "compute_scores",
+    "copy_kept_channels",
 ]
 
 
@@ -87,17 +96,17 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
         )
     settings = read_object(folder / "config.json", knob)
     # A known family is opened by transformers' own class, whatever code the folder brings along.
-    code = remote_code.names_of_code(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
-    files = weight_files(folder, knob, stated=settings.get("transformers_weights"))
+    code = remote_code.find_code_classes(settings) if settings.get("model_type") not in CONFIG_MAPPING else []
+    files = find_weight_files(folder, knob, stated=settings.get("transformers_weights"))
     runs = remote_code.may_run(knob, str(folder), code)
     try:
-        with quiet():  # transformers prints a table; its content is in our errors and warnings
+        with silence_transformers():  # transformers prints a table; its content is in our errors and warnings
             model, report = AutoModelForImageClassification.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=runs,
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except (*FAULTS, StrictDataclassError) as error:
-        raise RecipeError(f"{knob}: {folder} cannot be opened: {fault(error, 200)}") from None
+        raise RecipeError(f"{knob}: {folder} cannot be opened: {describe_fault(error, 200)}") from None
     # transformers would initialize mismatched and missing parameters at random, with a warning only.
     if shapes := sorted(report["mismatched_keys"]):
         name, stored, built = shapes[0]
@@ -106,15 +115,20 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
             "folder's files do not belong together"
         )
     if missing := sorted(report["missing_keys"]):
-        raise RecipeError(f"{knob}: {folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters)")
+        raise RecipeError(
+            f"{knob}: {folder} lacks {format_names(missing)} ({len(missing):,} of the model's parameters)"
+        )
     # A value that is not finite would spread through every score; the message names the file that holds it.
-    places = _places(files.files, knob)
+    places = _index_tensor_files(files.files, knob)
     rest = files.files[0] if len(files.files) == 1 else folder  # for tensors that transformers renames
     for name, value in model.state_dict().items():
-        finite(value, name, places.get(name, rest), knob)
+        check_finite(value, name, places.get(name, rest), knob)
     left = sorted(report["unexpected_keys"])
     notes = (
-        [f"{folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} has no such parameters"]
+        [
+            f"{folder}: {format_names(left)} not used ({len(left):,} tensors): {type(model).__name__} has no such "
+            "parameters"
+        ]
         if left
         else []
     )
@@ -124,7 +138,7 @@ def open_classifier(folder: Path, *, knob: str = "MODEL") -> PreTrainedModel:
     return opened
 
 
-def _places(files: Sequence[Path], knob: str) -> dict[str, Path]:
+def _index_tensor_files(files: Sequence[Path], knob: str) -> dict[str, Path]:
     """The file of each tensor; the last one if several have it."""
     places: dict[str, Path] = {}
     for file in files:
@@ -149,10 +163,10 @@ def open_processor(folder: Path, *, knob: str = "MODEL") -> BaseImageProcessor:
     try:
         return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     except FAULTS as error:
-        raise RecipeError(f"{knob}: {folder / 'preprocessor_config.json'}: {fault(error, 200)}") from None
+        raise RecipeError(f"{knob}: {folder / 'preprocessor_config.json'}: {describe_fault(error, 200)}") from None
 
 
-def scores(model: PreTrainedModel, pixels: Tensor) -> Tensor:
+def compute_scores(model: PreTrainedModel, pixels: Tensor) -> Tensor:
     """Scores [n, classes] of images [n, channels, height, width], differentiable."""
     logits: Tensor = model(pixel_values=pixels).logits
     return logits
@@ -165,7 +179,7 @@ def matrix(convolution: Any) -> Tensor:
     return weight
 
 
-def narrow_config(config: PretrainedConfig, channels: float) -> tuple[PretrainedConfig, str]:
+def build_narrow_config(config: PretrainedConfig, channels: float) -> tuple[PretrainedConfig, str]:
     """The configuration with an expansion ratio closest to a share of the old one, and a description of the change.
 
     Raises:
@@ -190,7 +204,7 @@ def narrow_config(config: PretrainedConfig, channels: float) -> tuple[Pretrained
     return narrowed, f"{family.ratio} {now} -> {then}"
 
 
-def readers(model: PreTrainedModel) -> dict[str, nn.Module]:
+def find_readers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The 1x1 convolution that reads the inner channels of each block, by the block's name."""
     family = _FAMILIES[model.config.model_type]
     return {
@@ -200,7 +214,7 @@ def readers(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def smaller(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, Tensor]) -> None:
+def copy_kept_channels(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, Tensor]) -> None:
     """Copies the kept values of `model` into `pruned`, a narrower model of the family, in place.
 
     Args:
@@ -209,11 +223,11 @@ def smaller(model: PreTrainedModel, pruned: PreTrainedModel, keep: Mapping[str, 
     before = model.state_dict()
     # The running statistics of the norms are part of the state and are sliced like weights.
     pruned.load_state_dict(
-        {name: _sliced(name, before[name], like, keep) for name, like in pruned.state_dict().items()}
+        {name: _slice_channels(name, before[name], like, keep) for name, like in pruned.state_dict().items()}
     )
 
 
-def _sliced(name: str, value: Tensor, like: Tensor, keep: Mapping[str, Tensor]) -> Tensor:
+def _slice_channels(name: str, value: Tensor, like: Tensor, keep: Mapping[str, Tensor]) -> Tensor:
     """The kept channels of a tensor, with the shape of `like`."""
     # Inner channels are one axis of each tensor: the output of the expansion, the channels of norms and of
     # the depthwise convolution, the input of the projection.

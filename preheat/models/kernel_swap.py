@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
-from preheat.models.hf import anatomy
+from preheat.models.hf import find_anatomy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["KERNEL_FAMILIES", "computed_by", "forwards", "gates", "use_kernels"]
+__all__ = ["KERNEL_FAMILIES", "swap_forwards", "find_forwards", "is_gated_silu", "use_kernels"]
 
 Forwards = list[tuple["nn.Module", Callable[..., object]]]
 """Modules, each with another `forward`."""
@@ -47,14 +47,14 @@ def use_kernels(
         RecipeError: a family whose operators may differ.
     """
     # All forwards are made before any is set, so that an error leaves the model unchanged.
-    modules_by_kind = forwards(model, norm=norm, rotary=rotary, gate=gate)
+    modules_by_kind = find_forwards(model, norm=norm, rotary=rotary, gate=gate)
     for modules in modules_by_kind.values():
         for module, forward in modules:
             module.forward = forward  # type: ignore[method-assign, assignment]
     return {name: len(modules) for name, modules in modules_by_kind.items()}
 
 
-def forwards(
+def find_forwards(
     model: PreTrainedModel,
     *,
     norm: Callable[..., Tensor] | None = None,
@@ -65,30 +65,34 @@ def forwards(
     family = model.config.model_type
     if family not in KERNEL_FAMILIES:
         raise RecipeError(f"model: the kernels are for {', '.join(KERNEL_FAMILIES)}, not {family}")
-    if gate is not None and not gates(model):
+    if gate is not None and not is_gated_silu(model):
         raise RecipeError(f"model: its activation is {model.config.hidden_act}, the kernel's a gated silu")
-    parts = anatomy(model)
+    parts = find_anatomy(model)
     modules_by_kind: dict[str, Forwards] = {}
     # On instances rather than classes: other models of the family in this process keep their operators.
     if norm is not None:
-        modules_by_kind["norms"] = [(module, types.MethodType(_norm(norm), module)) for module in parts.norms.values()]
+        modules_by_kind["norms"] = [
+            (module, types.MethodType(_build_norm_forward(norm), module)) for module in parts.norms.values()
+        ]
     if rotary is not None:
-        modules_by_kind["rotary embeddings"] = [(module, _rotating_by(module, rotary)) for module in parts.attentions]
+        modules_by_kind["rotary embeddings"] = [(module, _bind_rotary(module, rotary)) for module in parts.attentions]
     if gate is not None:
         blocks: list[Any] = [layer.mlp for layer in parts.layers]
-        modules_by_kind["gated activations"] = [(block, types.MethodType(_gated(gate), block)) for block in blocks]
+        modules_by_kind["gated activations"] = [
+            (block, types.MethodType(_build_gated_forward(gate), block)) for block in blocks
+        ]
     return modules_by_kind
 
 
-def gates(model: PreTrainedModel) -> bool:
+def is_gated_silu(model: PreTrainedModel) -> bool:
     """True if its feed-forward blocks are down(silu(gate(x)) * up(x))."""
     return model.config.hidden_act in ("silu", "swish") and all(
-        hasattr(layer.mlp, "gate_proj") for layer in anatomy(model).layers
+        hasattr(layer.mlp, "gate_proj") for layer in find_anatomy(model).layers
     )
 
 
 @contextmanager
-def computed_by(modules: Forwards) -> Iterator[None]:
+def swap_forwards(modules: Forwards) -> Iterator[None]:
     """Context manager in which these modules run the given `forward` functions."""
     before = []
     for module, forward in modules:
@@ -105,16 +109,16 @@ def computed_by(modules: Forwards) -> Iterator[None]:
                 module.forward = own
 
 
-def _norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _build_norm_forward(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # All of KERNEL_FAMILIES name it `variance_epsilon`.
     return lambda module, x: function(x, module.weight, module.variance_epsilon)
 
 
-def _gated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _build_gated_forward(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda module, x: module.down_proj(function(module.gate_proj(x), module.up_proj(x)))
 
 
-def _rotating_by(attention: nn.Module, rotary: Rotary) -> Callable[..., object]:
+def _bind_rotary(attention: nn.Module, rotary: Rotary) -> Callable[..., object]:
     """Rebinds the rotary function, which transformers calls by a global name, in a copy of this module's `forward`."""
     plain: Any = inspect.unwrap(type(attention).forward)  # without decorators, which do not call the function
     name = "apply_rotary_pos_emb"

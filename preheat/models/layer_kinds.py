@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from preheat.models.moe import have_experts
+from preheat.models.moe import layers_have_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,5 +36,5 @@ def layer_kinds(text: PretrainedConfig) -> list[tuple[Any, ...]]:
         own = [tuple(getattr(layer, key, None) for key in keys) for layer in text.per_layer_config]
     # Gemma 3n: the last layers have no keys and values of their own.
     first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
-    experts = have_experts(text)
+    experts = layers_have_experts(text)
     return [(*(repr(values[n]) for values in listed), own[n], experts[n], n >= first_shared) for n in range(layers)]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["head_dim", "largest", "of_layers"]
+__all__ = ["head_dim", "max_over_layers", "values_per_layer"]
 
 
-def of_layers(text: PretrainedConfig, key: str, default: Any = None) -> list[Any]:
+def values_per_layer(text: PretrainedConfig, key: str, default: Any = None) -> list[Any]:
     """Returns the value of a key for each layer, whether the configuration has one value, a list or one per layer.
 
     Example:
@@ -27,21 +27,21 @@ def of_layers(text: PretrainedConfig, key: str, default: Any = None) -> list[Any
     return list(value) if isinstance(value, list | tuple) and len(value) == layers else [value] * layers
 
 
-def largest(text: PretrainedConfig, key: str, default: Any = None) -> Any:
+def max_over_layers(text: PretrainedConfig, key: str, default: Any = None) -> Any:
     """Returns the largest value of a key over the layers; `default` if the configuration has none."""
     if not (getattr(text, "is_heterogeneous", False) and key in (text.per_layer_attributes or ())):
         value = getattr(text, key, default)
         if not isinstance(value, list | tuple):
             return value
     # Entries that are not numbers mark layers without the size.
-    values = [value for value in of_layers(text, key) if isinstance(value, int | float)]
+    values = [value for value in values_per_layer(text, key) if isinstance(value, int | float)]
     return max(values, default=default)
 
 
 def head_dim(text: PretrainedConfig) -> int:
     """Returns the dimension of the queries and keys of a head, in the layer with the largest; 0 without attention."""
     # Latent attention (DeepSeek) states qk_head_dim, and its head_dim is only the rotary part.
-    if stated := largest(text, "qk_head_dim") or largest(text, "head_dim"):
+    if stated := max_over_layers(text, "qk_head_dim") or max_over_layers(text, "head_dim"):
         return int(stated)
-    heads = largest(text, "num_attention_heads", 0)
+    heads = max_over_layers(text, "num_attention_heads", 0)
     return int(text.hidden_size // heads) if heads else 0

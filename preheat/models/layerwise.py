@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from preheat.errors import RecipeError
-from preheat.models.generation.generate import patterned
-from preheat.models.hf import STANDALONE, anatomy, head
-from preheat.models.module_lookup import base_of
+from preheat.models.generation.generate import has_attention_pattern
+from preheat.models.hf import STANDALONE, find_anatomy, head
+from preheat.models.module_lookup import find_base
 from preheat.models.vision import set_attention
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "hooked",
-    "joined",
-    "layer_by_layer",
+    "hook_hidden_states",
+    "join_rows",
+    "iterate_layers",
     "linear_maps",
-    "loss",
+    "compute_loss",
     "matrix",
-    "plainly",
+    "plain_forward",
     "require_rows",
     "run",
-    "skipping",
+    "skip_layers",
 ]
 
 Arguments = dict[str, Any]
@@ -52,7 +52,7 @@ def require_rows(rows: Sequence[Tensor], who: str) -> None:
 
 
 @contextmanager
-def plainly(model: PreTrainedModel) -> Iterator[None]:
+def plain_forward(model: PreTrainedModel) -> Iterator[None]:
     """Context manager for the model's plain forward: eval mode, no gradients, transformers' own attention function.
 
     Layers with one of preheat's patterns use preheat's function; capped scores the eager one, since sdpa ignores the
@@ -63,7 +63,7 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     plain = "eager" if capped or not model._supports_sdpa else "sdpa"
     # preheat's slot-based attention needs a mask that only a build's forward hands to the layers.
-    set_attention(model, STANDALONE if patterned(model) else plain)
+    set_attention(model, STANDALONE if has_attention_pattern(model) else plain)
     model.config.use_cache = False
     try:
         with torch.no_grad():
@@ -75,13 +75,13 @@ def plainly(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]) -> Iterator[None]:
+def hook_hidden_states(hooks: Sequence[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]) -> Iterator[None]:
     """Context manager that calls `tell(input, output)` with the hidden states of each module."""
 
     def hook(tell: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
         def report(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> None:
             # Returns nothing: torch would replace the output by a returned value.
-            tell(*_through(args, kwargs, out))
+            tell(*_find_hidden_states(args, kwargs, out))
 
         return report
 
@@ -93,27 +93,27 @@ def hooked(hooks: Sequence[tuple[nn.Module, Callable[[Tensor, Tensor], None]]]) 
             handle.remove()
 
 
-def _through(args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> tuple[Tensor, Tensor]:
+def _find_hidden_states(args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> tuple[Tensor, Tensor]:
     """The hidden states that enter and leave a module."""
     return (args[0] if args else kwargs["hidden_states"]), (out[0] if isinstance(out, tuple) else out)
 
 
 def run(model: PreTrainedModel, rows: Sequence[Tensor]) -> None:
-    """Passes the rows through the layers, for hooks to observe, without logits. Call within `plainly`."""
+    """Passes the rows through the layers, for hooks to observe, without logits. Call within `plain_forward`."""
     for row in rows:
-        base_of(model)(input_ids=row.to(model.device))
+        find_base(model)(input_ids=row.to(model.device))
 
 
-def joined(rows: Sequence[Tensor]) -> Iterator[Tensor]:
+def join_rows(rows: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields consecutive rows of one length together, [rows, length]: such batches need no padding."""
     for _, alike in itertools.groupby(rows, key=lambda row: row.shape[-1]):
         yield torch.cat(list(alike))
 
 
-def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
-    """Mean cross entropy of the rows' next tokens, in nats. Call within `plainly`."""
+def compute_loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
+    """Mean cross entropy of the rows' next tokens, in nats. Call within `plain_forward`."""
     total, tokens = 0.0, 0
-    for alike in joined(rows):
+    for alike in join_rows(rows):
         for some in alike.split(_AT_ONCE):
             some = some.to(model.device)
             logits = model(input_ids=some).logits[:, :-1].flatten(0, 1).float()  # [rows * (length - 1), vocabulary]
@@ -123,15 +123,15 @@ def loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
+def skip_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager that bypasses the given layers."""
 
-    def passed_on(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> Output:
+    def pass_through(module: nn.Module, args: tuple[Tensor, ...], kwargs: Arguments, out: Output) -> Output:
         # The layer runs, and torch replaces its output by what the hook returns: its input.
-        before, _ = _through(args, kwargs, out)
+        before, _ = _find_hidden_states(args, kwargs, out)
         return (before, *out[1:]) if isinstance(out, tuple) else before
 
-    handles = [layer.register_forward_hook(passed_on, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_hook(pass_through, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:
@@ -139,13 +139,13 @@ def skipping(layers: Sequence[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def layer_by_layer(
+def iterate_layers(
     model: PreTrainedModel, rows: Sequence[Tensor]
 ) -> Iterator[tuple[str, nn.Module, Callable[[], list[Tensor]]]]:
     """Iterates over the layers in order: (name, layer, run); `run()` passes the rows through this layer alone.
 
     The next layer's inputs are computed by the layer as it is when the iteration continues, including changes made to
-    it. Call within `plainly`.
+    it. Call within `plain_forward`.
 
     Example:
         >>> with plainly(model):                                                                   # doctest: +SKIP
@@ -154,7 +154,7 @@ def layer_by_layer(
         ...             run()
         ...         change(layer)
     """
-    parts = anatomy(model)
+    parts = find_anatomy(model)
     # One pass of the whole model records what each layer is called with (masks,
     # rotary tables), and the first layer's input.
     names = {id(m): name for name, m in model.named_modules()}
@@ -180,15 +180,15 @@ def layer_by_layer(
 
     for number, layer in enumerate(parts.layers):
         # Defaults bind this iteration's layer; a closure would see a later one if the caller kept the function.
-        def through(number: int = number, layer: nn.Module = layer) -> list[Tensor]:
+        def run_layer(number: int = number, layer: nn.Module = layer) -> list[Tensor]:
             outs = [
                 layer(hidden, *args, **kwargs) for hidden, (args, kwargs) in zip(states, calls[number], strict=True)
             ]
             return [out[0] if isinstance(out, tuple) else out for out in outs]
 
-        yield names[id(layer)], layer, through
+        yield names[id(layer)], layer, run_layer
         # Once more, after the caller's changes: later layers are calibrated on the outputs of the changed ones.
-        states[:] = through()
+        states[:] = run_layer()
 
 
 def linear_maps(model: PreTrainedModel) -> dict[str, nn.Module]:

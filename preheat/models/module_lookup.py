@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
 from preheat.models import encoder_decoder, vision
-from preheat.models.token_mixers import attentions_of
+from preheat.models.token_mixers import find_attentions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,12 +18,12 @@ __all__ = [
     "SOFTCAP",
     "WHOLE",
     "Anatomy",
-    "anatomy",
-    "base_of",
+    "find_anatomy",
+    "find_base",
     "embedding",
-    "ends",
+    "end_weights",
     "head",
-    "logits",
+    "compute_logits",
     "require_decoder_only",
     "require_plain_head",
     "softcap",
@@ -64,7 +64,7 @@ class Anatomy:
         return (*self.tower, *self.layers)
 
 
-def anatomy(model: PreTrainedModel) -> Anatomy:
+def find_anatomy(model: PreTrainedModel) -> Anatomy:
     """Finds the parts of any decoder-only transformers model, or of the text part of a vision model.
 
     Raises:
@@ -73,12 +73,12 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     from torch import nn
 
     if model.config.is_encoder_decoder:
-        return _both_stacks(model)
+        return _find_both_stacks(model)
     kind, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
-    base = base_of(model)
+    base = find_base(model)
     if base is model:
         raise RecipeError(f"model: {kind} has no base model under its head, so hidden states are not accessible")
-    within = base if vision.tower(model) is None else model.get_decoder()
+    within = base if vision.find_tower(model) is None else model.get_decoder()
     stacks = [m for m in within.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not stacks:
         raise RecipeError(f"model: found no list of {count} layers in {kind}")
@@ -96,11 +96,13 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise RecipeError(
             f"model: {kind} has no {'output head' if head is None else 'token embedding'} that transformers can name"
         )
-    attentions = [attention for layer in layers for attention in attentions_of(layer)]
-    return Anatomy(base, embedding, layers, head, _norms(model), tuple(attentions), tuple(vision.tower_blocks(model)))
+    attentions = [attention for layer in layers for attention in find_attentions(layer)]
+    return Anatomy(
+        base, embedding, layers, head, _find_norms(model), tuple(attentions), tuple(vision.tower_blocks(model))
+    )
 
 
-def base_of(model: PreTrainedModel) -> PreTrainedModel:
+def find_base(model: PreTrainedModel) -> PreTrainedModel:
     """The model under the output head, which computes hidden states; the model itself if there is none."""
     from transformers import PreTrainedModel
 
@@ -110,7 +112,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
-def _both_stacks(model: PreTrainedModel) -> Anatomy:
+def _find_both_stacks(model: PreTrainedModel) -> Anatomy:
     from torch import nn
 
     layers = nn.ModuleList(
@@ -119,12 +121,12 @@ def _both_stacks(model: PreTrainedModel) -> Anatomy:
         for layer in stack.block  # type: ignore[union-attr]
     )
     attentions = tuple(layer.layer[0].SelfAttention for layer in layers)  # type: ignore[index,union-attr]
-    return Anatomy(model, embedding(model), layers, head(model), _norms(model), attentions)
+    return Anatomy(model, embedding(model), layers, head(model), _find_norms(model), attentions)
 
 
-def _norms(model: PreTrainedModel) -> dict[str, nn.Module]:
+def _find_norms(model: PreTrainedModel) -> dict[str, nn.Module]:
     """All norms except those of a vision tower."""
-    of_tower = {id(m) for part in vision.vision_part(model)[0].values() for m in part.modules()}
+    of_tower = {id(m) for part in vision.find_vision_modules(model)[0].values() for m in part.modules()}
     return {
         name: m
         for name, m in model.named_modules()
@@ -154,7 +156,7 @@ def softcap(model: PreTrainedModel) -> float | None:
     return getattr(base, SOFTCAP, None)
 
 
-def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits of hidden states [..., width]: fp32 [..., vocabulary], all in memory at once."""
     # In fp32 before the cap: tanh saturates, and bf16 has 8 bits for what is left.
     uncapped, cap = head(model)(hidden).float(), softcap(model)
@@ -188,7 +190,7 @@ def require_decoder_only(model: PreTrainedModel, who: str) -> None:
         )
 
 
-def ends(model: PreTrainedModel) -> tuple[Tensor, ...]:
+def end_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
     """The weights of embedding and head that the model or pipeline stage has; matrix optimizers leave them to AdamW."""
     modules: list[Any] = [module for module in (embedding(model), head(model)) if module is not None]
     return tuple(module.weight for module in modules)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from preheat.models.layer_sizes import largest
+from preheat.models.layer_sizes import max_over_layers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,17 +32,17 @@ __all__ = [
     "biases",
     "coefficient",
     "all_experts",
-    "are_stacked",
+    "has_stacked_experts",
     "compute_by",
     "expert_layers",
-    "have_experts",
+    "layers_have_experts",
     "experts_of",
     "has_bias",
     "record_routers",
     "register",
-    "routed",
+    "read_router_records",
     "routers",
-    "unrecorded",
+    "pause_router_records",
     "shared_width",
     "sizes_of",
 ]
@@ -57,7 +57,7 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 """Names of the number of experts of a layer, and of a token."""
 NAME = "preheat"  # our function in transformers' registry of experts
 COMPUTE = "preheat_compute"  # attribute of a layer's experts: the function that computes them
-ROUTED = "preheat_routed"  # attribute of a router: its choices since the last call of `routed`
+ROUTED = "preheat_routed"  # attribute of a router: its choices since the last call of `read_router_records`
 BIAS = "e_score_correction_bias"
 """transformers' name of a router's buffer, [experts] fp32: added to scores to choose experts, not to weigh them."""
 TOKENS = "expert_tokens"
@@ -82,24 +82,24 @@ class Router(Protocol):
 
 def sizes_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Experts per layer, experts per token, inner width of an expert; (0, 0, 0) if the model has none."""
-    count = next((n for key in _COUNTS if (n := largest(config, key))), 0)
+    count = next((n for key in _COUNTS if (n := max_over_layers(config, key))), 0)
     # Dense models of Gemma 4 and Doge state a number of experts too.
     if not count or False in (getattr(config, "enable_moe_block", True), getattr(config, "is_moe", True)):
         return 0, 0, 0
-    chosen = next((n for key in _CHOSEN if (n := largest(config, key))), 0)
+    chosen = next((n for key in _CHOSEN if (n := max_over_layers(config, key))), 0)
     return (
         int(count),
         int(chosen),
-        int(largest(config, "moe_intermediate_size") or largest(config, "intermediate_size")),
+        int(max_over_layers(config, "moe_intermediate_size") or max_over_layers(config, "intermediate_size")),
     )
 
 
 def expert_layers(config: PretrainedConfig) -> int:
     """Number of layers with experts; the others have one feed-forward block for all tokens."""
-    return sum(have_experts(config))
+    return sum(layers_have_experts(config))
 
 
-def have_experts(config: PretrainedConfig) -> list[bool]:
+def layers_have_experts(config: PretrainedConfig) -> list[bool]:
     """For each layer, True if it has experts."""
     numbers = range(config.num_hidden_layers)
     if not sizes_of(config)[0]:
@@ -128,12 +128,12 @@ def shared_width(config: PretrainedConfig) -> int:
     """Inner width of the shared expert of a layer; 0 without one."""
     # Qwen2-MoE, Nemotron-H and Granite state the width of their shared expert.
     for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"):
-        if width := largest(config, key):
+        if width := max_over_layers(config, key):
             return int(width)
     # DeepSeek, GLM and Hunyuan count shared experts, each as wide as a routed one.
     keys = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_shared_expert")
-    count = next((n for key in keys if (n := largest(config, key))), 0)
-    return int(count * (largest(config, "moe_intermediate_size") or 0))
+    count = next((n for key in keys if (n := max_over_layers(config, key))), 0)
+    return int(count * (max_over_layers(config, "moe_intermediate_size") or 0))
 
 
 def has_bias(config: PretrainedConfig) -> bool:
@@ -155,12 +155,12 @@ def register() -> str:
     """Registers our function under its own name in transformers' registry of experts; returns the name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _compute_experts)
     return NAME
 
 
 @functools.cache
-def are_stacked(kind: type[PretrainedConfig]) -> bool:
+def has_stacked_experts(kind: type[PretrainedConfig]) -> bool:
     """True if the experts of a configuration class are stacks of weights that `experts_of` finds, by the code of its
     modules."""
     try:
@@ -223,7 +223,7 @@ class RouterRecorder:
 
 
 @contextmanager
-def unrecorded(layer: nn.Module) -> Iterator[None]:
+def pause_router_records(layer: nn.Module) -> Iterator[None]:
     """Leaves the records of a layer's routers as they are, while the layer runs outside of a step."""
     records = [(module, getattr(module, ROUTED)) for module in layer.modules() if hasattr(module, ROUTED)]
     for router, _ in records:
@@ -316,13 +316,13 @@ def _route(ledger: RouterRecorder, router: Router, hidden: Tensor) -> tuple[Tens
     with torch.autocast(hidden.device.type, enabled=False):
         scores = torch.nn.functional.linear(hidden.float(), router.weight.float())
     shares, weights, chosen = (
-        _by_sigmoid(router, scores) if hasattr(router, "num_group") else _by_softmax(router, scores)
+        _route_by_sigmoid(router, scores) if hasattr(router, "num_group") else _route_by_softmax(router, scores)
     )
     _note(ledger, router, chosen, shares)
     return scores, weights, chosen
 
 
-def _by_softmax(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route_by_softmax(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities of all experts, and weights and indices of the chosen ones."""
     shares = scores.softmax(dim=-1)
     bias = router._buffers.get(BIAS) if router.training else None  # these families do not save it in their folders
@@ -338,8 +338,8 @@ def _by_softmax(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return shares, weights, chosen
 
 
-def _by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_by_softmax`; a group of experts is scored by its two best (DeepSeek-V3, arXiv:2412.19437)."""
+def _route_by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_route_by_softmax`; a group of experts is scored by its two best (DeepSeek-V3, arXiv:2412.19437)."""
     import torch
 
     shares = scores.sigmoid()
@@ -360,7 +360,7 @@ def _by_sigmoid(router: Router, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return shares, weights * router.routed_scaling_factor, chosen
 
 
-def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
+def read_router_records(model: nn.Module) -> tuple[Tensor, Tensor]:
     """The routers' records since the last call: tokens per expert, and summed probabilities, [layers, experts] each."""
     import torch
 
@@ -373,7 +373,7 @@ def routed(model: nn.Module) -> tuple[Tensor, Tensor]:
     return torch.stack([counts for counts, _ in records]), torch.stack([sums for _, sums in records])
 
 
-def _experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _compute_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """transformers' interface of experts: hidden [tokens, width], chosen and weights [tokens, k] -> [tokens, width]."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 

@@ -25,7 +25,7 @@ from preheat.models.moe import expert_layers
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["ModelProfile", "balance", "cut", "observe"]
+__all__ = ["ModelProfile", "balance_stages", "cut", "observe"]
 
 M = TypeVar("M", bound=nn.Module)
 LayerOutput = Tensor | tuple[Tensor | None, ...]
@@ -87,7 +87,7 @@ class ModelProfile:
     further: int | None = None
 
 
-def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float, **_: object) -> Tensor:
+def _attend_mean_length(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, scale: float, **_: object) -> Tensor:
     """Attention over the mean number of keys per token that a kernel with block skipping reads."""
     length = key.shape[2]
     # Chunks and sinks are documents of one row; all rows have the same.
@@ -103,24 +103,24 @@ def _meta_attention(query: Tensor, key: Tensor, value: Tensor, mask: MaskSpec, s
 
 
 def _list_of_layers(model: PreTrainedModel) -> str:
-    layers = hf.anatomy(model).layers
+    layers = hf.find_anatomy(model).layers
     return next(name for name, module in model.named_modules() if module is layers)
 
 
-def _above(name: str) -> list[str]:
+def _ancestor_names(name: str) -> list[str]:
     """Names of a module's ancestors: '' and 'model' for 'model.layers'."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
-def _around(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_around(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules before and after the list of layers, with their names.
 
     Raises:
         ValueError: a module that holds the layers has parameters of its own.
     """
     # A holder is part of every stage, so a parameter of its own would be, too.
-    holders = _above(layers)
+    holders = _ancestor_names(layers)
     for holder in holders:
         parent = model.get_submodule(holder)
         if any(True for _ in parent.parameters(recurse=False)):
@@ -161,7 +161,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     where, started = "entry", 0
 
     def watch(name: str, module: nn.Module) -> None:
-        def done(_: nn.Module, __: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+        def mark_done(_: nn.Module, __: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
             acts = torch.is_tensor(out) and tuple(out.shape) == stream
             if acts or module is hf.head(model):
                 (course.entry if where == "entry" else course.exit).append(name)
@@ -177,9 +177,9 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
             raise ValueError(
                 f"{type(model).__name__}: {name} has parameters outside its layers, which belong to no stage"
             )
-        module.register_forward_hook(done)
+        module.register_forward_hook(mark_done)
 
-    for name, module in _around(model, course.layers):
+    for name, module in _iterate_around(model, course.layers):
         watch(name, module)
 
     def enter(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -209,7 +209,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
 
     # Layers of a kind cost the same, so one of each runs: transformers' code for recurrent layers is slow loops.
     first: dict[str, int] = {}
-    layers, kinds = hf.anatomy(model).layers, layer_kinds(config.get_text_config())
+    layers, kinds = hf.find_anatomy(model).layers, layer_kinds(config.get_text_config())
     if len(layers) != len(kinds):
         raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and its configuration {len(kinds)}")
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -221,7 +221,7 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
     # On meta only the shape counts, so positions also serve as tokens.
     places = torch.arange(length, device="meta")[None]
     with counter, torch.no_grad():
-        hidden = hf.hidden_states(model, places, places, MaskSpec(), _meta_attention)
+        hidden = hf.hidden_states(model, places, places, MaskSpec(), _attend_mean_length)
         hf.head(model)(hidden)
     course.after = counter.get_total_flops() - started
     if config.num_hidden_layers != len(course.each):
@@ -232,12 +232,12 @@ def observe(config: PretrainedConfig, length: int, *, trust: bool = False) -> Mo
 
 def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, stream: tuple[int, ...]) -> None:
     """Checks that a model without its modules returns its input: other operations would be repeated in each stage."""
-    bare = _without(model, course, range(0), first=False, last=False)
-    for holder in _above(course.layers):
+    bare = _remove_layers(model, course, range(0), first=False, last=False)
+    for holder in _ancestor_names(course.layers):
         parent = bare.get_submodule(holder)
         for key, module in parent.named_children():
             name = f"{holder}.{key}".lstrip(".")
-            if isinstance(module, Passthrough) or name in (course.layers, *_above(course.layers)):
+            if isinstance(module, Passthrough) or name in (course.layers, *_ancestor_names(course.layers)):
                 continue
             if isinstance(module, nn.ModuleList):
                 # Rotary tables, one for each base frequency: they run with any values, since nothing reads them.
@@ -250,7 +250,7 @@ def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, strea
     hidden = torch.randn(1, 2, stream[2], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         out = hf.hidden_states(
-            bare, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], MaskSpec(), _meta_attention, hidden
+            bare, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], MaskSpec(), _attend_mean_length, hidden
         )
     if not torch.equal(out, hidden):
         raise ValueError(
@@ -258,7 +258,7 @@ def _require_nothing_between(model: PreTrainedModel, course: ModelProfile, strea
         )
 
 
-def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
+def balance_stages(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> list[range]:
     """Splits layers into stages with the lowest maximum cost; of these splits returns the most even one.
 
     Args:
@@ -284,7 +284,7 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
     for cost in costs:
         sums.append(sums[-1] + cost)
 
-    def cost_of(first: int, end: int) -> float:
+    def sum_costs(first: int, end: int) -> float:
         return sums[end] - sums[first] + (before if first == 0 else 0) + (after if end == count else 0)
 
     # best[end]: (highest cost of a stage, sum of squares, first layer of each stage) for the first `end` layers
@@ -298,14 +298,14 @@ def balance(costs: Sequence[float], stages: int, *, before: float = 0, after: fl
                 (max(dearest, cost), squares + cost * cost, (*starts, first))
                 for first, (dearest, squares, starts) in best.items()
                 if first < end
-                for cost in [cost_of(first, end)]
+                for cost in [sum_costs(first, end)]
             )
         best = extended
     starts = (*best[count][2], count)
     return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
-def _shell(module: M) -> M:
+def _copy_shallow(module: M) -> M:
     """A shallow copy of a module whose children, parameters and hooks can be replaced without changing the original."""
     clone = copy.copy(module)
     clone.__dict__ = {
@@ -314,15 +314,15 @@ def _shell(module: M) -> M:
     return clone
 
 
-def _without(
+def _remove_layers(
     model: PreTrainedModel, course: ModelProfile, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
     """The model with some of its layers and ends; modules that both have are shared."""
-    bare = _shell(model)
+    bare = _copy_shallow(model)
     # From the outside in: a holder must be a copy before one of its children is replaced.
-    for name in _above(course.layers)[1:]:
+    for name in _ancestor_names(course.layers)[1:]:
         holder, _, key = name.rpartition(".")
-        setattr(bare.get_submodule(holder), key, _shell(model.get_submodule(name)))
+        setattr(bare.get_submodule(holder), key, _copy_shallow(model.get_submodule(name)))
     stack: Any = model.get_submodule(course.layers)
     holder, _, key = course.layers.rpartition(".")
     # Placeholders keep the numbers of the layers, and with them the parameters' names.
@@ -352,7 +352,7 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
 
     Args:
         course: of the model, by `observe`.
-        stages: the layers of each, by `balance`.
+        stages: the layers of each, by `balance_stages`.
         number: index of the stage.
 
     Example:
@@ -366,12 +366,12 @@ def cut(model: PreTrainedModel, course: ModelProfile, stages: Sequence[range], n
         ['2']
     """
     first, last = number == 0, number == len(stages) - 1
-    part = _without(model, course, stages[number], first=first, last=last)
+    part = _remove_layers(model, course, stages[number], first=first, last=last)
     full = model
     head: Any = hf.head(model)
     # A tied head has nothing to initialize but a bias.
     if hf.embedding(model).weight is head.weight and head.bias is None:
-        full = _shell(model)
+        full = _copy_shallow(model)
         full.set_output_embeddings(None)
     setattr(part, hf.WHOLE, (full,))  # in a tuple: as a child, its parameters would count as this stage's
     return part

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["plain_logits"]
+__all__ = ["compute_reference_logits"]
 
 
-def plain_logits(model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tensor] | None = None) -> Tensor:
+def compute_reference_logits(
+    model: PreTrainedModel, tokens: Tensor, seen: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """Logits [rows, length, vocabulary] by transformers' eager attention, whatever the model is set to; fp32 or fp64.
 
     An encoder-decoder gets the tokens for its encoder and its decoder.

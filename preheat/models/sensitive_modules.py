@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from preheat.models.hf import anatomy
+from preheat.models.hf import find_anatomy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ __all__ = ["layer_names", "roles"]
 def layer_names(model: PreTrainedModel) -> list[str]:
     """Names of the transformer layers, in order."""
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(layer)] for layer in anatomy(model).layers]
+    return [names[id(layer)] for layer in find_anatomy(model).layers]
 
 
 def roles(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -30,7 +30,7 @@ def roles(model: PreTrainedModel) -> dict[str, list[str]]:
         >>> roles(LlamaForCausalLM(config))["head"]
         ['lm_head']
     """
-    parts, layers = anatomy(model), layer_names(model)
+    parts, layers = find_anatomy(model), layer_names(model)
     # By identity, because adapters and wrappers change names.
     everything = list(model.named_modules())
     by_role = {

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
-__all__ = ["CHUNK", "in_chunks", "set_chunks", "with_sinks"]
+__all__ = ["CHUNK", "cut_into_chunks", "set_chunks", "attend_with_sinks"]
 
 CHUNK = "preheat_chunk"
 """Attribute of an attention module whose tokens stay in chunks: their length."""
@@ -32,7 +32,7 @@ def set_chunks(attentions: Iterable[nn.Module]) -> None:
             setattr(module, CHUNK, int(chunk))
 
 
-def in_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:
+def cut_into_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:
     """Returns the mask with every document cut into chunks from its start: a token sees its own chunk only.
 
     Example:
@@ -46,7 +46,7 @@ def in_chunks(mask: MaskSpec, chunk: int, rows: int, length: int) -> MaskSpec:
     )
 
 
-def with_sinks(
+def attend_with_sinks(
     kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, sinks: Tensor
 ) -> Tensor:
     """Attention with a learned score per head that takes part in the softmax without a value (gpt-oss).

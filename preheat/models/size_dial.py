@@ -16,9 +16,9 @@ import math
 from dataclasses import dataclass
 
 from preheat.errors import RecipeError
-from preheat.recipe.consistency import size_problem
+from preheat.recipe.consistency import find_size_problem
 
-__all__ = ["Dimensions", "dial", "learning_rate", "parse_size"]
+__all__ = ["Dimensions", "choose_dimensions", "learning_rate", "parse_size"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def parse_size(size: str) -> int:
     >>> parse_size("1.5K")
     1500
     """
-    if problem := size_problem(size):
+    if problem := find_size_problem(size):
         raise RecipeError(f"model.size: {problem}")
     return round(float(size[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[size[-1]])
 
@@ -45,7 +45,7 @@ def parse_size(size: str) -> int:
 _ASPECT = {"balanced": 64, "deep": 20}  # width / layers
 
 
-def dial(size: str, *, gated: bool = True, shape: str = "balanced") -> Dimensions:
+def choose_dimensions(size: str, *, gated: bool = True, shape: str = "balanced") -> Dimensions:
     """Depth, width, heads and feed-forward width for a number of parameters outside embedding and head.
 
     Args:

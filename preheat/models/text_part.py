@@ -15,7 +15,7 @@ from preheat.models import vision
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["FAMILIES", "describe", "has_text", "is_taken", "name_in_text", "text_of"]
+__all__ = ["FAMILIES", "describe", "has_text", "is_taken", "name_in_text", "text_config"]
 
 Part = Literal["auto", "text", "whole"]
 
@@ -34,7 +34,7 @@ def is_taken(config: PretrainedConfig, part: Part) -> bool:
     return part == "text" or (part == "auto" and config.model_type in FAMILIES)
 
 
-def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
+def text_config(config: PretrainedConfig, part: Part) -> PretrainedConfig:
     """The configuration of the text part if that is trained; else the configuration itself.
 
     Whether head and embedding are tied is the wrapper's setting, as in transformers; of token ids, dtype and
@@ -56,7 +56,7 @@ def text_of(config: PretrainedConfig, part: Part) -> PretrainedConfig:
     if not is_taken(config, part):
         return config
     if text.model_type in _PLAIN:
-        text = _as_plain(text)
+        text = _convert_to_plain(text)
     elif config.model_type not in FAMILIES:
         raise RecipeError(
             f"model.part: text: preheat cannot build {text.model_type}, the text part of {config.model_type}, without "
@@ -80,7 +80,7 @@ def describe(family: str) -> str:
     return f"the text part of {family} alone: its vision part is not loaded, since no images are read"
 
 
-def _as_plain(text: PretrainedConfig) -> PretrainedConfig:
+def _convert_to_plain(text: PretrainedConfig) -> PretrainedConfig:
     """The configuration of the same layers in a family for text alone."""
     from transformers import AutoConfig
 

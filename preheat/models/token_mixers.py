@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from preheat.errors import RecipeError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from types import FunctionType
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CACHE_ARGUMENTS",
-    "attentions_of",
-    "compilable_parts",
-    "documents_handed",
+    "find_attentions",
+    "find_compilable_parts",
+    "require_document_boundaries",
     "find_cache",
     "keep_within_documents",
     "kernel_packages",
     "missing_kernels",
     "pass_cache",
-    "recurrent_mixers",
+    "find_recurrent_mixers",
     "require_known_mixers",
-    "special_mixers",
+    "describe_special_mixers",
     "split_documents",
 ]
 
@@ -99,26 +99,26 @@ def _is_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _forward(module).__code__.co_names
 
 
-def _mixers(layer: nn.Module) -> Iterator[nn.Module]:
+def _find_mixers(layer: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules of a layer that take a cache."""
     for child in layer.children():
         if _takes_cache(child):
             yield child
         else:
-            yield from _mixers(child)
+            yield from _find_mixers(child)
 
 
-def attentions_of(layer: nn.Module) -> list[nn.Module]:
+def find_attentions(layer: nn.Module) -> list[nn.Module]:
     """Returns the softmax attention modules of a layer: one, none, or one of several mixers."""
-    return [mixer for mixer in _mixers(layer) if _is_attention(mixer)]
+    return [mixer for mixer in _find_mixers(layer) if _is_attention(mixer)]
 
 
-def recurrent_mixers(layer: nn.Module) -> list[nn.Module]:
+def find_recurrent_mixers(layer: nn.Module) -> list[nn.Module]:
     """Returns the other token mixers of a layer: state space models, linear attention, convolutions."""
-    return [mixer for mixer in _mixers(layer) if not _is_attention(mixer)]
+    return [mixer for mixer in _find_mixers(layer) if not _is_attention(mixer)]
 
 
-def compilable_parts(layer: nn.Module) -> list[nn.Module]:
+def find_compilable_parts(layer: nn.Module) -> list[nn.Module]:
     """Returns what of a layer a compiler can trace: all of it, or its parts beside mixers that cut rows by documents.
 
     Recurrent mixers, attention in chunks and attention with sinks compute indices from the lengths of the documents,
@@ -128,18 +128,18 @@ def compilable_parts(layer: nn.Module) -> list[nn.Module]:
 
     from preheat.models.sinks import CHUNK
 
-    cutting = [m for m in attentions_of(layer) if "sinks" in m._parameters or hasattr(m, CHUNK)]
-    apart = {id(m) for m in (*recurrent_mixers(layer), *cutting)}
+    cutting = [m for m in find_attentions(layer) if "sinks" in m._parameters or hasattr(m, CHUNK)]
+    apart = {id(m) for m in (*find_recurrent_mixers(layer), *cutting)}
 
-    def parts(module: nn.Module) -> Iterator[nn.Module]:
+    def iterate_parts(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             # A list of modules is never called itself; a module without parameters is not worth a graph of its own.
             if isinstance(child, nn.ModuleList | nn.ModuleDict) or any(id(m) in apart for m in child.modules()):
-                yield from () if id(child) in apart else parts(child)
+                yield from () if id(child) in apart else iterate_parts(child)
             elif any(True for _ in child.parameters()):
                 yield child
 
-    return list(parts(layer)) if apart else [layer]
+    return list(iterate_parts(layer)) if apart else [layer]
 
 
 def keep_within_documents(layers: Sequence[nn.Module]) -> int:
@@ -150,12 +150,12 @@ def keep_within_documents(layers: Sequence[nn.Module]) -> int:
     """
     count = 0
     for layer in layers:
-        if mixers := recurrent_mixers(layer):
+        if mixers := find_recurrent_mixers(layer):
             # The layer is handed the mask and gives it to its mixers: not every layer hands on what it does not know.
-            layer.forward = functools.partial(_with_documents, layer.forward, mixers)  # type: ignore[method-assign]
+            layer.forward = functools.partial(_call_with_documents, layer.forward, mixers)  # type: ignore[method-assign]
             for mixer in mixers:
                 setattr(mixer, _DOCUMENTS, None)
-                mixer.forward = functools.partial(_by_document, mixer, mixer.forward)  # type: ignore[method-assign]
+                mixer.forward = functools.partial(_mix_by_document, mixer, mixer.forward)  # type: ignore[method-assign]
             count += len(mixers)
     return count
 
@@ -174,15 +174,15 @@ def require_known_mixers(model: PreTrainedModel, base: nn.Module, layers: Sequen
     kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or []
     if odd := [kind for kind in kinds if kind not in _KNOWN]:
         raise RecipeError(
-            f"model: {family} has layers of kind {quoted(odd[0])}, which preheat does not know, so it cannot be "
+            f"model: {family} has layers of kind {quote_value(odd[0])}, which preheat does not know, so it cannot be "
             "trained or evaluated here"
         )
-    attentions = [attention for layer in layers for attention in attentions_of(layer)]
+    attentions = [attention for layer in layers for attention in find_attentions(layer)]
     for number, layer in enumerate(layers):
         kind = kinds[number] if number < len(kinds) else ""
-        mixers, recurrent = list(_mixers(layer)), recurrent_mixers(layer)
+        mixers, recurrent = list(_find_mixers(layer)), find_recurrent_mixers(layer)
         # Zaya's attention convolves its queries and keys; Zamba's shared layers are mixers with attention inside.
-        convolves = any(isinstance(m, torch.nn.Conv1d) for a in attentions_of(layer) for m in a.modules())
+        convolves = any(isinstance(m, torch.nn.Conv1d) for a in find_attentions(layer) for m in a.modules())
         nested = any(_takes_cache(m) and _is_attention(m) for mixer in recurrent for m in mixer.modules())
         # Only layers of a kind without mixers may have none, and a recurrent kind needs a recurrent mixer.
         missing = kind not in _CHANNELS if not mixers else kind in _RECURRENT and not recurrent
@@ -200,7 +200,7 @@ def require_known_mixers(model: PreTrainedModel, base: nn.Module, layers: Sequen
 
 
 @contextlib.contextmanager
-def documents_handed() -> Iterator[None]:
+def require_document_boundaries() -> Iterator[None]:
     """Context manager in which a recurrent layer raises RecipeError if its model does not hand it the documents."""
     token = _HANDED.set(True)
     try:
@@ -212,7 +212,7 @@ def documents_handed() -> Iterator[None]:
 def kernel_packages(layers: Sequence[nn.Module]) -> dict[str, str]:
     """Returns the packages whose fused kernels the recurrent mixers use on a GPU, and the modules that they install."""
     packages = {}
-    for mixer in (mixer for layer in layers for mixer in recurrent_mixers(layer)):
+    for mixer in (mixer for layer in layers for mixer in find_recurrent_mixers(layer)):
         packages["causal-conv1d"] = "causal_conv1d"
         if "D" in mixer._parameters:  # Mamba's skip connection
             packages["mamba-ssm"] = "mamba_ssm"
@@ -232,7 +232,7 @@ def missing_kernels(layers: Sequence[nn.Module]) -> list[str]:
     return [package for package, module in packages.items() if importlib.util.find_spec(module) is None]
 
 
-def special_mixers(text: PretrainedConfig, sinks: bool) -> str:
+def describe_special_mixers(text: PretrainedConfig, sinks: bool) -> str:
     """Returns what a configuration's layers have that needs whole rows on one device; empty: plain attention."""
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if kinds & _RECURRENT:
@@ -240,7 +240,7 @@ def special_mixers(text: PretrainedConfig, sinks: bool) -> str:
     return "attention sinks" if sinks else "attention in chunks" if "chunked_attention" in kinds else ""
 
 
-def _with_documents(
+def _call_with_documents(
     forward: Callable[..., T],
     mixers: Sequence[nn.Module],
     *args: Any,
@@ -263,7 +263,7 @@ def _with_documents(
             setattr(mixer, _DOCUMENTS, None)
 
 
-def _by_document(mixer: nn.Module, forward: Callable[..., MixerOutput], *args: Any, **kwargs: Any) -> MixerOutput:
+def _mix_by_document(mixer: nn.Module, forward: Callable[..., MixerOutput], *args: Any, **kwargs: Any) -> MixerOutput:
     documents = getattr(mixer, _DOCUMENTS, None)
     # Mixers hand unknown arguments on to their kernels; preheat's own are for attention.
     kwargs = {key: value for key, value in kwargs.items() if not key.startswith("preheat_")}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["quiet_torchao"]
+__all__ = ["silence_torchao"]
 
 # Logger -> parts of its messages that nobody can act on: kernels of other Python versions and devices that do not load,
 # and torch's news about a call in torchao.
@@ -17,7 +17,7 @@ _DROPPED = {
 
 
 @contextmanager
-def quiet_torchao() -> Iterator[None]:
+def silence_torchao() -> Iterator[None]:
     """Context manager for an import that may be the first of torchao; all other messages are logged as always.
 
     Example:

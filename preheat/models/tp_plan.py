@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from preheat.core.tp_style import TpStyle
-from preheat.models.hf import anatomy
-from preheat.models.token_mixers import attentions_of, recurrent_mixers
+from preheat.models.hf import find_anatomy
+from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["coverage", "plan_of", "problems", "tp_styles"]
+__all__ = ["count_coverage", "read_plan", "find_problems", "tp_styles"]
 
 
 _STYLES = {  # by transformers' names
@@ -38,7 +38,7 @@ _LORA = {
 }
 
 
-def plan_of(family: str) -> Mapping[str, str]:
+def read_plan(family: str) -> Mapping[str, str]:
     """transformers' plan for the layers of a family: module names (`layers.*.mlp.up_proj`) -> style, or {}."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -46,10 +46,10 @@ def plan_of(family: str) -> Mapping[str, str]:
     return {name: style for name, style in (plan or {}).items() if name.startswith("layers.")}
 
 
-def problems(family: str, *, heads: int, kv_heads: int, experts: bool, degree: int) -> list[str]:
+def find_problems(family: str, *, heads: int, kv_heads: int, experts: bool, degree: int) -> list[str]:
     """Why the layers of a family cannot be sharded across `degree` devices; messages begin with the knob."""
     # The plan of a family with experts covers them, though a model may have none.
-    plan = {name: style for name, style in plan_of(family).items() if experts or ".experts" not in name}
+    plan = {name: style for name, style in read_plan(family).items() if experts or ".experts" not in name}
     if not plan:
         return [f"degree: transformers has no tensor parallel plan for {family}; use fsdp, or a llama or qwen3"]
     strange = sorted({style for style in plan.values() if style not in _STYLES})
@@ -79,46 +79,46 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
         >>> [str(styles[f"model.layers.0.mlp{name}"]) for name in names]
         ['block', 'columns', 'columns', 'rows']
     """
-    parts, plan = anatomy(model), plan_of(model.config.model_type)
+    parts, plan = find_anatomy(model), read_plan(model.config.model_type)
     names = {id(module): name for name, module in model.named_modules()}
     # "model.layers." of "model.layers.0": plans name layers by a star.
     start, styles = names[id(parts.layers[0])].rpartition(".")[0] + ".", dict[str, TpStyle]()
 
-    def planned(name: str) -> TpStyle | None:
+    def find_style(name: str) -> TpStyle | None:
         style = plan.get("layers." + re.sub(r"^\d+\.", "*.", name.removeprefix(start)))
         return _STYLES[style] if style is not None else None
 
     covered: set[str] = set()  # modules in blocks that have one style for all
     for layer in parts.layers:
-        recurrent, attentions = ({id(m) for m in mixers(layer)} for mixers in (recurrent_mixers, attentions_of))
+        recurrent, attentions = ({id(m) for m in mixers(layer)} for mixers in (find_recurrent_mixers, find_attentions))
         for child in layer.children():
             # Attention that the plan leaves out needs all positions, unlike a norm. Plans gather what they split of a
             # recurrent mixer, projection by projection: if each device computes all of it, nothing is sent.
             modules = {id(m) for m in child.modules()}
-            unplanned = not any(planned(names[number]) for number in modules)
+            unplanned = not any(find_style(names[number]) for number in modules)
             if modules & recurrent or (modules & attentions and unplanned):
                 styles[names[id(child)]] = TpStyle.BLOCK_WHOLE
                 covered |= {names[id(m)] for m in child.modules()}
                 continue
-            inside = {names[id(m)]: planned(names[id(m)]) for m in child.modules()}
+            inside = {names[id(m)]: find_style(names[id(m)]) for m in child.modules()}
             for module in [m for m in child.modules() if hasattr(m, "get_base_layer")]:
-                inside |= _adapted(names[id(module)], module, inside[names[id(module)]])
+                inside |= _style_adapter_layers(names[id(module)], module, inside[names[id(module)]])
             # A norm between blocks computes on the whole width; under sequence parallelism, on a part of the positions.
             if not any(inside.values()):
-                styles |= {names[id(m)]: TpStyle.BETWEEN for m in _weighted(child)}
+                styles |= {names[id(m)]: TpStyle.BETWEEN for m in _modules_with_parameters(child)}
                 continue
             styles[names[id(child)]] = TpStyle.BLOCK
             # In a block with split activations an unplanned module would get one device's heads, and its gradient would
             # have to be summed over devices (q and k norms): no default is right.
             split = any(style is TpStyle.COLUMNS for style in inside.values())
-            for module in _weighted(child):
+            for module in _modules_with_parameters(child):
                 name = names[id(module)]
                 style = inside[name]
                 if style is None and split:
                     raise ValueError(f"transformers' plan of {model.config.model_type} does not cover {name}")
                 if style is TpStyle.BLOCK_OF_HEADS:
                     for key, _ in module.named_parameters(recurse=False):
-                        if planned(f"{name}.{key}") is not TpStyle.COLUMNS:
+                        if find_style(f"{name}.{key}") is not TpStyle.COLUMNS:
                             raise ValueError(
                                 f"{model.config.model_type}: transformers' plan does not split {name}.{key}"
                             )
@@ -127,7 +127,7 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
     styles |= {names[id(module)]: style for module, style in ends if module is not None}
     # Only the last pipeline stage has a head and the norm before it.
     last = [name for name in parts.norms if not name.startswith(start)]
-    strange = [names[id(m)] for m in _weighted(model) if names[id(m)] not in {*styles, *covered, *last}]
+    strange = [names[id(m)] for m in _modules_with_parameters(model) if names[id(m)] not in {*styles, *covered, *last}]
     if strange or len(last) != (parts.head is not None):
         extra = ", ".join([*last, *strange]) or "no norm"
         raise ValueError(
@@ -136,19 +136,24 @@ def tp_styles(model: PreTrainedModel) -> dict[str, TpStyle]:
     return styles | dict.fromkeys(last, TpStyle.LAST)
 
 
-def coverage(model: PreTrainedModel, styles: Mapping[str, TpStyle]) -> tuple[int, int]:
+def count_coverage(model: PreTrainedModel, styles: Mapping[str, TpStyle]) -> tuple[int, int]:
     """Returns the number of layers that `tp_styles` splits, and the number of token mixers that it leaves whole."""
     names = {id(module): name for name, module in model.named_modules()}
     split = (TpStyle.COLUMNS, TpStyle.COLUMNS_GATHERED, TpStyle.ROWS, TpStyle.ROWS_SPLIT)
     layers = sum(
-        any(styles.get(names[id(module)]) in split for module in layer.modules()) for layer in anatomy(model).layers
+        any(styles.get(names[id(module)]) in split for module in layer.modules())
+        for layer in find_anatomy(model).layers
     )
     return layers, sum(style is TpStyle.BLOCK_WHOLE for style in styles.values())
 
 
-def _adapted(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, TpStyle | None]:
+def _style_adapter_layers(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, TpStyle | None]:
     """The styles of the linear maps that an adapter puts in place of one."""
-    small = {f"{name}.{key}": m for key, m in module.named_modules() if m in _weighted(module) and key != "base_layer"}
+    small = {
+        f"{name}.{key}": m
+        for key, m in module.named_modules()
+        if m in _modules_with_parameters(module) and key != "base_layer"
+    }
     if style is None:
         raise ValueError(f"{name} has an adapter, and transformers' plan does not cover the linear map below it")
     if any(not re.search(r"\.lora_[AB]\.\w+$", key) for key in small):
@@ -160,6 +165,6 @@ def _adapted(name: str, module: nn.Module, style: TpStyle | None) -> dict[str, T
     return styles | {f"{name}.base_layer": style}
 
 
-def _weighted(module: nn.Module) -> list[nn.Module]:
+def _modules_with_parameters(module: nn.Module) -> list[nn.Module]:
     """The submodules that have parameters of their own."""
     return [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
-from preheat.model_folder import FAULTS, open_tensors, read_object, weight_files
+from preheat.model_folder import FAULTS, find_weight_files, open_tensors, read_object
 from preheat.models.checkpoint_names import Names
-from preheat.models.text_part import text_of
+from preheat.models.text_part import text_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +38,10 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
     try:
         settings = folder / "config.json"
         weights_setting = read_object(settings, _KNOB).get("transformers_weights")
-        files = weight_files(folder, _KNOB, stated=weights_setting).files
+        files = find_weight_files(folder, _KNOB, stated=weights_setting).files
         # Part of the cache's key: a changed file is read again.
         stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in (settings, *files))
-        warning = _apart(folder, stamps, config.model_type)
+        warning = _describe_difference(folder, stamps, config.model_type)
     except (RecipeError, OSError):  # reported when the weights are read
         return
     if warning:
@@ -49,7 +49,7 @@ def untie(config: PretrainedConfig, folder: Path) -> None:
 
 
 @functools.lru_cache(maxsize=32)  # a plan reads a configuration for each of its candidates
-def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) -> str:
+def _describe_difference(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) -> str:
     """A warning about matrices that the configuration ties and that differ in the files; '' if there are none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,7 +64,7 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if of_whole := config.model_type != family:
-            config = text_of(config, "text")
+            config = text_config(config, "text")
         if sum(shape == (config.vocab_size, config.hidden_size) for shape in shapes.values()) < 2:
             return ""  # the usual case: the head is not in the files
         # The names of tied parameters are attributes of a built model, which on meta costs no memory.
@@ -76,12 +76,12 @@ def _apart(folder: Path, stamps: tuple[tuple[str, int, int], ...], family: str) 
         model, places, {name for name, _ in model.named_parameters(remove_duplicate=False)}, of_whole=of_whole
     )
 
-    def tensor(key: str) -> Tensor:
+    def read_tensor(key: str) -> Tensor:
         with open_tensors(places[key], _KNOB) as opened:
             return opened.get_tensor(key)
 
     for name, other in names.tied():
-        first, second = (names.value(n, names.need(n), tensor) for n in (name, other))
+        first, second = (names.value(n, names.need(n), read_tensor) for n in (name, other))
         if not torch.equal(first, second):
             warning = (
                 f"{_KNOB}: {folder} holds other values of {name} than of {other}, which its config.json ties; both are "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from preheat.core import IMAGE_BUDGETS, ImageLayout, Images, MaskSpec, Vision
 from preheat.errors import RecipeError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,19 +28,19 @@ __all__ = [
     "FAMILIES",
     "PROJECTORS",
     "copy_processor",
-    "drawn_image",
-    "embedded",
+    "draw_image",
+    "embed_images",
     "is_clipped",
     "replace_deepstack",
-    "processor_of",
-    "reading",
+    "read_processor",
+    "vision_arguments",
     "set_attention",
-    "tower",
+    "find_tower",
     "tower_blocks",
-    "unread_parts",
-    "vision_of",
-    "vision_part",
-    "without_adapters",
+    "find_unread_parts",
+    "read_vision",
+    "find_vision_modules",
+    "exclude_adapters_pattern",
 ]
 
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -58,7 +58,7 @@ PROJECTORS = ("merger", "deepstack_merger_list")
 """The parts of a tower that project its features to the text's width."""
 
 
-def vision_of(config: PretrainedConfig) -> Vision | None:
+def read_vision(config: PretrainedConfig) -> Vision | None:
     """How a model of this configuration reads images; None for text models."""
     if config.model_type not in FAMILIES:
         return None
@@ -110,7 +110,7 @@ def vision_of(config: PretrainedConfig) -> Vision | None:
     )
 
 
-def processor_of(vision: Vision, folder: str | None) -> JsonObject:
+def read_processor(vision: Vision, folder: str | None) -> JsonObject:
     """Settings of the model's image processor: its folder's, completed by those that fit the model.
 
     Raises:
@@ -137,7 +137,7 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
         settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "max_soft_tokens": 280}
     elif vision.layout != "gemma3":
         settings["size"] = {"longest_edge": 4 * square or 1540}
-    file = _processor_file(folder)
+    file = _find_processor_file(folder)
     if file is not None:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
                 )
     if vision.layout == "gemma4" and settings["max_soft_tokens"] not in IMAGE_BUDGETS:
         raise RecipeError(
-            f"model.path: {file} has max_soft_tokens {quoted(settings['max_soft_tokens'])}; its processor takes "
+            f"model.path: {file} has max_soft_tokens {quote_value(settings['max_soft_tokens'])}; its processor takes "
             f"{', '.join(map(str, IMAGE_BUDGETS))}"
         )
     if vision.layout == "pixtral":  # its processor sets that of the image processor too
@@ -181,13 +181,13 @@ def processor_of(vision: Vision, folder: str | None) -> JsonObject:
     return settings
 
 
-def reading(config: PretrainedConfig, folder: str | None) -> JsonObject:
+def vision_arguments(config: PretrainedConfig, folder: str | None) -> JsonObject:
     """The vision arguments of `data.prepare`; {} for text models."""
-    vision = vision_of(config)
-    return {"vision": vision, "processor": processor_of(vision, folder)} if vision else {}
+    vision = read_vision(config)
+    return {"vision": vision, "processor": read_processor(vision, folder)} if vision else {}
 
 
-def _processor_file(folder: str | None) -> Path | None:
+def _find_processor_file(folder: str | None) -> Path | None:
     names = ("preprocessor_config.json", "processor_config.json")
     if folder is None:
         return None
@@ -215,7 +215,7 @@ def copy_processor(source: Path, folder: Path) -> None:
             (folder / name).write_bytes((source / name).read_bytes())
 
 
-def drawn_image(vision: Vision) -> dict[str, Tensor]:
+def draw_image(vision: Vision) -> dict[str, Tensor]:
     """A row with a random image, as arguments of transformers' forward."""
     import torch
 
@@ -249,29 +249,29 @@ def drawn_image(vision: Vision) -> dict[str, Tensor]:
     return row
 
 
-def tower(model: PreTrainedModel) -> PreTrainedModel | None:
+def find_tower(model: PreTrainedModel) -> PreTrainedModel | None:
     """The vision tower; None for text models."""
     return model.get_encoder("image") if model.config.model_type in FAMILIES else None
 
 
-def vision_part(model: PreTrainedModel) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+def find_vision_modules(model: PreTrainedModel) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """The modules that turn images into the text's width, by name, and which of the names are projectors.
 
     A projector is a merger within the tower, or a module beside it; in the second case the tower is one module. Empty
     for text models.
     """
-    seeing = tower(model)
+    seeing = find_tower(model)
     if seeing is None:
         return {}, ()
     inner = {name: child for name, child in seeing.named_children() if name in PROJECTORS}
     if inner:
         return dict(seeing.named_children()), tuple(inner)
-    others = (seeing, model.get_decoder(), *unread_parts(model))
+    others = (seeing, model.get_decoder(), *find_unread_parts(model))
     projectors = {n: m for n, m in model.base_model.named_children() if not any(m is other for other in others)}
     return {"tower": seeing, **projectors}, tuple(projectors)
 
 
-def unread_parts(model: PreTrainedModel) -> list[nn.Module]:
+def find_unread_parts(model: PreTrainedModel) -> list[nn.Module]:
     """The parts of a model with images that read sound, which no row has: they stay as they are."""
     if model.config.model_type not in FAMILIES:
         return []
@@ -280,7 +280,7 @@ def unread_parts(model: PreTrainedModel) -> list[nn.Module]:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Sets transformers' attention of a model in place; parts that read sound keep their own, which has one form."""
-    if unread_parts(model):
+    if find_unread_parts(model):
         model.set_attn_implementation({"": name, "text_config": name, "vision_config": name})
     else:
         model.set_attn_implementation(name)
@@ -290,19 +290,21 @@ def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the vision tower, in order; [] without one."""
     from torch import nn
 
-    module, vision = tower(model), vision_of(model.config)
+    module, vision = find_tower(model), read_vision(model.config)
     if module is None or vision is None:
         return []
     return next(list(m) for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == vision.blocks)
 
 
-def without_adapters(model: PreTrainedModel, *, tower: bool) -> str | None:
+def exclude_adapters_pattern(model: PreTrainedModel, *, tower: bool) -> str | None:
     """A regular expression for the names of the modules that get no adapters; None: there are none.
 
     Args:
         tower: those that only images go through are among them.
     """
-    parts = {id(part) for part in (*unread_parts(model), *(vision_part(model)[0].values() if tower else ()))}
+    parts = {
+        id(part) for part in (*find_unread_parts(model), *(find_vision_modules(model)[0].values() if tower else ()))
+    }
     named = [re.escape(name) + r"(\..*)?" for name, module in model.named_modules() if id(module) in parts]
     # Around a linear layer, which has the adapter in its place.
     named += [re.escape(name) for name, module in model.named_modules() if is_clipped(module)]
@@ -319,7 +321,7 @@ def is_clipped(module: nn.Module) -> bool:
 def replace_deepstack(model: PreTrainedModel) -> None:
     """Makes the text's first layers add the tower's inner features at known indices, in place."""
     text: Any = getattr(model.base_model, "language_model", None)
-    if tower(model) is not None and hasattr(text, "_deepstack_process"):
+    if find_tower(model) is not None and hasattr(text, "_deepstack_process"):
         text._deepstack_process = types.MethodType(_add_at, text)
 
 
@@ -333,15 +335,15 @@ def _add_at(text: nn.Module, hidden: Tensor, places: Tensor, features: Tensor) -
     return hidden.flatten(0, 1).index_add(0, places, features.to(hidden.dtype)).view_as(hidden)
 
 
-def embedded(
+def embed_images(
     model: PreTrainedModel, tokens: Tensor, images: Images, attention: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Token embeddings with the images' features [rows, length, width], and further arguments for the text layers."""
-    vision = vision_of(model.config)
+    vision = read_vision(model.config)
     assert vision is not None, "images of a model without a vision tower"
     deep: Sequence[Tensor] = ()
     if vision.mrope:
-        features, deep = _grids(model, images, attention)
+        features, deep = _encode_grids(model, images, attention)
     else:
         features = _FEATURES[vision.layout](model, vision, images, attention)
     count = len(
@@ -350,7 +352,7 @@ def embedded(
     more: dict[str, Any] = {}
     text: PreTrainedModel = model.get_decoder()
     if vision.layout == "gemma4":
-        tokens = _without_placeholders(model.config, tokens)
+        tokens = _replace_placeholders(model.config, tokens)
     if getattr(text.config, "hidden_size_per_layer_input", 0):  # looked up here, where the tokens are known
         more["per_layer_inputs"] = text.get_per_layer_inputs(tokens)
     embeddings = model.get_input_embeddings()(tokens)
@@ -362,7 +364,7 @@ def embedded(
     return merged, more
 
 
-def _without_placeholders(config: PretrainedConfig, tokens: Tensor) -> Tensor:
+def _replace_placeholders(config: PretrainedConfig, tokens: Tensor) -> Tensor:
     """The tokens with padding in place of images, videos and sounds, as Gemma 4 looks up its embeddings."""
     import torch
 
@@ -371,7 +373,9 @@ def _without_placeholders(config: PretrainedConfig, tokens: Tensor) -> Tensor:
     return tokens
 
 
-def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+def _encode_grids(
+    model: PreTrainedModel, images: Images, attention: Callable[..., Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
     """The features of images of any size, all in one sequence of patches (Qwen-VL), and those of inner layers.
 
     The tower uses `attention` too, bidirectional within each image.
@@ -380,7 +384,7 @@ def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tens
 
     # On the host, because transformers splits queries, keys and values by these cumulative lengths in each block.
     ends = np.cumsum((0, *images.sizes))
-    seeing: Any = tower(model)
+    seeing: Any = find_tower(model)
     output = seeing(
         images.patches,
         grid_thw=None,
@@ -393,32 +397,32 @@ def _grids(model: PreTrainedModel, images: Images, attention: Callable[..., Tens
     return output.pooler_output, getattr(output, "deepstack_features", ())
 
 
-def _of_gemma3(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+def _encode_gemma3(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
     base: PreTrainedModel = model.base_model
-    hidden = base.vision_tower(pixel_values=_squares(base.vision_tower, vision, images)).last_hidden_state
+    hidden = base.vision_tower(pixel_values=_read_squares(base.vision_tower, vision, images)).last_hidden_state
     return base.multi_modal_projector(hidden).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def _of_smolvlm(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+def _encode_smolvlm(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
     # Without the masks of padding, whose sizes transformers reads back from the device: squares are never padded.
     import torch
 
     base: PreTrainedModel = model.base_model
     seeing = base.vision_model
-    squares = _squares(seeing, vision, images)
+    squares = _read_squares(seeing, vision, images)
     full = torch.ones(len(squares), vision.tile, vision.tile, dtype=torch.bool, device=squares.device)
     hidden = seeing.embeddings(pixel_values=squares, patch_attention_mask=full)
     hidden = seeing.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
     return base.connector(seeing.post_layernorm(hidden)).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def _squares(seeing: nn.Module, vision: Vision, images: Images) -> Tensor:
+def _read_squares(seeing: nn.Module, vision: Vision, images: Images) -> Tensor:
     """The pixels of all squares, [squares, channels, height, width]."""
     side = vision.tile * vision.patch
     return images.patches.view(-1, vision.channels, side, side).to(next(seeing.parameters()).dtype)
 
 
-def _of_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+def _encode_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
     """One sequence of the patches of all images, each of which attends to itself.
 
     transformers' forward makes a dense mask of it, and reads sizes back. One call for each image would not do: devices
@@ -438,14 +442,14 @@ def _of_pixtral(model: PreTrainedModel, vision: Vision, images: Images, attentio
         hidden,
         attention_mask=None,
         position_embeddings=seeing.patch_positional_embedding(hidden, images.inputs["position_ids"]),
-        preheat_attention=_apart(images, attention),
+        preheat_attention=_separate_images(images, attention),
         preheat_mask=MaskSpec(causal=False),
     ).last_hidden_state
     pixels = [(rows * size, columns * size) for rows, columns in images.grids]
     return base.multi_modal_projector(hidden.squeeze(0), pixels)  # type: ignore[no-any-return]
 
 
-def _of_gemma4(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
+def _encode_gemma4(model: PreTrainedModel, vision: Vision, images: Images, attention: Callable[..., Tensor]) -> Tensor:
     """One sequence of the patches of all images; those of a token are neighbours, so that they are pooled by a mean.
 
     transformers' forward pads images to one size and pools by a matrix of patches and tokens.
@@ -459,7 +463,7 @@ def _of_gemma4(model: PreTrainedModel, vision: Vision, images: Images, attention
         inputs_embeds=hidden,
         attention_mask=None,
         pixel_position_ids=positions,
-        preheat_attention=_apart(images, attention),
+        preheat_attention=_separate_images(images, attention),
         preheat_mask=MaskSpec(causal=False),
     ).last_hidden_state
     # In fp32 as there: scaled features exceed fp16.
@@ -470,21 +474,21 @@ def _of_gemma4(model: PreTrainedModel, vision: Vision, images: Images, attention
     return base.embed_vision(inputs_embeds=pooled.to(dtype))  # type: ignore[no-any-return]
 
 
-def _apart(images: Images, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _separate_images(images: Images, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The attention of one sequence of patches in which each image attends to itself."""
     import torch
 
-    def apart(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+    def attend_separately(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
         each = zip(*(t.split(images.sizes, dim=2) for t in (q, k, v)), strict=True)
         return torch.cat([attention(*image, mask, scale) for image in each], dim=2)
 
-    return apart
+    return attend_separately
 
 
 _FEATURES: dict[str, Callable[..., Tensor]] = {
-    "gemma3": _of_gemma3,
-    "gemma4": _of_gemma4,
-    "smolvlm": _of_smolvlm,
-    "pixtral": _of_pixtral,
+    "gemma3": _encode_gemma3,
+    "gemma4": _encode_gemma4,
+    "smolvlm": _encode_smolvlm,
+    "pixtral": _encode_pixtral,
 }
 """How the tower and the projector of a layout of images are called."""

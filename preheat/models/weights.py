@@ -16,13 +16,13 @@ from preheat.errors import RecipeError
 from preheat.model_folder import (
     DEQUANTIZED,
     FAULTS,
-    fault,
-    finite,
-    listed,
+    check_finite,
+    describe_fault,
+    find_weight_files,
+    format_names,
     open_tensors,
     quantization_of,
     read_object,
-    weight_files,
 )
 from preheat.models import moe
 from preheat.models.checkpoint_names import Names, Stored
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Packed", "WeightSource", "materialize", "mean_rows"]
+__all__ = ["Packed", "WeightSource", "materialize", "resize_rows"]
 
 _log = logging.getLogger("preheat.weights")  # shown by the command line; other programs configure it themselves
 
@@ -79,7 +79,7 @@ def materialize(
                 store[name] = replacements[id(old)]
 
 
-def mean_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
+def resize_rows(value: Tensor, rows: int, first: int, last: int) -> Tensor:
     """An embedding, head or bias with `rows` rows: new ones, and `first` to `last` (exclusive), are the others' mean.
 
     Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html: a row with a small random value can outweigh all
@@ -107,7 +107,9 @@ def _local_shard(value: Tensor, like: DTensor) -> Tensor:
 
 
 @contextmanager
-def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too: bool = False) -> Iterator[None]:
+def _gather_parameters(
+    modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too: bool = False
+) -> Iterator[None]:
     """Context manager in which sharded parameters are full plain tensors; on exit, each device keeps its shard.
 
     So every device draws the values that a single device would. Parameters that are not drawn inside keep their values.
@@ -148,12 +150,12 @@ def _whole(modules: Iterable[nn.Module], own: dict[int, nn.Parameter], drawn_too
             p.to_local().copy_(_local_shard(drawn.detach(), p))
 
 
-def _plain(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     """A parameter's name without the wrappers of adapters."""
     return name.replace(".base_layer.", ".")
 
 
-def _near(module: nn.Module) -> list[nn.Module]:
+def _find_init_modules(module: nn.Module) -> list[nn.Module]:
     """A module and those whose parameters its initialization may draw too."""
     # An adapter moves a child's parameters one level down, into its `base_layer`.
     children = list(module.children())
@@ -193,13 +195,13 @@ class WeightSource:
         self._has_parts = False  # text and vision, of which a text model reads its own
         self._quantized: dict[str, Any] = {}  # how the files' weights are quantized, if they are read dequantized
         if folder is not None and (required or any(folder.glob("*.safetensors"))):
-            self._index(folder)
+            self._index_files(folder)
 
-    def _index(self, folder: Path) -> None:
+    def _index_files(self, folder: Path) -> None:
         settings = folder / "config.json"
         values = read_object(settings, self.knob) if settings.is_file() else {}
         self._has_parts = isinstance(values.get("text_config"), dict)
-        weights = weight_files(folder, self.knob, stated=values.get("transformers_weights"))
+        weights = find_weight_files(folder, self.knob, stated=values.get("transformers_weights"))
         self.notes = weights.notes
         stored = quantization_of(values)
         if stored.get("quant_method") in DEQUANTIZED:
@@ -212,7 +214,7 @@ class WeightSource:
                     twice += [key] if key in self._files else []
                     self._files[key] = file
         if twice:
-            self.notes.append(f"{folder}: {listed(twice)} in two files; the last is read, as by transformers")
+            self.notes.append(f"{folder}: {format_names(twice)} in two files; the last is read, as by transformers")
 
     def map(self, pattern: str, change: Callable[[str, Tensor], Tensor]) -> None:
         """Passes each value whose parameter name matches through `change(name, value)`."""
@@ -278,9 +280,9 @@ class WeightSource:
             everything, own = full_model(model), {id(p): p for p in model.parameters()}
             for _, modules, draw in self._fresh:
                 for name in modules:
-                    with _whole(everything.get_submodule(name).modules(), own, drawn_too=True):
+                    with _gather_parameters(everything.get_submodule(name).modules(), own, drawn_too=True):
                         draw(everything.get_submodule(name))
-            self._uncovered(model)
+            self._check_coverage(model)
 
     def beside(self, model: PreTrainedModel, *, drawn: bool, on_cpu: bool, at_home: bool = False) -> int:
         """Peak bytes that `fill` takes on the model's device in addition to the model, computed from shapes.
@@ -303,7 +305,7 @@ class WeightSource:
         # The largest group of parameters that `_draw` holds in fp32 at a time: a module with its children.
         if drawn and not at_home:
             return max(
-                sum(drawing(p) for m in _near(module) for p in m.parameters(recurse=False))
+                sum(drawing(p) for m in _find_init_modules(module) for p in m.parameters(recurse=False))
                 for module in model.modules()
             )
         largest = max(model.parameters(), key=lambda p: p.numel())
@@ -334,14 +336,14 @@ class WeightSource:
             for child in module.children():
                 visit(child)
             # Children come first, since a parent may reinitialize their parameters.
-            with _whole(_near(module), own_parameters):
+            with _gather_parameters(_find_init_modules(module), own_parameters):
                 draw(module)
             for p in module.parameters(recurse=False):
                 if owners[id(p)] > 1:  # a shared parameter is drawn once
                     p._is_hf_initialized = True  # type: ignore[attr-defined]
 
         def draw(module: nn.Module) -> None:
-            own = [p for m in _near(module) for p in m.parameters(recurse=False)]
+            own = [p for m in _find_init_modules(module) for p in m.parameters(recurse=False)]
             # The parameter objects stay, and only their data is fp32 for the time of the draw.
             low_precision = {id(p): (p, p.data) for p in own if p.dtype in (torch.bfloat16, torch.float16)}
             for p, low in low_precision.values():
@@ -357,12 +359,12 @@ class WeightSource:
 
     def _read(self, model: PreTrainedModel) -> None:
         everything = full_model(model)
-        self._names = names = self._names_for(model)
+        self._names = names = self._find_names(model)
         missing: list[str] = []
 
         def read(name: str, target: Tensor) -> None:
-            if not self._read_one(names, _plain(name), target):
-                missing.append(_plain(name))
+            if not self._read_one(names, _strip_wrappers(name), target):
+                missing.append(_strip_wrappers(name))
 
         for name, parameter in model.named_parameters():
             if self._is_fresh(name):
@@ -375,22 +377,24 @@ class WeightSource:
             if packed := self._packed.get(id(module)):
                 with packed.written() as weight:
                     read(f"{name}.weight", weight)
-        for owner, module in _initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
+        for owner, module in _find_initializers(model, model):  # buffers that no checkpoint has, such as rotary tables
             if id(module) not in self._packed:
-                with _without_placeholders(module):
+                with _remove_placeholders(module):
                     owner._init_weights(module)
         # After the initializers, so that the checkpoint's buffers win over computed ones.
         needed, state = moe.biases(model), model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():  # buffers that a checkpoint has
-            if name in needed or (name in state and names.find(_plain(name)) is not None and not self._is_fresh(name)):
+            if name in needed or (
+                name in state and names.find(_strip_wrappers(name)) is not None and not self._is_fresh(name)
+            ):
                 read(name, buffer)
         if missing:
-            raise self._lacking(missing, model)
+            raise self._describe_missing(missing, model)
         # Only once everything is read is it known which tensors of the files were left over.
         self._compare_tied(names)
         self._tell_left(everything, names)
 
-    def _names_for(self, model: PreTrainedModel) -> Names:
+    def _find_names(self, model: PreTrainedModel) -> Names:
         everything = full_model(model)
         # A text model can be read from the files of a model with several parts, whose names differ.
         whole = self._has_parts and everything.config.get_text_config() is everything.config
@@ -406,13 +410,14 @@ class WeightSource:
             if not self._quantized:
                 raise
             raise RecipeError(
-                f"{self.knob}: {self.folder}: config.json: quantization_config: {fault(error, 160)}; restore the "
+                f"{self.knob}: {self.folder}: config.json: quantization_config: {describe_fault(error, 160)}; "
+                "restore the "
                 "model's own"
             ) from None
 
-    def _lacking(self, missing: Sequence[str], model: PreTrainedModel) -> RecipeError:
+    def _describe_missing(self, missing: Sequence[str], model: PreTrainedModel) -> RecipeError:
         return RecipeError(
-            f"{self.knob}: {self.folder} lacks {listed(missing)} ({len(missing):,} of the model's parameters); "
+            f"{self.knob}: {self.folder} lacks {format_names(missing)} ({len(missing):,} of the model's parameters); "
             f"is it a checkpoint of {type(model).__name__}?"
         )
 
@@ -429,7 +434,7 @@ class WeightSource:
         """
         import torch
 
-        names, shapes = self._names_for(model), self._shapes()
+        names, shapes = self._find_names(model), self._read_shapes()
         head = getattr(model.get_output_embeddings(), "weight", None)
         missing: list[str] = []
         for name, p in [*model.named_parameters(), *moe.biases(model).items()]:
@@ -441,9 +446,9 @@ class WeightSource:
             except (ValueError, RuntimeError, LookupError, TypeError, AttributeError):
                 continue  # some conversions need values: they are compared when they are read
             if value.shape != p.shape and not (headless and p is head):
-                raise self._misshapen(name, value, p, stored)
+                raise self._describe_misshapen(name, value, p, stored)
         if missing:
-            raise self._lacking(missing, model)
+            raise self._describe_missing(missing, model)
         if cut:
             return
         config: PretrainedConfig = model.config.get_text_config()
@@ -458,7 +463,7 @@ class WeightSource:
                 "recipe trains the first ones on purpose)"
             )
 
-    def _shapes(self) -> dict[str, list[int]]:
+    def _read_shapes(self) -> dict[str, list[int]]:
         """The shape of each tensor of the files, by their headers."""
         shapes = dict[str, list[int]]()
         for file in dict.fromkeys(self._files.values()):
@@ -466,7 +471,7 @@ class WeightSource:
                 shapes |= {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
         return shapes
 
-    def _misshapen(self, name: str, value: Tensor, target: Tensor, stored: Stored | None) -> RecipeError:
+    def _describe_misshapen(self, name: str, value: Tensor, target: Tensor, stored: Stored | None) -> RecipeError:
         where = self._files[stored.keys[0]].name if stored is not None else "the folder"
         return RecipeError(
             f"{self.knob}: {self.folder}: {name} is {tuple(value.shape)} in {where} but "
@@ -488,13 +493,13 @@ class WeightSource:
                 return False
             # A buffer of one number may bound activations (Gemma 4's tower), and be infinite.
             limit = target.ndim == 0 and not isinstance(target, nn.Parameter)
-            value = self._value(plain, stored, limit=limit)
+            value = self._read_value(plain, stored, limit=limit)
         # Maps may change the shape (pooled heads, added tokens), so the comparison of shapes follows them.
         for pattern, change in self._maps:
             if pattern.search(plain):
                 value = change(plain, value)
         if value.shape != target.shape:
-            raise self._misshapen(plain, value, target, stored)
+            raise self._describe_misshapen(plain, value, target, stored)
         if isinstance(target, DTensor):
             target.to_local().copy_(_local_shard(value.to(target.device, target.dtype), target))
         else:
@@ -506,26 +511,30 @@ class WeightSource:
         places = set()
         for part in (model, full_model(model)):
             places |= {
-                _plain(name) for name, _ in part.named_parameters(remove_duplicate=False) if not self._is_fresh(name)
+                _strip_wrappers(name)
+                for name, _ in part.named_parameters(remove_duplicate=False)
+                if not self._is_fresh(name)
             }
             # `state_dict` adds the buffers that are saved.
-            places |= {_plain(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
-            places |= {f"{_plain(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed}
+            places |= {_strip_wrappers(name) for name in part.state_dict(keep_vars=True) if not self._is_fresh(name)}
+            places |= {
+                f"{_strip_wrappers(name)}.weight" for name, module in part.named_modules() if id(module) in self._packed
+            }
             for pair in getattr(part, "all_tied_weights_keys", {}).items():
                 places |= set(pair)
         return places
 
-    def _value(self, name: str, stored: Stored, *, limit: bool = False) -> Tensor:
+    def _read_value(self, name: str, stored: Stored, *, limit: bool = False) -> Tensor:
         """The value of a parameter, assembled from the tensors of the files."""
         assert self._names is not None
         try:
-            return self._names.value(name, stored, functools.partial(self._tensor, limit=limit))
+            return self._names.value(name, stored, functools.partial(self._read_tensor, limit=limit))
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
             if isinstance(error, RecipeError):
                 raise
             raise RecipeError(
-                f"{self.knob}: {self.folder}: {name} cannot be assembled from {listed(stored.keys)} "
-                f"({fault(error, 160)}); is a file missing?"
+                f"{self.knob}: {self.folder}: {name} cannot be assembled from {format_names(stored.keys)} "
+                f"({describe_fault(error, 160)}); is a file missing?"
             ) from None
 
     def _compare_tied(self, names: Names) -> None:
@@ -534,7 +543,7 @@ class WeightSource:
 
         for name, other in names.tied():
             # Reading only one of two tied matrices would silently discard the other's values.
-            if not torch.equal(self._value(name, names.need(name)), self._value(other, names.need(other))):
+            if not torch.equal(self._read_value(name, names.need(name)), self._read_value(other, names.need(other))):
                 raise RecipeError(
                     f"{self.knob}: {self.folder} holds other values of {name} than of {other}, which the model's "
                     "configuration ties; set tie_word_embeddings to false in its config.json, or remove one of the "
@@ -547,7 +556,7 @@ class WeightSource:
         left = [key for key, name in unread if not any(pattern.search(name) for pattern in self._left)]
         if left:
             self.notes.append(
-                f"{self.folder}: {listed(left)} not used ({len(left):,} tensors): {type(model).__name__} by "
+                f"{self.folder}: {format_names(left)} not used ({len(left):,} tensors): {type(model).__name__} by "
                 "config.json has no such parameters"
             )
         for message in self.notes:
@@ -563,12 +572,12 @@ class WeightSource:
         stored = self._names.find(name)
         if stored is None:
             raise RecipeError(f"{self.knob}: {self.folder} has no {name}")
-        return self._value(name, stored)
+        return self._read_value(name, stored)
 
-    def _tensor(self, key: str, *, limit: bool = False) -> Tensor:
+    def _read_tensor(self, key: str, *, limit: bool = False) -> Tensor:
         file = self._files[key]
         with open_tensors(file, self.knob) as opened:
-            return finite(opened.get_tensor(key), key, file, self.knob, limit=limit)
+            return check_finite(opened.get_tensor(key), key, file, self.knob, limit=limit)
 
     def _poison(self, model: PreTrainedModel) -> None:
         """Fills buffers with a sentinel, so that uninitialized ones are detected instead of trained with."""
@@ -578,7 +587,7 @@ class WeightSource:
             if buffer.dtype != torch.bool:  # has no value for a sentinel
                 buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
 
-    def _uncovered(self, model: PreTrainedModel) -> None:
+    def _check_coverage(self, model: PreTrainedModel) -> None:
         import torch
 
         for name, buffer in model.named_buffers():
@@ -593,7 +602,7 @@ class WeightSource:
 
 
 @contextmanager
-def _without_placeholders(module: nn.Module) -> Iterator[None]:
+def _remove_placeholders(module: nn.Module) -> Iterator[None]:
     """Context manager in which a pipeline stage's list has its own layers only: Falcon-H1 initializes by this list."""
     from torch import nn
 
@@ -609,7 +618,7 @@ def _without_placeholders(module: nn.Module) -> Iterator[None]:
         module._modules |= lists
 
 
-def _initializers(owner: Any, module: Any) -> Iterator[tuple[Any, Any]]:
+def _find_initializers(owner: Any, module: Any) -> Iterator[tuple[Any, Any]]:
     """The modules that have buffers, or are models and may set those of their modules, each with the model around it.
 
     A composite model's parts have rules of their own, so that each module is initialized by the innermost model.
@@ -620,6 +629,6 @@ def _initializers(owner: Any, module: Any) -> Iterator[tuple[Any, Any]]:
     # The innermost PreTrainedModel around a module knows its initialization.
     owner = module if model else owner
     for child in module.children():
-        yield from _initializers(owner, child)
+        yield from _find_initializers(owner, child)
     if model or any(True for _ in module.buffers(recurse=False)):
         yield owner, module

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-__all__ = ["ClassHead", "as_sequence_classifier", "give_classes", "pad_for"]
+__all__ = ["ClassHead", "convert_to_sequence_classifier", "give_classes", "pad_for"]
 
 
 class ClassHead(nn.Linear):
@@ -55,7 +55,7 @@ def pad_for(tokenizer: PreTrainedTokenizerBase) -> int:
     raise ValueError("the tokenizer has no padding token other than its end-of-text token; add pad_token to it")
 
 
-def as_sequence_classifier(model: PreTrainedModel, *, pad: int) -> PreTrainedModel:
+def convert_to_sequence_classifier(model: PreTrainedModel, *, pad: int) -> PreTrainedModel:
     """Returns transformers' ...ForSequenceClassification of the model with the same weights, for `save_pretrained`.
 
     Args:

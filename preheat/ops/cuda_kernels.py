@@ -15,9 +15,9 @@ from typing import Literal, get_args
 
 from preheat.errors import RunError
 from preheat.hardware.oom import is_oom
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
-__all__ = ["OPERATORS", "Operator", "is_plain", "named_failures"]
+__all__ = ["OPERATORS", "Operator", "is_plain", "name_failures"]
 
 Operator = Literal["nf4_values", "half_adamw", "int8_product", "int4_product", "gated_silu", "rotary"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -33,13 +33,13 @@ def is_plain(operator: Operator) -> bool:
     names = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := sorted(names - {*OPERATORS, "all"}):
         raise RunError(
-            f"{SWITCH}: {quoted(unknown[0])} is not an operator with a kernel; use {', '.join(OPERATORS)} or all"
+            f"{SWITCH}: {quote_value(unknown[0])} is not an operator with a kernel; use {', '.join(OPERATORS)} or all"
         )
     return operator in names or "all" in names
 
 
 @contextmanager
-def named_failures(operator: Operator) -> Iterator[None]:
+def name_failures(operator: Operator) -> Iterator[None]:
     """Context manager that turns compile and launch failures into errors with the operator's name; OOM passes through.
 
     Raises:
@@ -47,7 +47,7 @@ def named_failures(operator: Operator) -> Iterator[None]:
     """
     try:
         yield
-    except _failures() as error:
+    except _kernel_errors() as error:
         # Recovery handles a lack of memory, but not a failed kernel.
         if is_oom(error):
             raise
@@ -58,7 +58,7 @@ def named_failures(operator: Operator) -> Iterator[None]:
         ) from error
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def _kernel_errors() -> tuple[type[Exception], ...]:
     """Returns what compiling and launching a kernel can raise: torch, Triton, its compilers, outdated libraries."""
     kinds = (ImportError, AttributeError, RuntimeError, OSError, subprocess.SubprocessError)
     # Only if something has imported it: without CUDA, it may not be installed.

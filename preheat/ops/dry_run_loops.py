@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-__all__ = ["TurnCounter", "fold_identical", "counting"]
+__all__ = ["TurnCounter", "fold_identical", "count_turns"]
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ class TurnCounter(Protocol):
     def mark(self) -> object:
         """Returns a marker of the current counts."""
 
-    def again(self, since: object, times: int) -> None:
+    def repeat_kernels(self, since: object, times: int) -> None:
         """Adds `times` more copies of the counts since the marker."""
 
 
@@ -26,7 +26,7 @@ _counters: ContextVar[tuple[TurnCounter, ...]] = ContextVar("counters", default=
 
 
 @contextmanager
-def counting(counter: TurnCounter) -> Iterator[None]:
+def count_turns(counter: TurnCounter) -> Iterator[None]:
     """Context manager in which `fold_identical` runs few iterations and `counter` multiplies their counts."""
     token = _counters.set((*_counters.get(), counter))
     try:
@@ -56,12 +56,12 @@ def fold_identical(turns: Sequence[T], *, wholly: bool = False) -> Iterator[T]:
     if wholly:
         before = counters[-1].mark()
         yield turns[0]
-        counters[-1].again(before, len(turns) - 1)
+        counters[-1].repeat_kernels(before, len(turns) - 1)
         return
     # The first may allocate what later ones reuse, and the last may be shorter.
     yield turns[0]
     # The generator resumes after the caller's loop body: the counts since the mark are those of one iteration.
     before = counters[-1].mark()
     yield turns[1]
-    counters[-1].again(before, len(turns) - 3)
+    counters[-1].repeat_kernels(before, len(turns) - 3)
     yield turns[-1]

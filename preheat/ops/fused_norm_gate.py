@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["BY_PIECES", "gated_silu", "rms_norm", "shared_by_rows"]
+__all__ = ["BY_PIECES", "gated_silu", "rms_norm", "register_row_sharding"]
 
 Sharding: TypeAlias = "tuple[Sequence[Placement | None], Sequence[Placement | None]]"
 """Placements of an operator's results and of its arguments, as `register_sharding` takes them."""
@@ -71,7 +71,7 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
         >>> gated_silu(torch.tensor([1.0]), torch.tensor([2.0]))
         tensor([1.4621])
     """
-    if rowwise_cpu.serves(a, b):
+    if rowwise_cpu.is_supported(a, b):
         return rowwise_cpu.gated_silu(a, b)
     out: Tensor = _GatedSilu.apply(a, b)  # type: ignore[no-untyped-call]
     return out
@@ -101,11 +101,11 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     wide = weight.float()
-    if dtype == x.dtype and rowwise_cpu.serves(x, out):
+    if dtype == x.dtype and rowwise_cpu.is_supported(x, out):
         rowwise_cpu.norm_forward(x, wide, out, scale, eps)
         return out, scale
     # y = x * rsqrt(mean(x^2) + eps) * w; `one` [rows, 1] is written in place and saved for backward.
-    for row, to, one in _rows(x, out, scale):
+    for row, to, one in _iterate_row_chunks(x, out, scale):
         row = row.float()
         torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=one)
         one.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -130,11 +130,11 @@ def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, by_we
     # On a CPU always computed: it costs no further pass.
     slope = torch.zeros_like(weight, dtype=torch.float32)
     wide = weight.float()
-    if rowwise_cpu.serves(grad, x):
+    if rowwise_cpu.is_supported(grad, x):
         rowwise_cpu.norm_backward(grad, x, scale, wide, by_x, slope)
         return by_x, slope.to(weight.dtype) if by_weight else weight.new_empty(0)
     # With n = x * scale and g = grad * w: dx = scale * (g - n * mean(n g)), dw = sum over rows of n * grad.
-    for row, to, one, given in _rows(x, by_x, scale, grad):
+    for row, to, one, given in _iterate_row_chunks(x, by_x, scale, grad):
         normed, given = row * one, given.float()  # fp32: the scale is
         # fp32 over all chunks, rounded once at the end.
         slope += torch.linalg.vecdot(normed, given, dim=0)
@@ -149,7 +149,7 @@ def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, by_weight: bool) -
     return x.new_empty(x.shape), weight.new_empty(weight.shape if by_weight else 0)
 
 
-def _rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _iterate_row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Splits the tensors' rows into chunks that fit in the cache. Written tensors must be contiguous."""
     width = tensors[0].shape[-1]
     return zip(*(t.reshape(-1, t.shape[-1]).split(max(1, _CHUNK // width)) for t in tensors), strict=True)
@@ -176,7 +176,7 @@ _norm.register_autograd(_backward, setup_context=_keep)
 
 
 @functools.cache
-def shared_by_rows() -> None:
+def register_row_sharding() -> None:
     """Registers the norm's sharding with DTensor: rows are independent, and weight gradients are summed over them."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding

@@ -39,7 +39,7 @@ EXCHANGE = "preheat_exchange"
 # multiples of 16 bytes, and no FLOP formula.
 
 
-def _native(*tensors: Tensor) -> bool:
+def _has_native_kernel(*tensors: Tensor) -> bool:
     """True if torch's grouped matmul supports the tensors without a sync.
 
     It needs 16-byte rows and no fp64; on CUDA, bf16 on Hopper or Blackwell. Otherwise it reads the bounds back.
@@ -55,13 +55,13 @@ def _native(*tensors: Tensor) -> bool:
     return aligned and tensors[0].dtype in kinds
 
 
-def _bounds(ends: Tensor) -> list[tuple[int, int]]:
+def _compute_bounds(ends: Tensor) -> list[tuple[int, int]]:
     last = [int(n) for n in ends.tolist()]
     # Expert e has the rows [ends[e - 1], ends[e]).
     return list(zip([0, *last[:-1]], last, strict=True))
 
 
-def _reads_at_once(ends: Tensor) -> bool:
+def _can_read_bounds(ends: Tensor) -> bool:
     """True if the host can read the bounds without a sync."""
     return ends.device.type == "cpu"
 
@@ -119,8 +119,8 @@ def _multiply_blocks(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out[:count]
 
 
-def _outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`_outer` by blocks of rows, without a device sync. Accumulates in at least fp32."""
+def _sum_outer_blocks(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`_sum_outer` by blocks of rows, without a device sync. Accumulates in at least fp32."""
     blocks = _Blocks.of(ends, left.shape[0])
     wide = torch.promote_types(left.dtype, torch.float32)
     out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1], dtype=wide)
@@ -141,51 +141,51 @@ def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, flip: bool) -> Tensor:
     """
     # A view: neither torch's grouped matmul nor `mm` needs it contiguous.
     matrices = weight.transpose(1, 2) if flip else weight
-    if _native(rows, weight):
+    if _has_native_kernel(rows, weight):
         return cast(Tensor, torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=ends))
-    if not _reads_at_once(ends):
+    if not _can_read_bounds(ends):
         return _multiply_blocks(rows, matrices, ends)
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
-    for matrix, (first, last) in zip(matrices, _bounds(ends), strict=True):
+    for matrix, (first, last) in zip(matrices, _compute_bounds(ends), strict=True):
         torch.mm(rows[first:last], matrix, out=out[first:last])
     return out
 
 
 @torch.library.custom_op("preheat::grouped_linear", mutates_args=())
-def _products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     # Weights are stored [out, in], as in nn.Linear.
     return _multiply(rows, weight, ends, True)
 
 
-@_products.register_fake
+@_multiply_groups.register_fake
 def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("preheat::grouped_back", mutates_args=())
-def _rows_back(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _scatter_rows(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return _multiply(rows, weight, ends, False)
 
 
-@_rows_back.register_fake
+@_scatter_rows.register_fake
 def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
 
 @torch.library.custom_op("preheat::grouped_outer", mutates_args=())
-def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _sum_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Sums the outer products of left [n, a] and right [n, b] over each expert's rows: [experts, a, b]."""
-    if _native(left, right):
+    if _has_native_kernel(left, right):
         return cast(Tensor, torch.nn.functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends))
-    if not _reads_at_once(ends):
-        return _outer_blocks(left, right, ends)
+    if not _can_read_bounds(ends):
+        return _sum_outer_blocks(left, right, ends)
     out = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-    for matrix, (first, last) in zip(out, _bounds(ends), strict=True):
+    for matrix, (first, last) in zip(out, _compute_bounds(ends), strict=True):
         torch.mm(left[first:last].t(), right[first:last], out=matrix)
     return out
 
 
-@_outer.register_fake
+@_sum_outer.register_fake
 def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
@@ -194,26 +194,26 @@ def _keep(ctx: AutogradContext, inputs: tuple[Tensor, ...], output: Tensor) -> N
     ctx.save_for_backward(*inputs)
 
 
-def _back(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
     # Y = X W^T per expert: dX = dY W
-    of_rows = _rows_back(grad, weight, ends) if ctx.needs_input_grad[0] else None
+    of_rows = _scatter_rows(grad, weight, ends) if ctx.needs_input_grad[0] else None
     # dW = dY^T X: [experts, out, in]
-    of_weight = _outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
+    of_weight = _sum_outer(grad, rows, ends) if ctx.needs_input_grad[1] else None
     return of_rows, of_weight, None
 
 
-_products.register_autograd(_back, setup_context=_keep)
+_multiply_groups.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula([torch.ops.preheat.grouped_linear, torch.ops.preheat.grouped_back])
-def _products_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+def _count_product_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
     # Each row meets one expert's matrix, so the number of experts does not count.
     return int(2 * rows[0] * weight[1] * weight[2])
 
 
 @register_flop_formula(torch.ops.preheat.grouped_outer)
-def _outer_flops(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+def _count_outer_flops(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
     return int(2 * left[0] * left[1] * right[1])
 
 
@@ -233,7 +233,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         >>> grouped_linear(rows, weight, torch.tensor([1, 2], dtype=torch.int32)).flatten().tolist()
         [2.0, 3.0]
     """
-    return cast(Tensor, _products(rows, weight, ends))
+    return cast(Tensor, _multiply_groups(rows, weight, ends))
 
 
 def group_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["added", "blocks", "highest", "influence", "lowest", "moments", "refit", "two_of_four", "wanda"]
+__all__ = [
+    "score_contribution",
+    "extract_blocks",
+    "find_highest",
+    "score_influence",
+    "mask_lowest",
+    "sum_moments",
+    "refit",
+    "mask_two_of_four",
+    "score_wanda",
+]
 
 
-def wanda(weight: Tensor, squares: Tensor) -> Tensor:
+def score_wanda(weight: Tensor, squares: Tensor) -> Tensor:
     """Scores single weights: |weight| times the norm of its input (Wanda).
 
     Args:
@@ -20,7 +30,7 @@ def wanda(weight: Tensor, squares: Tensor) -> Tensor:
     return weight.abs() * squares.sqrt()
 
 
-def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
+def mask_lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
     """Returns a mask of the lowest `share` of scores [rows, columns], per row or overall. Ties go to the first.
 
     Example:
@@ -34,7 +44,7 @@ def lowest(scores: Tensor, share: float, *, by_row: bool) -> Tensor:
     return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, order, True).view_as(scores)
 
 
-def two_of_four(scores: Tensor) -> Tensor:
+def mask_two_of_four(scores: Tensor) -> Tensor:
     """Returns a mask of the two lowest of every four scores along the inputs. scores: [out, in], `in` % 4 == 0.
 
     NVIDIA's sparse tensor cores run this 2:4 pattern at up to twice the rate (Mishra et al. 2021, arXiv:2104.08378).
@@ -45,7 +55,7 @@ def two_of_four(scores: Tensor) -> Tensor:
     return torch.zeros_like(fours, dtype=torch.bool).scatter_(2, order, True).view_as(scores)
 
 
-def moments(x: Tensor, units: int) -> Tensor:
+def sum_moments(x: Tensor, units: int) -> Tensor:
     """Sums the second moments of each unit over tokens: x [..., units * size] -> [units, size, size].
 
     Example:
@@ -57,20 +67,20 @@ def moments(x: Tensor, units: int) -> Tensor:
     return parts.transpose(1, 2) @ parts
 
 
-def blocks(gram: Tensor, units: int) -> Tensor:
-    """Extracts the `moments` of each unit from a Gram matrix: [in, in] -> [units, size, size]."""
+def extract_blocks(gram: Tensor, units: int) -> Tensor:
+    """Extracts the `sum_moments` of each unit from a Gram matrix: [in, in] -> [units, size, size]."""
     size = len(gram) // units
     # The diagonal blocks of [units, size, units, size]; `diagonal` puts the units last.
     return gram.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-def added(weight: Tensor, second: Tensor) -> Tensor:
+def score_contribution(weight: Tensor, second: Tensor) -> Tensor:
     """Scores each unit by its contribution to the residual stream: |its columns of `weight` @ its part|², summed over
     tokens.
 
     Args:
         weight: weight of the layer that writes to the stream, [width, units * size].
-        second: `moments` of the layer's inputs, [units, size, size].
+        second: `sum_moments` of the layer's inputs, [units, size, size].
 
     Returns:
         [units]; exactly 0 if removing the unit changes nothing.
@@ -81,7 +91,7 @@ def added(weight: Tensor, second: Tensor) -> Tensor:
     return ((parts @ second) * parts).sum(dim=(1, 2)).clamp(min=0)
 
 
-def influence(before: Tensor, after: Tensor) -> Tensor:
+def score_influence(before: Tensor, after: Tensor) -> Tensor:
     """Scores a layer by 1 - cosine of its input and output, mean over tokens. [..., width] each.
 
     Source: block influence, Men et al. 2024 (arXiv:2403.03853), equation 1.
@@ -89,7 +99,7 @@ def influence(before: Tensor, after: Tensor) -> Tensor:
     return 1 - torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()
 
 
-def highest(scores: Tensor, count: int) -> Tensor:
+def find_highest(scores: Tensor, count: int) -> Tensor:
     """Returns the ascending indices of the `count` highest scores [n]; ties go to the first.
 
     Example:

@@ -1,6 +1,6 @@
 """Cross entropy, RMSNorm, gated SiLU and rotary embedding on a CPU by the C++ kernels of `rowwise_cpu.cpp`.
 
-Each is an operator that a dry run sees; `serves` says for which tensors the kernels are used.
+Each is an operator that a dry run sees; `is_supported` says for which tensors the kernels are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from preheat.hardware.cpp_build import compiler, quick_library
+from preheat.hardware.cpp_build import find_compiler, load_native_library
 from preheat.ops.plain_tensors import is_plain_tensor
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ __all__ = [
     "norm_forward",
     "rotary",
     "rotate_op",
-    "serves",
+    "is_supported",
 ]
 
 IN_CACHE = {
@@ -47,7 +47,7 @@ IN_CACHE = {
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-def serves(*tensors: Tensor) -> bool:
+def is_supported(*tensors: Tensor) -> bool:
     """True if the kernels take these tensors: of one dtype, on a CPU, with contiguous rows."""
     dtype = tensors[0].dtype
     if dtype not in _DTYPES or torch.compiler.is_compiling():
@@ -55,7 +55,7 @@ def serves(*tensors: Tensor) -> bool:
     if not is_plain_tensor(*tensors) or any(t.device.type != "cpu" or t.dtype != dtype for t in tensors):
         return False
     # A dry run builds nothing: it asks whether the library could be built.
-    return compiler() is not None and (detect_fake_mode(tensors) is not None or _library() is not None)
+    return find_compiler() is not None and (detect_fake_mode(tensors) is not None or _load_library() is not None)
 
 
 @torch.library.custom_op("preheat::cross_entropy_", mutates_args=("logits",), device_types="cpu")
@@ -145,15 +145,15 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Args:
         cos, sin: [rows or 1, length, width]; their gradients are not computed.
     """
-    if serves(q, k, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+    if is_supported(q, k, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         return Rotary.apply(q, cos, sin), Rotary.apply(k, cos, sin)  # type: ignore[no-untyped-call]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate_half(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-b, a), dim=-1) * sin
 
-    return turned(q), turned(k)
+    return rotate_half(q), rotate_half(k)
 
 
 class Rotary(torch.autograd.Function):
@@ -203,9 +203,9 @@ def _call(
     number: float | None = None,
     after: tuple[object, ...] = (),
 ) -> None:
-    library = _library()
+    library = _load_library()
     if library is None:
-        raise RuntimeError(f"{name}: `serves` was not asked first")
+        raise RuntimeError(f"{name}: `is_supported` was not asked first")
 
     def argument(value: object) -> object:
         # int64 explicitly, because ctypes passes Python numbers as 32-bit ints.
@@ -219,7 +219,7 @@ def _call(
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    return quick_library(
+def _load_library() -> ctypes.CDLL | None:
+    return load_native_library(
         Path(__file__).with_suffix(".cpp"), "the loss and the operators between products take up to twice as long"
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from preheat.ops import rowwise_cpu
-from preheat.ops.cuda_kernels import Operator, is_plain, named_failures
+from preheat.ops.cuda_kernels import Operator, is_plain, name_failures
 from preheat.ops.plain_tensors import is_plain_tensor
 
 __all__ = ["gated_silu", "gated_silu_backward_", "launch_gate", "launch_gate_backward", "launch_rotary", "rotary"]
@@ -22,7 +22,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LANES = 2048  # elements of a program of the gate: 16 a thread, 16 bytes a load
 
 
-def _serves(operator: Operator, *tensors: Tensor) -> bool:
+def _is_supported(operator: Operator, *tensors: Tensor) -> bool:
     """True if the kernels support these tensors: unsharded CUDA tensors, or the fake tensors of a dry run."""
     if torch.compiler.is_compiling() or not is_plain_tensor(*tensors) or any(t.dtype not in _DTYPES for t in tensors):
         return False
@@ -43,7 +43,7 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     """
     from preheat.ops.fused_norm_gate import gated_silu as plain
 
-    if a.dtype != b.dtype or not _serves("gated_silu", a, b):
+    if a.dtype != b.dtype or not _is_supported("gated_silu", a, b):
         return plain(a, b)
     return rowwise_cpu.gated_silu(a, b)
 
@@ -57,7 +57,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Args:
         cos, sin: [rows or 1, length, width]; their gradients are not computed.
     """
-    if cos.requires_grad or sin.requires_grad or not _serves("rotary", q, k, cos, sin):
+    if cos.requires_grad or sin.requires_grad or not _is_supported("rotary", q, k, cos, sin):
         return rowwise_cpu.rotary(q, k, cos, sin)
     return rowwise_cpu.Rotary.apply(q, cos, sin), rowwise_cpu.Rotary.apply(k, cos, sin)  # type: ignore[no-untyped-call]
 
@@ -72,7 +72,7 @@ def gated_silu_backward_(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Te
         grad: contiguous, [...].
     """
     if grad.is_cuda and not is_plain("gated_silu"):
-        with named_failures("gated_silu"):
+        with name_failures("gated_silu"):
             return launch_gate_backward(grad, a, b, overwrite=True)
     silu = torch.nn.functional.silu(a)
     by_a, by_b = torch.ops.aten.silu_backward(grad * b, a), grad * silu
@@ -87,19 +87,19 @@ def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 @rowwise_cpu.gate_op.register_kernel("cuda")
 def _(a: Tensor, b: Tensor) -> Tensor:
-    with named_failures("gated_silu"):
+    with name_failures("gated_silu"):
         return launch_gate(a, b)
 
 
 @rowwise_cpu.gate_backward_op.register_kernel("cuda")
 def _(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    with named_failures("gated_silu"):
+    with name_failures("gated_silu"):
         return launch_gate_backward(grad, a, b, overwrite=False)
 
 
 @rowwise_cpu.rotate_op.register_kernel("cuda")
 def _(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    with named_failures("rotary"):
+    with name_failures("rotary"):
         return launch_rotary(x, cos, sin, back)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from preheat.errors import RecipeError
-from preheat.model_folder import FAULTS, fault
+from preheat.model_folder import FAULTS, describe_fault
 from preheat.models import configs, hf, moe
-from preheat.models.layer_sizes import largest
-from preheat.planning.kv_cache_size import CACHES, cache_bytes, layer_caches
+from preheat.models.layer_sizes import max_over_layers
+from preheat.planning.kv_cache_size import CACHES, count_cache_bytes, observe_layer_caches
 from preheat.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ __all__ = [
     "Optimal",
     "Serving",
     "compute_optimal",
-    "prefill_flops",
-    "serving",
-    "size_of",
-    "state_bytes",
+    "estimate_prefill_flops",
+    "estimate_serving",
+    "count_model_parameters",
+    "estimate_state_bytes",
 ]
 
 
@@ -54,7 +54,7 @@ class ModelSize:
         return self.parameters - round(self.experts * (1 - self.routed))
 
 
-def size_of(recipe: Recipe) -> ModelSize:
+def count_model_parameters(recipe: Recipe) -> ModelSize:
     """Returns the parameter counts of the recipe's model, also of one that preheat cannot train.
 
     Raises:
@@ -65,16 +65,16 @@ def size_of(recipe: Recipe) -> ModelSize:
     from huggingface_hub.errors import StrictDataclassError
 
     config = configs.of(recipe, recipe.data.vocab_size)
-    configs.change(config, recipe.model.config)
+    configs.apply_changes(config, recipe.model.config)
     try:
         # Parameters on the meta device have shapes and no memory, so a model of any size can be counted.
         with torch.device("meta"):
             factory = getattr(transformers, hf.auto_class(config))
             model = factory.from_config(
-                config, trust_remote_code=configs.runs_code(config, recipe.model.trust_remote_code)
+                config, trust_remote_code=configs.is_remote_code(config, recipe.model.trust_remote_code)
             )
     except (*FAULTS, StrictDataclassError) as error:
-        raise RecipeError(f"model: {config.model_type}: {fault(error, 200)}") from None
+        raise RecipeError(f"model: {config.model_type}: {describe_fault(error, 200)}") from None
     # By id, because tied embedding and head are one weight, which counts once.
     ends = {
         id(m.weight): m.weight.numel()
@@ -87,7 +87,7 @@ def size_of(recipe: Recipe) -> ModelSize:
     return ModelSize(config, parameters, sum(ends.values()), experts, chosen / count if count else 1.0)
 
 
-def state_bytes(
+def estimate_state_bytes(
     parameters: int,
     *,
     weights: float = 2,
@@ -145,7 +145,7 @@ class Serving:
 _FORMATS = {"bf16": 2.0, "int8": 1.0, "4 bits": 0.516}  # bytes per weight; 4 bits with 8-bit scales (arXiv:2305.14314)
 
 
-def serving(
+def estimate_serving(
     model: ModelSize,
     *,
     memory: int,
@@ -174,27 +174,33 @@ def serving(
         [('bf16', 8), ('int8', 15), ('4 bits', 18)]
     """
     text = model.config.get_text_config()
-    heads = largest(text, "num_key_value_heads") or largest(text, "num_attention_heads") or devices
+    heads = max_over_layers(text, "num_key_value_heads") or max_over_layers(text, "num_attention_heads") or devices
     apart = min(devices, heads)
     size, scale = CACHES[kept]
     servings = []
     for name, bytes in _FORMATS.items():
         weights = ((model.parameters - model.ends) * bytes + model.ends * 2) / devices
         experts = model.experts * bytes / devices
-        cache = cache_bytes(model.config, length, size=size, scale=scale) / apart
+        cache = count_cache_bytes(model.config, length, size=size, scale=scale) / apart
         room = memory - reserved - weights
         rows = max(0, math.floor(room / cache))
 
-        def speed(rows: int, weights: float = weights, experts: float = experts, cache: float = cache) -> float | None:
+        def estimate_speed(
+            rows: int, weights: float = weights, experts: float = experts, cache: float = cache
+        ) -> float | None:
             # A pass reads the experts to which one of its tokens is sent, if each expert is equally likely.
             read = weights - experts * (1 - model.routed) ** rows
             return bandwidth * rows / (read + rows * cache) if bandwidth and rows else None
 
         first = None
         if bandwidth and matrix_rate and rows:
-            first = max(prefill_flops(model, length) / devices / matrix_rate, weights / bandwidth)
-        longest = _longest(lambda n: cache_bytes(model.config, n, size=size, scale=scale), room * apart)
-        servings.append(Serving(name, kept, weights, cache, rows, longest, speed(rows), speed(min(rows, 1)), first))
+            first = max(estimate_prefill_flops(model, length) / devices / matrix_rate, weights / bandwidth)
+        longest = _find_longest(lambda n: count_cache_bytes(model.config, n, size=size, scale=scale), room * apart)
+        servings.append(
+            Serving(
+                name, kept, weights, cache, rows, longest, estimate_speed(rows), estimate_speed(min(rows, 1)), first
+            )
+        )
     return servings
 
 
@@ -202,7 +208,7 @@ _STATE_FLOPS = 6
 """FLOPs of an element of a recurrent state for each token: decay, add an outer product, multiply by the query."""
 
 
-def prefill_flops(model: ModelSize, length: int) -> float:
+def estimate_prefill_flops(model: ModelSize, length: int) -> float:
     """Returns the FLOPs of a prefill: two per active weight and token, plus causal attention and recurrent states.
 
     The head computes logits for the last token only.
@@ -213,7 +219,7 @@ def prefill_flops(model: ModelSize, length: int) -> float:
         >>> round(prefill_flops(ModelSize(config, 8_030_261_248, ends=1_050_673_152), 8192) / 1e12)
         132
     """
-    facts, caches = hf.facts(model.config), layer_caches(model.config)
+    facts, caches = hf.read_facts(model.config), observe_layer_caches(model.config)
     # Layers that attend to another layer's keys and values have no cache, and compute as the layers that have one do.
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None) or 0
     attending = [cache for cache in caches if cache.elements]
@@ -227,7 +233,7 @@ def prefill_flops(model: ModelSize, length: int) -> float:
     return 2.0 * (model.active - model.ends) * length + scores + _STATE_FLOPS * states
 
 
-def _longest(cache: Callable[[int], float], room: float) -> int:
+def _find_longest(cache: Callable[[int], float], room: float) -> int:
     """Returns the most tokens whose cache fits, by bisection: with windows the cache is not linear in the length."""
     # 2^30 tokens: beyond any context length.
     low, high = 0, 1 << 30

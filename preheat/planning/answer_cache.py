@@ -24,41 +24,41 @@ from preheat.core.plan import Plan, PlanFigures
 from preheat.errors import RunError
 from preheat.files import BadJson, read_record, to_json
 from preheat.hardware.stored_values import Damaged, read_json
-from preheat.recipe.paths import possible_paths
+from preheat.recipe.paths import list_possible_paths
 
 if TYPE_CHECKING:
     from preheat.core import Recipe
     from preheat.core.json_types import JsonObject
 
-__all__ = ["Answer", "key_of", "load", "source_digest", "store"]
+__all__ = ["Answer", "compute_key", "load", "compute_source_digest", "store"]
 
 _FORMAT = 2
 _FILES = 2000  # files of a named folder at most; the state of more is not checked, so their answers are not stored
 
 
-def key_of(recipe: Recipe, question: Mapping[str, object]) -> str | None:
+def compute_key(recipe: Recipe, question: Mapping[str, object]) -> str | None:
     """Returns the key of a plan's answer; None if it depends on something that cannot be checked, such as a hub.
 
     Args:
         question: everything else that the answer depends on, as JSON values.
     """
     files: list[object] = []
-    for value in possible_paths(recipe):
-        state = _state(Path(value).expanduser())
+    for value in list_possible_paths(recipe):
+        state = _read_state(Path(value).expanduser())
         if state is None:
             return None
         files.append([value, state])
     parts = [
         _FORMAT,
-        recipes.as_values(recipe),
+        recipes.to_values(recipe),
         question,
         files,
         # Rates of this machine and of its links, and the runs that refine them.
-        [[path.name, _digest(path)] for path in sorted(cache_folder().glob("*.json"))],
-        remote_code.allowed(),
+        [[path.name, _compute_digest(path)] for path in sorted(cache_folder().glob("*.json"))],
+        remote_code.is_allowed(),
         {name: value for name, value in os.environ.items() if name.startswith("PREHEAT_") and name not in _APART},
-        source_digest(),
-        _packages(),
+        compute_source_digest(),
+        _list_packages(),
         sys.version,
         platform.machine(),
     ]
@@ -86,11 +86,11 @@ class Answer:
 def load(key: str) -> Answer | None:
     """Returns the stored answer; None if there is none, or if its file is damaged."""
     try:
-        stored = read_json(_path(key)) or {}
+        stored = read_json(_entry_path(key)) or {}
     except Damaged:
         return None
     answer = stored.get("answer")
-    if not isinstance(answer, dict) or stored.get("sha256") != _checksum(answer):
+    if not isinstance(answer, dict) or stored.get("sha256") != _compute_checksum(answer):
         return None
     try:
         return read_record(Answer, answer)
@@ -109,34 +109,34 @@ def store(key: str, answer: Answer) -> None:
     except (TypeError, ValueError):  # infinite, or not JSON: it would be read back as something else
         return
     try:
-        store_json(_path(key), {"sha256": _checksum(plain), "answer": plain})
+        store_json(_entry_path(key), {"sha256": _compute_checksum(plain), "answer": plain})
     except RunError:  # the plan is printed all the same, and computed again the next time
         return
 
 
-def _path(key: str) -> Path:
+def _entry_path(key: str) -> Path:
     return cache_folder() / "answers" / f"{key}.json"
 
 
-def _checksum(answer: JsonObject) -> str:
+def _compute_checksum(answer: JsonObject) -> str:
     return hashlib.sha256(to_json(answer).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:  # removed meanwhile
         return ""
 
 
-def _state(path: Path) -> object | None:
+def _read_state(path: Path) -> object | None:
     """Returns size and time of a file, or of all files of a folder; None if it is not here, or has too many files."""
     try:
         if not path.is_dir():
             status = path.stat()
             return [status.st_size, status.st_mtime_ns]
         state: list[object] = []
-        for file in _files(path):
+        for file in _iterate_files(path):
             status = file.stat()
             state.append([str(file), status.st_size, status.st_mtime_ns])
             if len(state) > _FILES:
@@ -146,7 +146,7 @@ def _state(path: Path) -> object | None:
         return None
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _iterate_files(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
@@ -154,13 +154,13 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 @functools.cache
-def source_digest() -> str:
+def compute_source_digest() -> str:
     """Returns the digest of preheat's source: any change of it may change what a step does."""
     house = Path(__file__).parents[1]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))).hexdigest()
 
 
-def _packages() -> list[str]:
+def _list_packages() -> list[str]:
     """Returns the installed packages with their versions, by the names of their folders."""
     names: set[str] = set()
     for folder in sys.path:

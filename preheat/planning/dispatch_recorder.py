@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from preheat.core import Phase
 from preheat.ops.attention.causal_cpu import scratch_bytes
 from preheat.ops.distributed.dtensor_utils import local
-from preheat.planning.fake_tensor_cache import run, tensors
-from preheat.planning.speed.flop_formulas import flops_of, formula_of
+from preheat.planning.fake_tensor_cache import collect_tensors, run
+from preheat.planning.speed.flop_formulas import count_kernel_flops, find_formula
 from preheat.torch_compat import fake_device
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ _DTYPES = {
 }
 
 
-def _argument(
+def _find_argument(
     operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str, default: object
 ) -> Any:
     """Returns an operator's argument by name; `default` if its schema has no such argument."""
@@ -96,7 +96,7 @@ def _argument(
     return default
 
 
-def _in_shape_propagation() -> bool:
+def _is_shape_propagation() -> bool:
     """True during DTensor's shape propagation, which runs operators on global shapes and discards the result."""
     # The stack is the only sign of it: DTensor's propagation runs ordinary operators under the same modes.
     frame: FrameType | None = sys._getframe(2)
@@ -128,7 +128,7 @@ def _is_wrapper(kind: type) -> bool:
     return bool(is_traceable_wrapper_subclass_type(kind))
 
 
-def _storage(t: Tensor) -> torch.UntypedStorage:
+def _find_storage(t: Tensor) -> torch.UntypedStorage:
     # Of a DTensor, the storage of this rank's shard.
     return (t if type(t) is FakeTensor else local(t)).untyped_storage()
 
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
         self.later += self.kernels - since.kernels - (self.sums - since.sums)
         self.recomputed_later += self.recomputed - since.recomputed
 
-    def again(self, since: object, times: int, *, sums: bool = True) -> None:
+    def repeat_kernels(self, since: object, times: int, *, sums: bool = True) -> None:
         """Counts the kernels since a mark `times` more; `sums` includes the gradient reductions."""
         assert isinstance(since, Mark)
         # Counter subtraction drops zeros, so only kernels that ran since the mark are repeated.
@@ -224,11 +224,11 @@ class Recorder(TorchDispatchMode):
 
     def number(self, t: Tensor) -> int | None:
         """Returns the log number of a tensor's storage, if it was allocated under this recorder and is alive."""
-        return self._numbers.get(id(_storage(t)))
+        return self._numbers.get(id(_find_storage(t)))
 
     def follow(self, t: Tensor) -> int:
         """Logs a tensor's storage unless it is known; returns the newly allocated bytes."""
-        storage = _storage(t)
+        storage = _find_storage(t)
         # Meta tensors have no memory on any device; the build makes them before it materializes parameters.
         if id(storage) in self._numbers or id(storage) in self._host or t.device.type == "meta":
             return 0
@@ -272,7 +272,7 @@ class Recorder(TorchDispatchMode):
         self._log_event(number, -size)
 
     def _log_event(self, number: int, size: int) -> None:
-        self.log.append((number, size, self._phase()))
+        self.log.append((number, size, self._current_phase()))
         self.places.append(self.place)
 
     def notice_resize(self) -> None:
@@ -292,7 +292,7 @@ class Recorder(TorchDispatchMode):
         """
         self._resized = False
         for t in written:
-            storage = _storage(t)
+            storage = _find_storage(t)
             # Each storage is registered once, with the size that it has while it is filled.
             if (number := self._numbers.get(id(storage))) is not None and id(storage) not in self._gathered:
                 size = -(-storage.nbytes() // self.rounding) * self.rounding
@@ -307,7 +307,7 @@ class Recorder(TorchDispatchMode):
                 self._released ^= {key}
                 self._log_event(number, -size if empty else size)
 
-    def _group(self, operator: OpOverload, args: Sequence[object]) -> tuple[int, int] | None:
+    def _group_key(self, operator: OpOverload, args: Sequence[object]) -> tuple[int, int] | None:
         """Returns the key of a collective's process group, which is an object in c10d and a name in functional ones."""
         import torch.distributed as dist
 
@@ -328,7 +328,7 @@ class Recorder(TorchDispatchMode):
 
     def _move_to_host(self, t: Tensor) -> None:
         """Moves a storage that was logged as device memory to host memory."""
-        storage = _storage(t)
+        storage = _find_storage(t)
         if (number := self._numbers.pop(id(storage), None)) is not None:
             self._released.add(id(storage))  # its finalizer must not log another free
             self._log_event(number, -(-(-storage.nbytes() // self.rounding) * self.rounding))
@@ -336,24 +336,24 @@ class Recorder(TorchDispatchMode):
 
     def _track_on_host(self, outputs: list[Tensor]) -> None:
         """Tracks the storages of these tensors as host memory."""
-        for storage in {id(s): s for s in map(_storage, outputs) if id(s) not in self._numbers}.values():
+        for storage in {id(s): s for s in map(_find_storage, outputs) if id(s) not in self._numbers}.values():
             if id(storage) not in self._host:
                 self._host.add(id(storage))
                 weakref.finalize(storage, self._host.discard, id(storage))
 
-    def _phase(self) -> Phase:
+    def _current_phase(self) -> Phase:
         # Recomputation re-enters the forward slots, but runs inside of an autograd node: it belongs to backward.
         if self.phase in (Phase.FORWARD, Phase.HEAD_AND_LOSS) and torch._C._current_autograd_node() is not None:
             return Phase.BACKWARD
         return self.phase
 
-    def _where(self, name: str, inputs: list[Tensor]) -> Place:
+    def _current_place(self, name: str, inputs: list[Tensor]) -> Place:
         if name in _LINK:
             return _LINK[name]
         if not self._host:
             return "device"
         # 0-dim tensors (step counters, flags) do not decide where an operator runs.
-        on_host = [id(_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
+        on_host = [id(_find_storage(t)) in self._host for t in [t for t in inputs if t.ndim] or inputs]
         return "host" if on_host and all(on_host) else "device"
 
     @classmethod
@@ -379,16 +379,16 @@ class Recorder(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and _is_wrapper(kind):
                 return NotImplemented  # called again with the local shards of a DTensor, or a quantized tensor's parts
-        inputs = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
+        inputs = collect_tensors(args) + collect_tensors(kwargs) if kwargs else collect_tensors(args)
         out, entry = run(func, args, kwargs, inputs)
         # Global shapes are no memory of this rank.
-        if self.spread and _in_shape_propagation():
+        if self.spread and _is_shape_propagation():
             return out
         # Before this operator's own allocations: a resize happened ahead of it.
         if self._resized:
             self.look_at_gathered()
-        operator = _operator(func)
-        outputs = tensors(out)
+        operator = _describe_operator(func)
+        outputs = collect_tensors(out)
         # Without tensors nothing runs on the device: a question about dtypes.
         if operator.free or not (inputs or outputs):
             return out
@@ -407,7 +407,7 @@ class Recorder(TorchDispatchMode):
                 return out
             if all(map(_is_dense, (*inputs, *outputs))):
                 notes = entry.notes
-        where = self._where(operator.name, inputs)
+        where = self._current_place(operator.name, inputs)
         # Storages first: a copy over the link counts the bytes of those that are on the host.
         self._track_storages(operator.name, where, inputs, outputs)
         if operator.name in _UNINITIALIZED:  # memory without values: no kernel runs
@@ -416,25 +416,27 @@ class Recorder(TorchDispatchMode):
             return out
         # Without outputs (foreach and collective operators) the schema says which arguments are written.
         written = outputs or [
-            t for n, name in operator.written for t in tensors(args[n] if n < len(args) else kwargs.get(name))
+            t for n, name in operator.written for t in collect_tensors(args[n] if n < len(args) else kwargs.get(name))
         ]
         # FSDP2 copies the gathered bytes into one buffer per parameter: these are the ones it resizes later.
         if operator.splits:
             self.look_at_gathered(written)
         if operator.stream is not None:
             self.streams.update({n: operator.stream for t in written if (n := self.number(t)) is not None})
-        temporaries, cast = self._temporaries(operator, where, inputs, written)
+        temporaries, cast = self._find_temporaries(operator, where, inputs, written)
         for size in temporaries:
             self._log_temporary(size)
-        flops = flops_of(operator.formula, args, out)
+        flops = count_kernel_flops(operator.formula, args, out)
         if operator.name.endswith("::all_gather_copy_in"):
             # A rank copies its own shards into its part of the buffer; the buffer is an argument and a result too.
             written = outputs[:1]
-        sources = inputs if operator.read is None else tensors([args[n] for n in operator.read if n < len(args)])
-        read, wrote = self._traffic(where, sources, outputs, written)
+        sources = (
+            inputs if operator.read is None else collect_tensors([args[n] for n in operator.read if n < len(args)])
+        )
+        read, wrote = self._count_traffic(where, sources, outputs, written)
         kernel = Kernel(
             operator=operator.name.removeprefix("aten::"),
-            dtype=self._dtype(operator.name, flops, inputs, outputs),
+            dtype=self._compute_dtype(operator.name, flops, inputs, outputs),
             flops=flops,
             # A cast reads and writes its operand once more, so its bytes count on both sides.
             bytes_read=read + cast,
@@ -442,8 +444,8 @@ class Recorder(TorchDispatchMode):
             shapes=tuple(tuple(t.shape) for t in inputs[:4]),
             # Speed on a CPU depends on the layout: x @ W.T, g @ W and g.T @ x run at different rates.
             transposed=tuple(t.ndim >= 2 and t.stride(-1) != 1 for t in inputs[:3]) if flops else (),
-            causal=_argument(func, args, kwargs, "is_causal", True) if flops else True,
-            group=self._group(func, args) if operator.collective else None,
+            causal=_find_argument(func, args, kwargs, "is_causal", True) if flops else True,
+            group=self._group_key(func, args) if operator.collective else None,
             where=where,
             alone=self.phase is Phase.UPDATE,
         )
@@ -456,8 +458,8 @@ class Recorder(TorchDispatchMode):
         """Logs the storages that an operator allocated, on the device or on the host."""
         if name == "preheat::lies_on_host":
             self._move_to_host(inputs[0])
-        elif name == "preheat::copy_to_device_" and id(_storage(inputs[0])) in self._host:
-            self._host.discard(id(_storage(inputs[0])))  # allocated like a host tensor, but on the device
+        elif name == "preheat::copy_to_device_" and id(_find_storage(inputs[0])) in self._host:
+            self._host.discard(id(_find_storage(inputs[0])))  # allocated like a host tensor, but on the device
             self.follow(inputs[0])
         # Host tensors first: `follow` then skips them.
         if where == "host" or name in _TO_HOST:
@@ -465,7 +467,7 @@ class Recorder(TorchDispatchMode):
         for t in outputs:
             self.follow(t)
 
-    def _temporaries(
+    def _find_temporaries(
         self, operator: _Operator, where: Place, inputs: list[Tensor], written: list[Tensor]
     ) -> tuple[tuple[int, ...], int]:
         """Returns the sizes of memory that torch takes only while an operator runs, and the bytes of cast operands."""
@@ -479,17 +481,17 @@ class Recorder(TorchDispatchMode):
             return (*sizes, cast), cast
         return sizes, 0
 
-    def _traffic(
+    def _count_traffic(
         self, where: Place, inputs: list[Tensor], outputs: list[Tensor], written: list[Tensor]
     ) -> tuple[int, int]:
         """Returns the bytes that an operator reads and writes."""
         if where in ("out", "back"):  # the bytes of the host's side cross the link
-            link = sum([_bytes_moved(t) for t in (*inputs, *outputs) if id(_storage(t)) in self._host])
+            link = sum([_count_bytes_moved(t) for t in (*inputs, *outputs) if id(_find_storage(t)) in self._host])
             return link, link
         # Every operand is read once and every result written once: caches between kernels are not modelled.
-        return sum([_bytes_moved(t) for t in inputs]), sum([_bytes_moved(t) for t in written])
+        return sum([_count_bytes_moved(t) for t in inputs]), sum([_count_bytes_moved(t) for t in written])
 
-    def _dtype(self, name: str, flops: int, inputs: list[Tensor], outputs: list[Tensor]) -> str:
+    def _compute_dtype(self, name: str, flops: int, inputs: list[Tensor], outputs: list[Tensor]) -> str:
         """Returns the dtype in which an operator computes."""
         # The first argument of addmm may have a wider dtype.
         factors = inputs[1:] if flops and name in _ADDING else inputs
@@ -511,7 +513,7 @@ class Recorder(TorchDispatchMode):
             self.recomputed += kernel.flops
 
 
-def _operator(func: OpOverload) -> _Operator:
+def _describe_operator(func: OpOverload) -> _Operator:
     # By id, because torch computes the hash of an operator in Python.
     if (operator := _operators.get(id(func))) is None:
         operator = _operators[id(func)] = _describe(func)
@@ -532,7 +534,7 @@ def _describe(func: OpOverload) -> _Operator:
         func.namespace in ("c10d", "_c10d_functional"),
         _read(func),
         torch.Tag.pointwise in func.tags and name not in _CASTS,
-        formula_of(func),
+        find_formula(func),
     )
 
 
@@ -601,18 +603,18 @@ def _cast_bytes(inputs: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     common = functools.reduce(torch.promote_types, (t.dtype for t in floats))
     others = [t for t in (*floats, *written) if t.dtype.is_floating_point and t.dtype != common]
     # At most the elements of the storage, because a broadcast operand is cast before it is expanded.
-    return sum(min(t.numel(), _storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
+    return sum(min(t.numel(), _find_storage(t).nbytes() // t.element_size()) * common.itemsize for t in others)
 
 
 def _is_dense(t: Tensor) -> bool:
-    """True if no two elements share memory, so that the size of the storage does not matter to `_bytes_moved`."""
+    """True if no two elements share memory, so that the size of the storage does not matter to `_count_bytes_moved`."""
     extent = 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         extent += (size - 1) * stride
     # A smaller storage is that of gathered weights, resized to nothing while nobody reads them.
-    return t.numel() <= extent and t.numel() * t.element_size() <= _storage(t).nbytes()
+    return t.numel() <= extent and t.numel() * t.element_size() <= _find_storage(t).nbytes()
 
 
-def _bytes_moved(t: Tensor) -> int:
+def _count_bytes_moved(t: Tensor) -> int:
     """Returns the bytes moved by reading or writing a tensor; a broadcast operand counts its own storage only."""
-    return min(t.numel() * t.element_size(), int(_storage(t).nbytes()))
+    return min(t.numel() * t.element_size(), int(_find_storage(t).nbytes()))

@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from preheat.core import DATA, STEP, Axis, Batch, Build, Phase, Shape, Slot, Tag
-from preheat.core.mesh import pretended
+from preheat.core.mesh import fake_process_group
 from preheat.engine import builder
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.models import moe
-from preheat.models.hf import anatomy
-from preheat.ops.adapters.peft_layers import parameter_counts
-from preheat.ops.distributed.fully_shard import gathering, reducing, sharding_lazily
-from preheat.ops.distributed.pipelining import watching
-from preheat.ops.dry_run_loops import counting
+from preheat.models.hf import find_anatomy
+from preheat.ops.adapters.peft_layers import count_parameters
+from preheat.ops.distributed.fully_shard import shard_lazily, watch_gathers, watch_reductions
+from preheat.ops.distributed.pipelining import watch_micro_batches
+from preheat.ops.dry_run_loops import count_turns
 from preheat.planning.dispatch_recorder import Kernel, Mark, Recorder
 from preheat.planning.observation import BESIDE, CATEGORIES, Observation
 from preheat.planning.phases import (
-    dry_dataset_passes,
-    dry_evaluation,
-    dry_generation,
-    dry_load,
-    dry_saving,
-    fake_batch,
+    build_fake_batch,
+    run_dataset_passes,
+    run_evaluation,
+    run_generation,
+    run_load,
+    run_saving,
     track_phases,
 )
 from preheat.planning.recurrent_kernels import fused_recurrent_kernels
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from preheat.core import Device
 
-__all__ = ["allocator_rounding", "build_dry", "highest", "observe", "peaks"]
+__all__ = ["allocator_rounding", "build_dry", "peak_by_phase", "observe", "categorize_peaks"]
 
 _SENT = ("c10d::send", "c10d::recv_")
 """Operators between the passes of a pipeline's micro-batches, which `Recorder.later` lacks."""
@@ -62,7 +62,7 @@ def build_dry(request: Request) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with pretended(request.devices), sharding_lazily():
+    with fake_process_group(request.devices), shard_lazily():
         builder.build(
             request.recipe,
             vocabulary=request.vocabulary,
@@ -79,14 +79,14 @@ def observe(request: Request, *, rank: int = 0, by_layer: bool = False, evaluate
 
     Args:
         rank: rank to observe.
-        by_layer: record in `at` which layer runs; not supported for compiled layers.
+        by_layer: record in `build_hook` which layer runs; not supported for compiled layers.
         evaluated: False skips checkpointing, evaluation and sample generation.
 
     Raises:
         RecipeError: the recipe cannot be built.
     """
     # A fake process group of that many ranks: collectives have shapes, and send nothing.
-    with pretended(request.devices, rank), sharding_lazily():
+    with fake_process_group(request.devices, rank), shard_lazily():
         return _observe(request, by_layer, evaluated)
 
 
@@ -117,14 +117,14 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     with (
         mode,
         recorder,
-        counting(recorder),
-        gathering(recorder.look_at_gathered, recorder.notice_resize, recorder.notice_gather_input),
-        reducing(recorder.sum_gradients),
-        watching(recorder.notice_pass),
+        count_turns(recorder),
+        watch_gathers(recorder.look_at_gathered, recorder.notice_resize, recorder.notice_gather_input),
+        watch_reductions(recorder.sum_gradients),
+        watch_micro_batches(recorder.notice_pass),
         fused_recurrent_kernels(build.trained, request.device),
     ):
         # Before the first step, while parameters and preallocated optimizer states are all that is alive.
-        known = _known(build, recorder)
+        known = _name_known_storages(build, recorder)
         track_phases(build, recorder)
         if by_layer:
             _hook_layers(build, recorder)
@@ -136,30 +136,30 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         # A CPU's heap needs a third one to settle.
         recorder.kernels.clear()
         recorder.phase = Phase.FORWARD
-        enough = _enough(build, len(micros))
+        enough = _count_needed_micro_batches(build, len(micros))
         # On a CPU the global batch is in the device's memory, and a pipeline moves all of it; a GPU holds only the
         # current micro-batch and the next.
         everything = cpu or build.mesh.size(Axis.PIPELINE) > 1
         all_batches = [
-            fake_batch(recipe, rows, build.model.vision) for rows in (micros if everything else micros[:enough])
+            build_fake_batch(recipe, rows, build.model.vision) for rows in (micros if everything else micros[:enough])
         ]
         batches = all_batches[:enough]
         marks: list[Mark] = []
         first_pass: list[Counter[Kernel]] = []  # kernels so far, at each batch of a first pass
 
-        def marked(batches: list[Batch]) -> Iterator[Batch]:
+        def mark_batches(batches: list[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 marks.append(recorder.mark())
                 yield batch
 
         # The real step, on fake batches: everything else in this function is bookkeeping around it.
-        gradients(build, _RecordedBatches(marked, batches, first_pass, recorder.kernels))
+        accumulate_gradients(build, _RecordedBatches(mark_batches, batches, first_pass, recorder.kernels))
         if build.mesh.size(Axis.PIPELINE) > 1:  # micro-batches overlap, so `marks` cannot tell them apart
             _count_remaining(recorder, len(micros), len(batches))
             batches = all_batches
         if more := len(micros) - len(batches):
             # With that hook, only the last micro-batch reduces gradients.
-            recorder.again(marks[-1], more, sums=not build.hooks.before_backward)
+            recorder.repeat_kernels(marks[-1], more, sums=not build.hooks.before_backward)
         if build.model.experts and len(first_pass) == len(batches) > 1:  # the first pass is repeated for each one
             # The load-balancing loss of experts counts tokens in a first pass over all micro-batches
             # (engine/moe_aux_loss.py).
@@ -176,10 +176,10 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         del all_batches
         # A search compares steps only, and skips the phases outside of them.
         if evaluated:
-            dry_saving(build, recorder)
-            dry_evaluation(build, recorder, recipe, shape)
-            dry_generation(build, recorder, recipe)
-            dry_dataset_passes(build, recorder, recipe, shape)
+            run_saving(build, recorder)
+            run_evaluation(build, recorder, recipe, shape)
+            run_generation(build, recorder, recipe)
+            run_dataset_passes(build, recorder, recipe, shape)
     for category, numbers in (
         ("communication buffers", set(recorder.streams)),
         ("gathered weights", recorder.gathered),
@@ -188,8 +188,8 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         known.update(dict.fromkeys(numbers - known.keys() - grads, category))
     at, passing = _replay(recorder.log, recorder.places, known, grads, recorder.rounded)
     # A separate place, because each of the two is affine in the number of layers.
-    at[Phase.LOAD, "values"] = dry_load(build, at[Phase.LOAD, ""])
-    categories = peaks(at)
+    at[Phase.LOAD, "values"] = run_load(build, at[Phase.LOAD, ""])
+    categories = categorize_peaks(at)
     flops: dict[str, int] = defaultdict(int)
     for kernel, count in kernels.items():
         flops[kernel.dtype] += kernel.flops * count
@@ -200,9 +200,9 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         flops={k: v for k, v in flops.items() if v},
         # MFU counts the FLOPs that the model needs, not those of recomputation.
         model_flops=sum(flops.values()) - recorder.recomputed,
-        parameters=sum(parameter_counts(part)[1] for part in build.trained),
+        parameters=sum(count_parameters(part)[1] for part in build.trained),
         trained=sum(p.numel() for _, p in build.parameters()),
-        experts=sum(parameter_counts(m)[1] for part in build.trained for m in moe.all_experts(part)),
+        experts=sum(count_parameters(m)[1] for part in build.trained for m in moe.all_experts(part)),
         tokens=shape.rows * shape.length,
         passing=passing,
         log=list(recorder.log),  # a copy: later garbage collection would append frees that are not part of the step
@@ -211,7 +211,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
         at=at,
         streams=recorder.streams,
         unrounded=recorder.unrounded,
-        groups={key: build.mesh.along(ranks) for key, ranks in recorder.groups.items()},
+        groups={key: build.mesh.axes_between(ranks) for key, ranks in recorder.groups.items()},
         compiled=Tag.COMPILED_LAYERS in build.tags,
         cudnn=any(change.kernel == "cudnn" for changes in build.changes.values() for change in changes),
         slowed=math.prod(t.host_overhead() for t in recipe.techniques.values()),
@@ -219,7 +219,7 @@ def _observe(request: Request, by_layer: bool, evaluated: bool) -> Observation:
     )
 
 
-def _enough(build: Build, micros: int) -> int:
+def _count_needed_micro_batches(build: Build, micros: int) -> int:
     """Returns the number of micro-batches to run; the remaining ones repeat the last, or of a pipeline the mean.
 
     A pipeline is full with one micro-batch per stage, and one more accumulates onto existing gradients.
@@ -303,7 +303,7 @@ class _RecordedBatches(Sequence[Batch]):
         return self._iterate(self._batches)
 
 
-def _known(build: Build, recorder: Recorder) -> dict[int, str]:
+def _name_known_storages(build: Build, recorder: Recorder) -> dict[int, str]:
     """Maps the log number of each storage that exists before the first step to its category."""
     known: dict[int, str] = {}
     tensors: Iterable[tuple[str, Tensor]] = [
@@ -363,13 +363,13 @@ def _replay(
     return at_peak, passing
 
 
-def highest(recorder: Recorder) -> dict[str, int]:
+def peak_by_phase(recorder: Recorder) -> dict[str, int]:
     """Returns the peak of allocated bytes in each recorded phase."""
     at, _ = _replay(recorder.log, recorder.places, {}, set(), recorder.rounded)
-    return {phase: sum(categories.values()) for phase, categories in peaks(at).items()}
+    return {phase: sum(categories.values()) for phase, categories in categorize_peaks(at).items()}
 
 
-def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:
+def categorize_peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, int]]:
     """Returns the categories at the peak of each phase, from the peaks of its places."""
     by_phase: dict[str, dict[str, int]] = {}
     for (phase, _), categories in at.items():
@@ -381,27 +381,27 @@ def peaks(at: Mapping[tuple[str, str], dict[str, int]]) -> dict[str, dict[str, i
 def _hook_layers(build: Build, recorder: Recorder) -> None:
     """Hooks the layers so that the recorder knows which one runs; the first two and last two have their own place."""
 
-    def at(place: str) -> Callable[..., None]:
+    def build_hook(place: str) -> Callable[..., None]:
         def mark(*_: object) -> None:
             recorder.place = place
 
         return mark
 
     def leave(place: str, last: bool) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], out: object) -> None:
+        def mark_layer(module: nn.Module, args: tuple[Tensor, ...], out: object) -> None:
             for t in tree_leaves(out):
                 # The gradient of a layer's output is computed just before the layer's own backward pass.
                 if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(at(place))
+                    t.register_hook(build_hook(place))
             if last:
                 recorder.place = "after"
 
-        return hook
+        return mark_layer
 
     for part in build.trained:
-        layers = anatomy(part).layers  # type: ignore[arg-type]
+        layers = find_anatomy(part).layers  # type: ignore[arg-type]
         for n, layer in enumerate(layers):
             # The layers in between need the same memory, so one label is enough for them.
             place = str(n) if n < 2 else str(n - len(layers)) if n >= len(layers) - 2 else "between"
-            layer.register_forward_pre_hook(at(place))
+            layer.register_forward_pre_hook(build_hook(place))
             layer.register_forward_hook(leave(place, n == len(layers) - 1))

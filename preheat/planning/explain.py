@@ -28,15 +28,15 @@ from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import describe_techniques
-from preheat.planning.search.cost_model import seconds
+from preheat.planning.search.cost_model import estimate_seconds
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
 from preheat.planning.speed.roofline import Roofline
-from preheat.sanitize import memory, percent
+from preheat.sanitize import format_memory, format_percent
 
-__all__ = ["cost_of", "energy_of", "explain", "figures"]
+__all__ = ["estimate_cost", "estimate_energy", "explain", "build_figures"]
 
 
-def cost_of(plan: Plan, devices: int, price: float | None) -> Cost | None:
+def estimate_cost(plan: Plan, devices: int, price: float | None) -> Cost | None:
     """Returns the cost of a plan, given a price per device-hour; None without a price."""
     if price is None:
         return None
@@ -46,7 +46,7 @@ def cost_of(plan: Plan, devices: int, price: float | None) -> Cost | None:
     return Cost(hourly, hourly / 3600 / plan.tokens_per_second * 1e6, run)
 
 
-def energy_of(plan: Plan, devices: int) -> Energy | None:
+def estimate_energy(plan: Plan, devices: int) -> Energy | None:
     """Returns an upper bound of a plan's energy; None if the power of its device is unknown."""
     if plan.watts is None:
         return None
@@ -63,30 +63,30 @@ def explain(result: SearchResult, *, devices: int, price: float | None = None) -
     """
     best = result.best
 
-    def alternative(s: EvaluatedPlan) -> Alternative:
+    def build_alternative(s: EvaluatedPlan) -> Alternative:
         return Alternative(
             what=describe_techniques(s.added, s.micro),
-            recipe=recipes.as_values(s.recipe)["techniques"],
+            recipe=recipes.to_values(s.recipe)["techniques"],
             peak_gib=s.plan.peak_gib,
             tokens_per_second=s.plan.tokens_per_second,
             seconds_per_step=s.plan.seconds_per_step,
             mfu=s.plan.mfu,
             tradeoff=_compare(s, best),
-            cost=cost_of(s.plan, devices, price),
-            energy=energy_of(s.plan, devices),
+            cost=estimate_cost(s.plan, devices, price),
+            energy=estimate_energy(s.plan, devices),
         )
 
     startup = result.startup
     return replace(
         best.plan,
-        cost=cost_of(best.plan, devices, price),
-        energy=energy_of(best.plan, devices),
+        cost=estimate_cost(best.plan, devices, price),
+        energy=estimate_energy(best.plan, devices),
         devices=devices,
         chosen=describe_techniques(best.added, best.micro),
         numerics=best.trades,
         startup=startup and Startup(startup.techniques, startup.pays_from_steps()),
-        recipe=recipes.as_values(best.recipe),
-        alternatives=tuple(alternative(s) for s in result.alternatives),
+        recipe=recipes.to_values(best.recipe),
+        alternatives=tuple(build_alternative(s) for s in result.alternatives),
         rejected=tuple(Rejection(*reason) for reason in result.rejected),
         searched=Searched(result.guessed, len(result.evaluated), result.confirmed, result.interrupted),
     )
@@ -96,12 +96,12 @@ def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
     """Describes what an alternative gives up in comparison with the best."""
     speed = s.plan.tokens_per_second / best.plan.tokens_per_second - 1
     more = s.plan.peak_gib - best.plan.peak_gib
-    parts = [f"{percent(abs(speed))} {'slower' if speed < 0 else 'faster'}"]
+    parts = [f"{format_percent(abs(speed))} {'slower' if speed < 0 else 'faster'}"]
     if abs(speed) < 0.005:
         parts = [f"{'slower' if speed < 0 else 'faster'} by less than 1 %" if speed else "as fast"]
     # Differences that no device would notice are none.
     alike = abs(more) < 0.01 * best.plan.peak_gib
-    parts.append("as much memory" if alike else f"{memory(abs(more))} {'more' if more > 0 else 'less'}")
+    parts.append("as much memory" if alike else f"{format_memory(abs(more))} {'more' if more > 0 else 'less'}")
     if (later := s.plan.seconds_to_start - best.plan.seconds_to_start) > 0:
         parts.append(f"starts {later:.0f} s later")
     if s.trades != best.trades:
@@ -114,7 +114,7 @@ def _compare(s: EvaluatedPlan, best: EvaluatedPlan) -> str:
 _POINTS = 600  # points of the timeline plot
 
 
-def figures(result: SearchResult, request: Request) -> PlanFigures:
+def build_figures(result: SearchResult, request: Request) -> PlanFigures:
     """Returns the data of the report's plots; observes the best candidate again, for its log of allocations.
 
     Args:
@@ -124,8 +124,8 @@ def figures(result: SearchResult, request: Request) -> PlanFigures:
     assert rates is not None, "a plot needs the rates of its device"
     observation = observe_cached(replace(request, recipe=result.best.recipe), how="whole", logged=True)
     return PlanFigures(
-        timeline=_timeline(observation),
-        roofline=_roofline(observation, rates, result.best.plan.matrix_rate),
+        timeline=_build_timeline(observation),
+        roofline=_build_roofline(observation, rates, result.best.plan.matrix_rate),
         guesses=tuple(result.guesses),
         tried=tuple(
             Candidate(
@@ -141,7 +141,7 @@ def figures(result: SearchResult, request: Request) -> PlanFigures:
     )
 
 
-def _timeline(observation: Observation) -> Timeline:
+def _build_timeline(observation: Observation) -> Timeline:
     """Returns the allocated memory over the events of a step, downsampled to the extremes of each window."""
     alive, sizes, phases = 0, list[float](), list[tuple[int, str]]()
     for _, size, phase in observation.log:
@@ -150,10 +150,10 @@ def _timeline(observation: Observation) -> Timeline:
             if not phases or phases[-1][1] != phase:
                 phases.append((len(sizes), phase))
             sizes.append(alive / GIB)
-    return Timeline(tuple(_visible_phases(phases, len(sizes))), tuple(_downsample(sizes)))
+    return Timeline(tuple(_find_visible_phases(phases, len(sizes))), tuple(_downsample(sizes)))
 
 
-def _visible_phases(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
+def _find_visible_phases(phases: Sequence[tuple[int, str]], count: int) -> list[tuple[int, str]]:
     """Returns the phases that are long enough to be visible in the plot, when there are many micro-batches."""
     ends = [*(start for start, _ in phases[1:]), count]
     # A phase of less than 2 % of the events would be an unreadable label.
@@ -171,7 +171,7 @@ def _downsample(values: Sequence[float]) -> list[tuple[int, float]]:
     return [(n, values[n]) for n in sorted(indices)]
 
 
-def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) -> RooflineFigure:
+def _build_roofline(observation: Observation, rates: Rates | Roofline, peak: float) -> RooflineFigure:
     """Returns operators by arithmetic intensity, under the recipe's matmul rate; without collectives."""
     flops: dict[str, float] = defaultdict(float)
     moved: dict[str, float] = defaultdict(float)
@@ -185,7 +185,7 @@ def _roofline(observation: Observation, rates: Rates | Roofline, peak: float) ->
         # An observation of this kernel alone, so that the same model gives its seconds.
         only = type(observation.kernels)({kernel: count})
         one = Observation({}, {}, only, {}, 0, 0, 0, 0, groups=observation.groups, cudnn=observation.cudnn)
-        time[name] += seconds(one, rates)
+        time[name] += estimate_seconds(one, rates)
     total = sum(time.values()) or 1.0
     # FLOPs per byte: left of peak / bandwidth, memory bounds an operator; right of it, compute does.
     points = tuple(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["Outputs", "run", "tensors"]
+__all__ = ["Outputs", "run", "collect_tensors"]
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
@@ -53,13 +53,13 @@ class _Result(NamedTuple):
             plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if shares is not None:
                 plain.set_(inputs[shares].untyped_storage(), offset, shape, stride)
-        return _fake(mode, plain, device)
+        return _build_fake(mode, plain, device)
 
 
 _attributes: dict[torch.device, dict[str, object]] = {}  # of a fake tensor on a device, without its mode
 
 
-def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> Tensor:
+def _build_fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> Tensor:
     """Returns `FakeTensor(mode, plain, device)`, in a third of the time: its attributes are those of an earlier one."""
     if (attributes := _attributes.get(device)) is None:
         first = FakeTensor(mode, plain, device)
@@ -107,7 +107,7 @@ _LIKE = {"aten::empty_like", "aten::zeros_like"}
 _OURS = ("aten", "preheat", "_c10d_functional", OPERATORS)
 
 
-def tensors(values: object) -> list[Tensor]:
+def collect_tensors(values: object) -> list[Tensor]:
     """Returns the tensors among an operator's arguments or outputs, in order."""
     if isinstance(values, Tensor):
         return [values]
@@ -120,7 +120,7 @@ def tensors(values: object) -> list[Tensor]:
         if type(value) is FakeTensor:
             leaves.append(value)
         elif type(value) not in _PLAIN:
-            leaves += tensors(value)
+            leaves += collect_tensors(value)
     return leaves
 
 
@@ -130,9 +130,9 @@ def run(
     """Returns `func(*args, **kwargs)` under a `FakeTensorMode`, from the cache if possible, and its cache entry.
 
     Args:
-        inputs: `tensors` of the arguments.
+        inputs: `collect_tensors` of the arguments.
     """
-    operator = _operator(func)
+    operator = _describe_operator(func)
     if operator.how is None:
         return func(*args, **kwargs), None
     first = inputs[0] if inputs else None
@@ -148,10 +148,10 @@ def run(
     # The default dtype decides that of results that mix integers and Python floats.
     key: list[Hashable] = [operator, torch.get_default_dtype()]
     try:
-        _sign(args, mode, key, operator.how == "like")
+        _append_signature(args, mode, key, operator.how == "like")
         for name, value in kwargs.items():
             key.append(name)
-            _sign((value,), mode, key, False)
+            _append_signature((value,), mode, key, False)
     except _Unknown:
         return func(*args, **kwargs), None
     # Three cases: stored outputs, None (not cacheable), and `_Unknown` for a call that was not seen yet.
@@ -177,7 +177,7 @@ class _Operator:
     how: str | None
 
 
-def _operator(func: OpOverload) -> _Operator:
+def _describe_operator(func: OpOverload) -> _Operator:
     operator = _operators.get(id(func))
     if operator is None:
         name = func._schema.name
@@ -189,7 +189,7 @@ def _operator(func: OpOverload) -> _Operator:
     return operator
 
 
-def _sign(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like: bool) -> None:
+def _append_signature(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like: bool) -> None:
     """Appends everything about the arguments that determines the layout of the outputs; raises _Unknown if it cannot.
 
     Args:
@@ -215,7 +215,7 @@ def _sign(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like
         elif isinstance(value, list | tuple):
             # Brackets, so that nested arguments differ from the same ones side by side.
             key.append(("list", len(value)))
-            _sign(value, mode, key, False)
+            _append_signature(value, mode, key, False)
         elif like and isinstance(value, Tensor) and value.is_meta and kind in (Tensor, torch.nn.Parameter):
             if value.layout is not torch.strided or value.dtype.is_complex:
                 raise _Unknown
@@ -227,12 +227,12 @@ def _sign(values: Iterable[Any], mode: FakeTensorMode, key: list[Hashable], like
 def _describe(out: object, inputs: Sequence[Tensor]) -> Outputs | None:
     outputs, kind = (out, type(out)) if isinstance(out, list | tuple) else ([out], None)
     try:
-        return Outputs(kind, tuple(_result(t, inputs) for t in outputs))
+        return Outputs(kind, tuple(_build_result(t, inputs) for t in outputs))
     except _Unknown:
         return None
 
 
-def _result(t: object, inputs: Sequence[Tensor]) -> _Result | None:
+def _build_result(t: object, inputs: Sequence[Tensor]) -> _Result | None:
     if t is None:
         return None
     if (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from preheat.core import Phase, Searchable, Technique, conflicts_of, registry
 from preheat.core.plan import Plan
 from preheat.core.run_records import SkippedFallback
-from preheat.engine.builder import techniques_of
+from preheat.engine.builder import list_techniques
 from preheat.errors import RecipeError
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
@@ -24,7 +24,7 @@ from preheat.recipe import Recipe
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Ladder", "Fallback", "PlannedFallback", "find_fallbacks", "settings", "halve_length"]
+__all__ = ["Ladder", "Fallback", "PlannedFallback", "find_fallbacks", "describe_differences", "halve_length"]
 
 GIB = 2**30
 _LESS = 0.99  # of the present need: a smaller saving would run out of memory again
@@ -90,12 +90,12 @@ class _Planner:
         """Plans a recipe and returns it as a fallback of the request's recipe; raises the errors of `plan`."""
         result = plan(replace(self.request, recipe=recipe))
         need = result.phases[self.phase] if self.phase else result.peak_gib
-        return PlannedFallback(settings(self.request.recipe, recipe), recipe, result, need)
+        return PlannedFallback(describe_differences(self.request.recipe, recipe), recipe, result, need)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Returns why the recipe's techniques cannot be combined, without a dry run; None if they can."""
         # Checks take milliseconds and dry runs seconds, so impossible recipes are sorted out first.
-        problems = conflicts_of(techniques_of(recipe), replace(self.request, recipe=recipe).context)
+        problems = conflicts_of(list_techniques(recipe), replace(self.request, recipe=recipe).context)
         return str(problems[0]) if problems else None
 
     def families(self, recipe: Recipe) -> Iterator[list[Recipe]]:
@@ -117,7 +117,7 @@ class _Planner:
                 yield milder
 
 
-def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
+def describe_differences(before: Recipe, after: Recipe) -> tuple[str, ...]:
     """Returns the differences between two recipes, in the format of `--set`.
 
     Example:
@@ -130,24 +130,24 @@ def settings(before: Recipe, after: Recipe) -> tuple[str, ...]:
     if after.evaluate.micro_batch_size != before.evaluate.micro_batch_size:
         changes.append(f"evaluate.micro_batch_size={after.evaluate.micro_batch_size}")
     if after.checkpoint.asynchronous != before.checkpoint.asynchronous:
-        changes.append(f"checkpoint.asynchronous={_text(after.checkpoint.asynchronous)}")
+        changes.append(f"checkpoint.asynchronous={_format_value(after.checkpoint.asynchronous)}")
     if after.batch.seq_len != before.batch.seq_len:
         changes.append(f"batch.seq_len={after.batch.seq_len}")
     for name, t in after.techniques.items():
         if t != before.techniques.get(name):
-            changes += _changes_of(name, before.techniques.get(name), t)
+            changes += _describe_changes(name, before.techniques.get(name), t)
     return tuple(changes)
 
 
-def _changes_of(name: str, before: Technique | None, after: Technique) -> list[str]:
+def _describe_changes(name: str, before: Technique | None, after: Technique) -> list[str]:
     old, values = asdict(before or type(after)()), asdict(after)
     changed = [key for key, value in values.items() if value != old[key]]
     # A technique added with its defaults is reported by its first setting, if it has one.
     changed = changed or list(values)[:1]
-    return [f"techniques.{name}.{key}={_text(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
+    return [f"techniques.{name}.{key}={_format_value(values[key])}" for key in changed] or [f"techniques.{name}={{}}"]
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )
@@ -196,15 +196,15 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
     original = planner.request.recipe
     for recipe in family:
         if reason := planner.refusal(recipe):
-            ladder.skipped.append(SkippedFallback(settings(original, recipe), reason))
+            ladder.skipped.append(SkippedFallback(describe_differences(original, recipe), reason))
         else:
             able.append(recipe)
 
-    def tried(recipe: Recipe) -> PlannedFallback | None:
+    def try_fallback(recipe: Recipe) -> PlannedFallback | None:
         try:
             fallback = planner.fallback(recipe)
         except RecipeError as error:
-            ladder.skipped.append(SkippedFallback(settings(original, recipe), str(error).splitlines()[0]))
+            ladder.skipped.append(SkippedFallback(describe_differences(original, recipe), str(error).splitlines()[0]))
             return None
         if fallback.peak_gib > limit:
             reason = f"would need {fallback.peak_gib:.3f} GiB, and there are {limit:.3f}"
@@ -212,12 +212,14 @@ def _try_family(family: list[Recipe], planner: _Planner, limit: float, ladder: L
         return fallback
 
     # The strongest first: if it does not fit, none of its family does, and one dry run was enough.
-    if not able or (last := tried(able[-1])) is None:
+    if not able or (last := try_fallback(able[-1])) is None:
         return None
     if last.peak_gib > limit:  # the milder ones of the family need more
         return last
     # It fits: look for a milder one of the family, which costs less time.
-    ladder.fallbacks.append(next((f for r in able[:-1] if (f := tried(r)) is not None and f.peak_gib <= limit), last))
+    ladder.fallbacks.append(
+        next((f for r in able[:-1] if (f := try_fallback(r)) is not None and f.peak_gib <= limit), last)
+    )
     return None
 
 

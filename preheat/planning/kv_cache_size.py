@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from preheat.errors import RecipeError
-from preheat.model_folder import FAULTS, fault, quiet
+from preheat.model_folder import FAULTS, describe_fault, silence_transformers
 from preheat.models import hf
 from preheat.models.token_mixers import find_cache
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Cache, PretrainedConfig
 
-__all__ = ["CACHES", "LayerCache", "cache_bytes", "layer_caches"]
+__all__ = ["CACHES", "LayerCache", "count_cache_bytes", "observe_layer_caches"]
 
 CACHES: Mapping[str, tuple[float, float]] = {"bf16": (2.0, 0.0), "int8": (1.0, 4.0)}
 """Bytes of a cache element, and of the scale of each vector (fp32 in models/generation/kv_cache.py)."""
@@ -51,7 +51,7 @@ class LayerCache:
     state_fp32: int = 0
 
 
-def cache_bytes(
+def count_cache_bytes(
     config: PretrainedConfig,
     length: int,
     rows: int = 1,
@@ -84,7 +84,7 @@ def cache_bytes(
     """
     limit = min(length, window or length)
     total = 0.0
-    for layer in layer_caches(config, latent=latent):
+    for layer in observe_layer_caches(config, latent=latent):
         tokens = min(limit, layer.window or limit)
         # States are not quantized with the keys: codes of one byte mean weights of two.
         total += tokens * (layer.elements * size + layer.vectors * scale)
@@ -92,7 +92,7 @@ def cache_bytes(
     return rows * total
 
 
-def layer_caches(config: PretrainedConfig, *, latent: bool = True) -> tuple[LayerCache, ...]:
+def observe_layer_caches(config: PretrainedConfig, *, latent: bool = True) -> tuple[LayerCache, ...]:
     """Returns the size of each layer's cache, observed once for each configuration.
 
     Raises:
@@ -104,7 +104,7 @@ def layer_caches(config: PretrainedConfig, *, latent: bool = True) -> tuple[Laye
         >>> [layer.window for layer in layers], layers[0].elements
         ([4096, 4096, 4096, 4096, 4096, None], 2048)
     """
-    layers = _observed(_Config(config))
+    layers = _observe_caches(_Config(config))
     text = config.get_text_config()
     width = getattr(text, "kv_lora_rank", None)
     if not latent or width is None:
@@ -128,7 +128,7 @@ class _Config:
 
 
 @functools.lru_cache(maxsize=8)
-def _observed(key: _Config) -> tuple[LayerCache, ...]:
+def _observe_caches(key: _Config) -> tuple[LayerCache, ...]:
     import torch
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -137,7 +137,7 @@ def _observed(key: _Config) -> tuple[LayerCache, ...]:
     text = config.get_text_config()
     text.pad_token_id = None  # the check for padding tokens would read values
     try:
-        with torch.device("meta"), torch.no_grad(), _no_values_checked(), quiet():
+        with torch.device("meta"), torch.no_grad(), _disable_value_checks(), silence_transformers():
             kind = getattr(transformers, hf.auto_class(config))
             model: nn.Module = kind.from_config(
                 config,
@@ -149,15 +149,17 @@ def _observed(key: _Config) -> tuple[LayerCache, ...]:
             more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
             result = model.eval()(input_ids=ids, use_cache=True, **more)
     except (*FAULTS, StrictDataclassError, RuntimeError) as error:
-        raise RecipeError(f"model: {config.model_type}: its cache cannot be sized: {fault(error, 200)}") from None
+        raise RecipeError(
+            f"model: {config.model_type}: its cache cannot be sized: {describe_fault(error, 200)}"
+        ) from None
     cache = find_cache(result)
     if cache is None:
         raise RecipeError(f"model: {config.model_type}: it has no cache, so generating from it cannot be planned")
-    return tuple(_layers(cache))
+    return tuple(_iterate_layers(cache))
 
 
 @contextlib.contextmanager
-def _no_values_checked() -> Iterator[None]:
+def _disable_value_checks() -> Iterator[None]:
     """Context manager in which distributions (Gemma 3n's activations) do not check values, which meta tensors lack."""
     from torch.distributions import Distribution
 
@@ -169,7 +171,7 @@ def _no_values_checked() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-def _layers(cache: Cache) -> Iterator[LayerCache]:
+def _iterate_layers(cache: Cache) -> Iterator[LayerCache]:
     import torch
 
     from preheat.models.generation.kv_cache import cache_tensors, cache_windows

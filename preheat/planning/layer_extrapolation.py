@@ -16,11 +16,11 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from preheat.core import STEP, Axis, Device, Phase, Searchable, Technique, conflicts_of
-from preheat.engine.builder import techniques_of
+from preheat.engine.builder import list_techniques
 from preheat.models import hf
 from preheat.models.layer_kinds import layer_kinds
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.dry_run import allocator_rounding, build_dry, observe, peaks
+from preheat.planning.dry_run import allocator_rounding, build_dry, categorize_peaks, observe
 from preheat.planning.log_extrapolation import extrapolate_log
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "extrapolate_all_layers",
-    "fullest_ranks",
+    "find_fullest_ranks",
     "observe_few_layers",
-    "of_layers",
+    "set_layers",
     "require_buildable",
-    "sampled_layers",
+    "choose_sampled_layers",
 ]
 
 # (fewest, apart): the two layer counts. Allocated bytes are affine from 4 layers on; the GPU allocator's reserved
@@ -77,7 +77,7 @@ def observe_few_layers(
     cpu = device.kind == "cpu"
     layers, few = (
         config.get_text_config().num_hidden_layers,
-        _layer_counts(recipe, config, *(FEW if quick or cpu else ENOUGH)),
+        _choose_layer_counts(recipe, config, *(FEW if quick or cpu else ENOUGH)),
     )
     if (
         few is None
@@ -86,10 +86,10 @@ def observe_few_layers(
         or (cpu and request.world is not None)
     ):
         # The full model is small enough, or its layers are not alike: nothing is extrapolated.
-        observations = observe_all([{"request": request, "rank": rank} for rank in fullest_ranks(request)])
+        observations = observe_all([{"request": request, "rank": rank} for rank in find_fullest_ranks(request)])
         return max(observations, key=lambda one: one.peak[one.peak_phase])
     fewer, more = few
-    one, two = observe_all([{"request": of_layers(request, count), "by_layer": True} for count in (fewer, more)])
+    one, two = observe_all([{"request": set_layers(request, count), "by_layer": True} for count in (fewer, more)])
     # Two points determine an affine function; the first observation is its offset, their difference its slope.
     result = _extrapolate(one, two, (layers - fewer) / (more - fewer))
     if not cpu:
@@ -114,10 +114,10 @@ def extrapolate_all_layers(
     """
     observe_logged = observe_logged or (lambda few: observe(few, by_layer=True))
     device, layers = request.device, request.config.get_text_config().num_hidden_layers
-    few = _layer_counts(request.recipe, request.config)
+    few = _choose_layer_counts(request.recipe, request.config)
     if device.kind == "cpu" or few is None or layers <= sum(few):
         return None
-    one, two = (observe_logged(of_layers(request, count)) for count in few)
+    one, two = (observe_logged(set_layers(request, count)) for count in few)
     times = (layers - few[0]) // (few[1] - few[0])
     extrapolated = extrapolate_log(one, two, times, allocator_rounding(device))
     if extrapolated is None:
@@ -134,16 +134,16 @@ def require_buildable(request: Request) -> None:
     Raises:
         RecipeError: the recipe cannot be built; an error that needs values is not found.
     """
-    techniques = techniques_of(request.recipe)
+    techniques = list_techniques(request.recipe)
     # Settings that the plan chooses: it may choose others than those that conflict.
     undecided = any(isinstance(t, Searchable) and t.left_open(request.device) for t in techniques)
     if undecided and conflicts_of(techniques, request.context):
         return
-    few = _layer_counts(request.recipe, request.config)
-    build_dry(of_layers(request, few[1]) if few else request)
+    few = _choose_layer_counts(request.recipe, request.config)
+    build_dry(set_layers(request, few[1]) if few else request)
 
 
-def fullest_ranks(request: Request) -> list[int]:
+def find_fullest_ranks(request: Request) -> list[int]:
     """Returns the ranks of which one needs the most memory: several of a pipeline; otherwise all ranks are alike."""
     context = request.context
     devices, pipeline = math.prod(context.sizes.values()), context.sizes[Axis.PIPELINE]
@@ -155,14 +155,14 @@ def fullest_ranks(request: Request) -> list[int]:
     return [devices // pipeline * device for device in sorted(fullest)]
 
 
-def of_layers(request: Request, layers: int) -> Request:
+def set_layers(request: Request, layers: int) -> Request:
     """Returns the request for the same model with the given number of layers."""
     model = request.recipe.model
     model = replace(model, config={**model.config, "num_hidden_layers": layers})
     return replace(request, recipe=replace(request.recipe, model=model))
 
 
-def sampled_layers(request: Request) -> tuple[int, int]:
+def choose_sampled_layers(request: Request) -> tuple[int, int]:
     """Returns two layer counts whose difference is a sample of the model's layers, for estimates.
 
     The sample is a period of the model's pattern of layers, after the irregular first ones; if nothing repeats, the
@@ -176,7 +176,7 @@ def sampled_layers(request: Request) -> tuple[int, int]:
         (1, 5)
     """
     kinds = layer_kinds(request.config.get_text_config())
-    first, period = _pattern(kinds)
+    first, period = _find_pattern(kinds)
     if period > _LONGEST_PATTERN:
         rest = kinds[1:]
         covering = (n for n in range(1, len(rest)) if set(rest[:n]) == set(rest))
@@ -184,7 +184,7 @@ def sampled_layers(request: Request) -> tuple[int, int]:
     return first + 1, first + 1 + period
 
 
-def _layer_counts(
+def _choose_layer_counts(
     recipe: Recipe, config: PretrainedConfig, fewest: int = FEW[0], apart: int = FEW[1]
 ) -> tuple[int, int] | None:
     """Returns two layer counts, a multiple of the pattern apart; None if layers differ or are selected by number."""
@@ -192,7 +192,7 @@ def _layer_counts(
     # A technique's period: checkpointing every second layer has 2.
     period = math.lcm(*(t.period() for t in techniques))
     # The model's period: windows in five of six layers have 6.
-    first, turn = _pattern(layer_kinds(config.get_text_config()))
+    first, turn = _find_pattern(layer_kinds(config.get_text_config()))
     if period > 2 or turn > _LONGEST_PATTERN or "layer_types" in recipe.model.config or config.is_encoder_decoder:
         return None
     period = math.lcm(period, turn)
@@ -201,7 +201,7 @@ def _layer_counts(
         return None
     layers = config.get_text_config().num_hidden_layers
     # The first layers of some vision models also take features of the vision tower (DeepStack).
-    fewest += vision.deep if (vision := hf.facts(config).vision) else 0
+    fewest += vision.deep if (vision := hf.read_facts(config).vision) else 0
     # Both models must contain the irregular first layers and as many of the pattern as `FEW` has: with fewer than two
     # layers of experts, for example, the prefetched one is missing from the peak.
     fewest = max(fewest, first + FEW[0])
@@ -214,7 +214,7 @@ def _layer_counts(
     return fewer, fewer + apart
 
 
-def _pattern(kinds: Sequence[object]) -> tuple[int, int]:
+def _find_pattern(kinds: Sequence[object]) -> tuple[int, int]:
     """Returns the number of layers before a repeating pattern, and its period: (0, 6) in Gemma 3, (3, 1) in DeepSeek.
 
     A pattern that does not repeat has the length of all layers.
@@ -238,27 +238,27 @@ def _selects_by_number(technique: Technique) -> bool:
 def _extrapolate(one: Observation, two: Observation, times: float) -> Observation:
     """Adds `times` the difference between two observations to the first."""
 
-    def on(a: int, b: int) -> int:
+    def count_on_rank(a: int, b: int) -> int:
         return round(a + (b - a) * times)
 
     at = {
         # A category may shrink from one count to the next; extrapolated far, it must not become negative.
-        key: {category: max(on(size, two.at[key][category]), 0) for category, size in sizes.items()}
+        key: {category: max(count_on_rank(size, two.at[key][category]), 0) for category, size in sizes.items()}
         for key, sizes in one.at.items()
     }
-    categories = peaks(at)
+    categories = categorize_peaks(at)
     peak = {phase: sum(sizes.values()) for phase, sizes in categories.items()}
     return Observation(
         peak=peak,
         categories=categories,
-        kernels=_extrapolate_kernels(one.kernels, two.kernels, on),
-        flops={dtype: on(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},
-        model_flops=on(one.model_flops, two.model_flops),
-        parameters=on(one.parameters, two.parameters),
-        trained=on(one.trained, two.trained),
-        experts=on(one.experts, two.experts),
+        kernels=_extrapolate_kernels(one.kernels, two.kernels, count_on_rank),
+        flops={dtype: count_on_rank(one.flops.get(dtype, 0), count) for dtype, count in two.flops.items()},
+        model_flops=count_on_rank(one.model_flops, two.model_flops),
+        parameters=count_on_rank(one.parameters, two.parameters),
+        trained=count_on_rank(one.trained, two.trained),
+        experts=count_on_rank(one.experts, two.experts),
         tokens=one.tokens,
-        passing=on(one.passing, two.passing),
+        passing=count_on_rank(one.passing, two.passing),
         slots=one.slots,
         at=at,
         reserved=max(peak.values()),  # without the CPU heap's fragmentation, which is not affine
@@ -270,11 +270,11 @@ def _extrapolate(one: Observation, two: Observation, times: float) -> Observatio
     )
 
 
-def _of_training(peak: Mapping[str, int]) -> list[int]:
+def _training_ranks(peak: Mapping[str, int]) -> list[int]:
     return [size for phase, size in peak.items() if phase in (Phase.LOAD, *STEP)]
 
 
-def _of_step(peak: Mapping[str, int]) -> list[int]:
+def _step_ranks(peak: Mapping[str, int]) -> list[int]:
     return [size for phase, size in peak.items() if phase in STEP]
 
 
@@ -291,7 +291,7 @@ def _extrapolate_reserved(
         counts: the two layer counts; None if they are too small and too close for a difference.
     """
     # Allocated bytes: of the two small models and of the extrapolated one.
-    peaks = [max(_of_step(o.peak)) for o in (one, two, all_)]
+    peaks = [max(_step_ranks(o.peak)) for o in (one, two, all_)]
     cached = [(o.reserved or hold(o.log, o.streams, device)) - peak for o, peak in zip((one, two), peaks, strict=False)]
     ahead = max(cached)
     if counts:
@@ -300,7 +300,7 @@ def _extrapolate_reserved(
         ahead = cached[1] + (cached[1] - cached[0]) * (layers - more) // (more - fewer)
         # Clamped, because a difference of one segment would be multiplied by all remaining layers.
         ahead = min(max(ahead, cached[1]), cached[1] * peaks[2] // peaks[1])
-    return max(*_of_training(all_.peak), peaks[2] + ahead)
+    return max(*_training_ranks(all_.peak), peaks[2] + ahead)
 
 
 def _extrapolate_kernels(one: Counter[Kernel], two: Counter[Kernel], on: Callable[[int, int], int]) -> Counter[Kernel]:

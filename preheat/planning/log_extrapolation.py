@@ -74,7 +74,7 @@ def extrapolate_log(
     Returns:
         None if the logs do not repeat from layer to layer.
     """
-    short, long = _events(fewer), _events(more)
+    short, long = _collect_events(fewer), _collect_events(more)
     if short is None or long is None:
         return None
     aligned = _align(short, long)
@@ -91,14 +91,14 @@ def extrapolate_log(
     return writer.log, writer.streams
 
 
-def _events(observation: Observation) -> list[_Event] | None:
+def _collect_events(observation: Observation) -> list[_Event] | None:
     """Returns the events of load and step in the order of a replay; None if the step reallocates a lasting block."""
     events: list[_Event] = []
     blocks: dict[int, tuple[int, int]] = {}  # living block -> size before rounding, part
     living: defaultdict[tuple[int, str, int], list[int]] = defaultdict(list)
     lasting: set[int] = set()
     part, last = 0, None
-    for block, size, phase in _in_order(observation.log):
+    for block, size, phase in _order_log(observation.log):
         if phase != last:
             part, last = part + 1, phase
         stream = observation.streams.get(block, "")
@@ -120,7 +120,7 @@ def _events(observation: Observation) -> list[_Event] | None:
     return events
 
 
-def _in_order(log: Log) -> Log:
+def _order_log(log: Log) -> Log:
     """Returns the entries of load, then those of the step, as a replay takes them.
 
     Frees between two allocations are sorted by the age of their blocks: their order may be that of a hash table (in
@@ -158,7 +158,7 @@ def _align(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[list[_Inser
             pairs.append(n)
             n += 1
             continue
-        length = _inserted(short, long, at, n)
+        length = _count_inserted(short, long, at, n)
         if length is None:
             return None
         if length == 0:  # the same event, of another size
@@ -173,7 +173,7 @@ def _align(short: Sequence[_Event], long: Sequence[_Event]) -> tuple[list[_Inser
     return insertions, pairs
 
 
-def _inserted(short: Sequence[_Event], long: Sequence[_Event], at: int, n: int) -> int | None:
+def _count_inserted(short: Sequence[_Event], long: Sequence[_Event], at: int, n: int) -> int | None:
     """Returns how many events the longer log inserts from `n` on, so that it goes on most like the shorter one."""
     most = len(long) - n - (len(short) - at)
     window = short[at : at + _WINDOW]

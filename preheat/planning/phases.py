@@ -15,26 +15,26 @@ import torch
 
 from preheat.core import STEP, Batch, Build, Images, MaskSpec, Phase, Shape, Slot, Vision
 from preheat.data.rows.example_kinds import examples_of
-from preheat.engine.async_checkpoint import room
+from preheat.engine.async_checkpoint import count_host_bytes
 from preheat.engine.step import forward, transform
 from preheat.models.vision import set_attention
 from preheat.planning.dispatch_recorder import Recorder
 from preheat.recipe import Recipe
 
 __all__ = [
-    "dry_evaluation",
-    "fake_batch",
-    "dry_generation",
-    "dry_load",
-    "dry_dataset_passes",
-    "dry_saving",
+    "run_evaluation",
+    "build_fake_batch",
+    "run_generation",
+    "run_load",
+    "run_dataset_passes",
+    "run_saving",
     "track_phases",
 ]
 
 _PROMPTS = 8  # prompts per batch, as in `models.generation.generate.generate`
 
 
-def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch:
+def build_fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch:
     """Returns a micro-batch of the recipe's shape, one example per row; a dry run does not read its contents.
 
     Args:
@@ -55,10 +55,10 @@ def fake_batch(recipe: Recipe, rows: int, vision: Vision | None = None) -> Batch
         return plain
     if vision.mrope:
         plain = replace(plain, positions=torch.empty(rows, length, 3, dtype=torch.int64))
-    return replace(plain, images=_fake_images(recipe, rows, vision))
+    return replace(plain, images=_build_fake_images(recipe, rows, vision))
 
 
-def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
+def _build_fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
     data, token = recipe.data, vision.merge**2  # patches per token
     grid = vision.grid(data.image_pixels)
     each = math.prod(grid) // token
@@ -89,10 +89,10 @@ def _fake_images(recipe: Recipe, rows: int, vision: Vision) -> Images:
 def track_phases(build: Build, recorder: Recorder) -> None:
     """Wraps the build's slots in place so that the recorder knows the phase: forward, head and loss, backward."""
 
-    def within(slot: Slot, during: Phase, then: Phase) -> None:
+    def run_in_phase(slot: Slot, during: Phase, then: Phase) -> None:
         inner = build.slot(slot)
 
-        def tracked(*args: object, **kwargs: object) -> object:
+        def run_tracked(*args: object, **kwargs: object) -> object:
             # Evaluation and generation run the same slots and keep their own phase.
             if recorder.phase not in STEP:
                 return inner(*args, **kwargs)
@@ -103,16 +103,16 @@ def track_phases(build: Build, recorder: Recorder) -> None:
                 recorder.phase = then
 
         # The owner stays: it is reported in the plan, and this wrapper is no technique.
-        build.claim(slot, tracked, build.owner(slot))
+        build.claim(slot, run_tracked, build.owner(slot))
 
-    within(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
+    run_in_phase(Slot.HIDDEN, Phase.FORWARD, Phase.FORWARD)
     # Head and loss last until the pass ends or the next one through the layers begins.
-    within(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
+    run_in_phase(Slot.OVER_LOGITS, Phase.HEAD_AND_LOSS, Phase.HEAD_AND_LOSS)
     # Hooks at the end of backward run outside autograd nodes, so the phase must be set here.
-    within(Slot.MODEL_LOSS, Phase.FORWARD, Phase.BACKWARD)
+    run_in_phase(Slot.MODEL_LOSS, Phase.FORWARD, Phase.BACKWARD)
 
 
-def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
+def run_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the categories while weights are initialized or loaded; the optimizer states are created afterwards.
 
     Args:
@@ -133,38 +133,38 @@ def dry_load(build: Build, sizes: Mapping[str, int]) -> dict[str, int]:
     return {**sizes, "optimizer": 0, "temporary": filling}
 
 
-def dry_dataset_passes(build: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+def run_dataset_passes(build: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """Runs the passes over the dataset before training, after the build and before the first step."""
     for beforehand in build.hooks.dataset_passes:
         recorder.begin(Phase.LOAD)
         recorder.place = "rows"
-        beforehand.once(fake_batch(recipe, shape.micro, build.model.vision))
+        beforehand.once(build_fake_batch(recipe, shape.micro, build.model.vision))
         recorder.place = ""
 
 
-def dry_saving(build: Build, recorder: Recorder) -> None:
+def run_saving(build: Build, recorder: Recorder) -> None:
     """Saves a checkpoint between two steps.
 
     On a CPU the files are assembled in the device's memory. `plan` adds the copy of async checkpointing.
     """
     recorder.begin(Phase.SAVING)
-    needed = room(build)
+    needed = count_host_bytes(build)
     if build.device.kind == "cpu":
         # Freed at once, which is enough to record the peak.
         torch.empty(needed, dtype=torch.uint8)
 
 
-def dry_evaluation(build: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
+def run_evaluation(build: Build, recorder: Recorder, recipe: Recipe, shape: Shape) -> None:
     """Evaluates one batch of validation rows."""
     recorder.begin(Phase.EVALUATION)
     for part in build.trained:
         part.eval()
     with torch.no_grad():
         rows = min(recipe.evaluate.micro_batch_size or shape.micro, shape.micro)
-        forward(build, transform(build, fake_batch(recipe, rows, build.model.vision)))
+        forward(build, transform(build, build_fake_batch(recipe, rows, build.model.vision)))
 
 
-def dry_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
+def run_generation(build: Build, recorder: Recorder, recipe: Recipe) -> None:
     """Generates the recipe's samples, approximated by one prefill of the final length with logits of one token.
 
     Decoding token by token needs less memory for the same KV cache. A prompt has at most as many tokens as bytes.

@@ -15,16 +15,16 @@ from preheat.hardware.rates import Present
 from preheat.models import moe
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
-from preheat.planning.memory.overhead import SOURCES, exporting, needs_allocator_retries, process_overhead
+from preheat.planning.memory.overhead import SOURCES, estimate_export, needs_allocator_retries, observe_process_overhead
 from preheat.planning.observation import CATEGORIES, FROM_OTHERS, Observation
-from preheat.planning.recurrent_kernels import packages_of
+from preheat.planning.recurrent_kernels import list_packages
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline, Seconds
-from preheat.planning.speed.step_time import limiting_host, step_seconds
+from preheat.planning.speed.step_time import estimate_step_seconds, find_limiting_host
 from preheat.planning.speed.time_by_kind import split_step
 from preheat.recipe import Recipe
 
-__all__ = ["describe", "plan", "resolve_auto", "steps_of"]
+__all__ = ["describe", "plan", "resolve_auto", "count_steps"]
 
 GIB = 2**30
 
@@ -49,7 +49,7 @@ _BY_HOST = 0.3
 _CLOSE = 0.02
 
 
-def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
+def _interval_keys(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[str, str]:
     """Returns the keys of the intervals of memory and speed.
 
     Less is known of small models and of accelerators with few measurements; of speed also if a pipeline has a bubble or
@@ -62,7 +62,7 @@ def _known(observation: Observation, spent: Seconds, rates: Roofline) -> tuple[s
     return names[little], names[bool(little or spent.idle or spent.link)]
 
 
-def steps_of(recipe: Recipe, rows: int | None) -> int | None:
+def count_steps(recipe: Recipe, rows: int | None) -> int | None:
     """Returns the optimizer steps of the whole run; None if only time limits it, or if epochs need unknown rows."""
     stop, batch = recipe.stop, recipe.batch
     limits = []
@@ -101,28 +101,28 @@ def resolve_auto(request: Request) -> Request:
         if isinstance(technique, Searchable):
 
             def plan_with(other: Technique, name: str = name, request: Request = request) -> Plan:
-                return plan(_with_technique(request, name, other))
+                return plan(_add_technique(request, name, other))
 
-            request = _with_technique(request, name, technique.resolve_auto(context, plan_with))
+            request = _add_technique(request, name, technique.resolve_auto(context, plan_with))
     return request
 
 
-def _with_technique(request: Request, name: str, technique: Technique) -> Request:
+def _add_technique(request: Request, name: str, technique: Technique) -> Request:
     recipe = request.recipe
     return replace(request, recipe=replace(recipe, techniques={**recipe.techniques, name: technique}))
 
 
-def _speed_now(present: Present, tokens: int, seconds: float) -> SpeedNow:
+def _estimate_speed_now(present: Present, tokens: int, seconds: float) -> SpeedNow:
     """Returns the speed now of a step that takes `seconds` if it has the machine to itself."""
     return SpeedNow(tokens / seconds * present.share, seconds / present.share, present.machine)
 
 
-def _gib_by_category(sizes: Mapping[str, int], added: int, categories: Sequence[str]) -> dict[str, float]:
+def _convert_to_gib(sizes: Mapping[str, int], added: int, categories: Sequence[str]) -> dict[str, float]:
     """Returns GiB by category; the allocator's rounding and `added` bytes count as overhead."""
     return {c: sizes[c] / GIB for c in categories} | {"overhead": (sizes["rounding"] + added) / GIB}
 
 
-def active_parameters(request: Request, observation: Observation) -> int:
+def count_active_parameters(request: Request, observation: Observation) -> int:
     """Returns the weights that compute for a token: all but those of the experts that it is not sent to."""
     count, chosen, _ = moe.sizes_of(request.config.get_text_config())
     return observation.parameters - (round(observation.experts * (1 - chosen / count)) if count else 0)
@@ -133,25 +133,25 @@ def describe(request: Request, observation: Observation) -> Plan:
     recipe, device, rates = request.recipe, request.room, request.rates
     assert rates is not None, "a plan needs the rates of its device"
     # Memory = tensors of the dry run at the peak + overhead of the process.
-    more = process_overhead(recipe, observation, device)
+    more = observe_process_overhead(recipe, observation, device)
     added = sum(more.values())
     # The same categories in all phases; those of several devices only if there are any.
     others = [c for c in FROM_OTHERS if any(sizes[c] for sizes in observation.categories.values())]
     categories = (*CATEGORIES, *others)
-    phases = {phase: _gib_by_category(sizes, added, categories) for phase, sizes in observation.categories.items()}
+    phases = {phase: _convert_to_gib(sizes, added, categories) for phase, sizes in observation.categories.items()}
     lines = {"rounding": observation.categories[observation.peak_phase]["rounding"]} | more
-    exported = exporting(recipe, observation, device)
+    exported = estimate_export(recipe, observation, device)
     lines = {line: size for line, size in lines.items() if size}
     peak = (observation.peak[observation.peak_phase] + added) / GIB
     # A limit may be below what the process already holds; at least 1 byte, because plans divide by this.
     available = max(request.device.memory - request.in_use, 1) / GIB
     if isinstance(rates, Roofline):
         spent = rates.seconds(observation)
-        seconds, (of_memory, of_speed) = spent.total, _known(observation, spent, rates)
+        seconds, (of_memory, of_speed) = spent.total, _interval_keys(observation, spent, rates)
         host, doubt = rates.limiting_host(observation), rates.doubt
     else:
-        seconds, of_memory, of_speed = step_seconds(observation, rates), "measured", "measured"
-        host, doubt = limiting_host(observation, rates), doubt_without_data_sheet(rates)
+        seconds, of_memory, of_speed = estimate_step_seconds(observation, rates), "measured", "measured"
+        host, doubt = find_limiting_host(observation, rates), doubt_without_data_sheet(rates)
     # MFU is relative to the rate of the dtype that the recipe's matmuls compute in.
     tags = frozenset[Tag]().union(*(t.provided() for t in recipe.techniques.values()))
     by_tag = {Tag.BF16_COMPUTE: "bf16", Tag.FP16_COMPUTE: "fp16", Tag.TF32_PRODUCTS: "tf32"}
@@ -163,7 +163,7 @@ def describe(request: Request, observation: Observation) -> Plan:
         raise RecipeError(
             f"--gpu: {device.name} has no rate for {dtype}, in which the recipe computes; add {dtype}=TFLOP/s"
         )
-    steps = steps_of(recipe, request.rows)
+    steps = count_steps(recipe, request.rows)
     start = math.fsum(t.startup_seconds(device) for t in recipe.techniques.values())
     # Without steps or hours the length of the run is unknown: None.
     total = seconds * steps + start if steps else float((recipe.stop.hours or 0) * 3600) or None
@@ -171,7 +171,7 @@ def describe(request: Request, observation: Observation) -> Plan:
     fp32_rate = rates.peak_matrix_rate.get("fp32", 0.0)
     return Plan(
         peak_gib=peak,
-        peak_gib_interval=Interval.around(peak, _MEMORY[of_memory]),
+        peak_gib_interval=Interval.from_spread(peak, _MEMORY[of_memory]),
         available_gib=available,
         in_use_gib=request.in_use / GIB,
         allocator_retries=peak <= available and needs_allocator_retries(observation, device),
@@ -183,30 +183,32 @@ def describe(request: Request, observation: Observation) -> Plan:
         phases={phase: (size + added) / GIB for phase, size in observation.peak.items()},
         phase_memory=phases,
         export=exported
-        and _gib_by_category(
+        and _convert_to_gib(
             exported, sum(size for line, size in more.items() if line not in ("allocator", "saving")), categories
         ),
         peak_phase=observation.peak_phase,
         seconds_per_step=seconds,
         tokens_per_second=speed,
-        tokens_per_second_interval=Interval.around(speed, _SPEED[of_speed]),
+        tokens_per_second_interval=Interval.from_spread(speed, _SPEED[of_speed]),
         mfu=observation.model_flops / seconds / ceiling,
         matrix_rate=ceiling,
         fp32_rate=fp32_rate if dtype == "bf16" and fp32_rate > 1.2 * ceiling else None,
         flops_per_step=float(sum(observation.flops.values())),
         model_flops_per_step=float(observation.model_flops),
         tokens_per_step=observation.tokens,
-        parameters=Parameters(observation.parameters, active_parameters(request, observation), observation.trained),
+        parameters=Parameters(
+            observation.parameters, count_active_parameters(request, observation), observation.trained
+        ),
         steps=steps,
         seconds_to_start=start,
         seconds_total=total,
         slots=observation.slots,
-        packages=tuple(packages_of(observation)),
+        packages=tuple(list_packages(observation)),
         device=request.device,
         watts=rates.device.watts if isinstance(rates, Roofline) else None,
         contended=rates.contended,
         pace=rates.pace,
-        now=None if rates.now is None else _speed_now(rates.now, observation.tokens, seconds),
+        now=None if rates.now is None else _estimate_speed_now(rates.now, observation.tokens, seconds),
         devices=request.devices,
         heap=unavailable_reason() if device.kind == "cpu" and device.at_hand else None,
         host=host,

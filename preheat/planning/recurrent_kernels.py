@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from preheat.models import hf
-from preheat.models.token_mixers import recurrent_mixers
+from preheat.models.token_mixers import find_recurrent_mixers
 from preheat.planning.speed.flop_formulas import FUSED
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
     from preheat.planning.observation import Observation
 
-__all__ = ["fused_recurrent_kernels", "packages_of"]
+__all__ = ["fused_recurrent_kernels", "list_packages"]
 
 _Tensors = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes of tensors."""
@@ -117,7 +117,7 @@ def _apply(kernel: _Kernel, *inputs: Tensor) -> Tensor:
     return _Planned.apply(kernel, *inputs)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: object) -> Tensor:
+def _allocate_causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: object) -> Tensor:
     """causal-conv1d: x, [rows, channels, tokens], by [channels, taps]; the activation is computed again."""
     inputs = [x, weight, *([] if bias is None else [bias])]
     flops = 2 * x.numel() * weight.shape[-1]
@@ -125,7 +125,7 @@ def _causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: o
     return _apply(_Kernel("causal_conv1d", out, range(len(inputs)), flops, 3 * flops), *inputs)
 
 
-def _delta_rule(
+def _allocate_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, per_channel: bool, **_: object
 ) -> tuple[Tensor, None]:
     """flash-linear-attention's chunked delta rules: queries and keys are normalized in the kernel.
@@ -160,12 +160,12 @@ def _delta_rule(
     return _apply(kernel, query, key, value, g, beta), None
 
 
-def _chunk_scan(
+def _allocate_chunk_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None, **more: Any
 ) -> Tensor | tuple[Tensor, None]:
     """mamba-ssm's scan of Mamba 2: x, [rows, tokens, heads, width]; B and C, [rows, tokens, groups, state]."""
     inputs = [x, dt, A, B, C, *([] if D is None else [D])]
-    kernel = _ssd(tuple(x.shape), B.shape[2], B.shape[3], chunk_size, x.dtype, (tuple(x.shape), x.dtype))
+    kernel = _build_ssd_kernel(tuple(x.shape), B.shape[2], B.shape[3], chunk_size, x.dtype, (tuple(x.shape), x.dtype))
     out = _apply(
         # The result is kept for the decay's gradient.
         replace(kernel, kept=range(len(inputs)), saved=[*kernel.saved, kernel.out]),
@@ -174,7 +174,7 @@ def _chunk_scan(
     return (out, None) if more.get("return_final_states") else out
 
 
-def _ssd(
+def _build_ssd_kernel(
     x: tuple[int, ...],
     groups: int,
     state: int,
@@ -227,7 +227,7 @@ def _split_scan(
     mixed = ((*token, inner), dtype)
     convolved = ((*token, channels), dtype)
     norm = [((rows * tokens * ngroups,), torch.float32)] if rmsnorm_weight is not None else []
-    scan = _ssd((rows, tokens, heads, headdim), ngroups, state, chunk_size, dtype, mixed)
+    scan = _build_ssd_kernel((rows, tokens, heads, headdim), ngroups, state, chunk_size, dtype, mixed)
     flops = scan.flops + 2 * rows * tokens * channels * conv1d_weight.shape[1]
     gated = _apply(
         _Kernel(
@@ -247,7 +247,7 @@ def _split_scan(
     return gated if outproj_weight is None else torch.nn.functional.linear(gated, outproj_weight)
 
 
-def _selective_scan(
+def _allocate_selective_scan(
     u: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -276,12 +276,12 @@ def _selective_scan(
 
 
 _KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "causal_conv1d_fn": ("causal_conv1d", _causal_conv1d),
-    "torch_chunk_gated_delta_rule": ("fla", functools.partial(_delta_rule, per_channel=False)),
-    "chunk_kimi_delta_attention": ("fla", functools.partial(_delta_rule, per_channel=True)),
-    "mamba2_chunk_scan": ("mamba_ssm", _chunk_scan),
+    "causal_conv1d_fn": ("causal_conv1d", _allocate_causal_conv1d),
+    "torch_chunk_gated_delta_rule": ("fla", functools.partial(_allocate_delta_rule, per_channel=False)),
+    "chunk_kimi_delta_attention": ("fla", functools.partial(_allocate_delta_rule, per_channel=True)),
+    "mamba2_chunk_scan": ("mamba_ssm", _allocate_chunk_scan),
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm", _split_scan),
-    "mamba_selective_scan": ("mamba_ssm", _selective_scan),
+    "mamba_selective_scan": ("mamba_ssm", _allocate_selective_scan),
 }
 """transformers' name of a function that such a kernel computes -> the kernel's package, and what it allocates."""
 
@@ -294,8 +294,8 @@ def fused_recurrent_kernels(models: Sequence[nn.Module], device: Device) -> Iter
     """
     modules = set()
     if device.kind == "cuda":
-        layers = [layer for model in models for layer in hf.anatomy(model).layers]
-        mixers = (mixer for layer in layers for mixer in recurrent_mixers(layer))
+        layers = [layer for model in models for layer in hf.find_anatomy(model).layers]
+        mixers = (mixer for layer in layers for mixer in find_recurrent_mixers(layer))
         modules = {sys.modules[type(mixer).__module__] for mixer in mixers}
     with contextlib.ExitStack() as stack:
         for module in modules:
@@ -307,7 +307,7 @@ def fused_recurrent_kernels(models: Sequence[nn.Module], device: Device) -> Iter
         yield
 
 
-def packages_of(observation: Observation) -> list[str]:
+def list_packages(observation: Observation) -> list[str]:
     """Returns the packages whose fused kernels a dry run planned with."""
     operators = {kernel.operator for kernel in observation.kernels}
     return [package for module, package in _PACKAGES.items() if f"{FUSED}{module}" in operators]

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from preheat.core import Context, Device
-from preheat.engine.builder import context_of, world_of
+from preheat.engine.builder import build_context, find_world_size
 from preheat.hardware.plausibility import contradicted_data_sheet
 from preheat.hardware.rates import Rates
 from preheat.models import configs, hf
@@ -54,7 +54,7 @@ class Request:
     def __post_init__(self) -> None:
         # Read here once, because a search replaces the recipe hundreds of times.
         if self.source_config is None:
-            object.__setattr__(self, "source_config", configs.source(self.recipe))
+            object.__setattr__(self, "source_config", configs.source_config(self.recipe))
         # Here, because every plan of this machine passes: commands, runs, searches and fallbacks.
         if isinstance(self.rates, Rates) and (contradicted := contradicted_data_sheet(self.rates)):
             sheet, why = contradicted
@@ -64,7 +64,7 @@ class Request:
     @property
     def devices(self) -> int:
         """Number of devices of the run."""
-        return self.world or world_of(self.recipe)
+        return self.world or find_world_size(self.recipe)
 
     @property
     def room(self) -> Device:
@@ -88,4 +88,4 @@ class Request:
     @property
     def context(self) -> Context:
         """The context that the techniques' checks read; RecipeError if the mesh does not match the devices."""
-        return context_of(self.recipe, self.config, self.device, self.world)
+        return build_context(self.recipe, self.config, self.device, self.world)

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 from preheat.hardware.child_processes import end_with_parent
-from preheat.hardware.interrupts import heeded
+from preheat.hardware.interrupts import handled_signals
 
-__all__ = ["garbage_frozen", "is_serial", "worker_pool", "processes", "run_tasks"]
+__all__ = ["freeze_garbage", "is_serial", "start_worker_pool", "count_processes", "run_tasks"]
 
 Task = dict[str, Any]
 """Arguments of `planning.observation_cache.observe_cached`."""
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _MOST = 4  # each process holds torch and transformers: 0.6 GiB
 
 
-def processes() -> int:
+def count_processes() -> int:
     """Returns the number of processes of a search: $PREHEAT_PROCESSES, or one per core up to 4; 1 without fork."""
     if not _can_fork():
         return 1
@@ -68,12 +68,12 @@ class _Worker:
 
 
 _helpers: list[_Worker] = []
-_frozen = False  # by `garbage_frozen`
+_frozen = False  # by `freeze_garbage`
 
 
 @contextmanager
-def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
-    """Context manager that gives `run_tasks` worker processes: `size` processes including this one, or `processes()`.
+def start_worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator[None]:
+    """Context manager that gives `run_tasks` `size` processes including this one, by default `count_processes()`.
 
     The workers are forks of this process, which must not have run a backward pass yet: autograd's threads do not
     survive a fork. There are no workers if CUDA is initialized already.
@@ -84,8 +84,8 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
     import transformers.modeling_utils  # noqa: F401  # imported before the fork, so that the workers share it
 
     # Garbage collection would touch, and so copy, shared pages.
-    with garbage_frozen():
-        _helpers.extend(_Worker(do) for _ in range((size or processes()) - 1 if _can_fork() else 0))
+    with freeze_garbage():
+        _helpers.extend(_Worker(do) for _ in range((size or count_processes()) - 1 if _can_fork() else 0))
         try:
             yield
         finally:
@@ -94,7 +94,7 @@ def worker_pool(do: Callable[[Task], None], size: int | None = None) -> Iterator
 
 
 @contextmanager
-def garbage_frozen() -> Iterator[None]:
+def freeze_garbage() -> Iterator[None]:
     """Context manager that hides all objects that exist now from garbage collection, which would scan all of torch
     repeatedly; nested uses, and those in a run that has frozen its objects already, do nothing.
     """
@@ -157,7 +157,7 @@ def _collect(seconds: float | None) -> list[Task]:
 def _serve(pipe: Connection, parent: int, do: Callable[[Task], None]) -> NoReturn:
     # A terminal signals the whole process group; the parent ends its workers itself.
     for number in (
-        *heeded(),
+        *handled_signals(),
         signal.SIGUSR1,
     ):
         signal.signal(number, signal.SIG_IGN)

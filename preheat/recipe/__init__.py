@@ -35,12 +35,12 @@ from preheat.core.schema import (
     Tracking,
     field_docs,
 )
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.recipe.consistency import check
-from preheat.recipe.unused_keys import warned
-from preheat.recipe.validate import RecipeReader, json_schema
+from preheat.recipe.unused_keys import find_unused_keys
+from preheat.recipe.validate import RecipeReader, build_json_schema
 from preheat.recipe.yaml_io import compose, read_text, write
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -67,16 +67,16 @@ __all__ = [
     "Stop",
     "Tracking",
     "NonNegativeInt",
-    "as_values",
+    "to_values",
     "built_in",
     "check",
     "dump",
     "field_docs",
-    "json_schema",
+    "build_json_schema",
     "load",
     "override",
     "parse",
-    "states",
+    "has_key",
 ]
 
 
@@ -115,17 +115,17 @@ def parse(text: str, *, where: str = "recipe", overrides: Sequence[str] = (), wa
     except RecipeError:
         for at, message in reader.found:
             # A key of the file may be invalid only in combination with an override: blame the override then.
-            if at not in assigned and (n := _first_wrong(at, message, steps)):
+            if at not in assigned and (n := _find_first_wrong(at, message, steps)):
                 assigned[at] = f"--set {shorten(overrides[n - 1])}"
         reader.refuse()
         raise
     # Only for a recipe without errors, which would hide among warnings.
-    for name, message in warned(recipe) if warn else ():
+    for name, message in find_unused_keys(recipe) if warn else ():
         _log.warning("%s: %s: %s", reader.location(tuple(name.split("."))), name, message)
     return recipe
 
 
-def _first_wrong(at: tuple[str, ...], message: str, steps: Sequence[object]) -> int:
+def _find_first_wrong(at: tuple[str, ...], message: str, steps: Sequence[object]) -> int:
     """Returns the index of the first values in which the key has this problem; 0 if all have it."""
     for n, values in enumerate(steps):
         reader = RecipeReader("", {})
@@ -153,7 +153,7 @@ def _assign(values: object, item: str) -> object:
         inner = at.get(step)
         if step in at and inner is not None and not isinstance(inner, Mapping):
             raise RecipeError(
-                f"--set {shorten(item)}: '{shorten(step)}' is {quoted(inner)}, which has no settings inside"
+                f"--set {shorten(item)}: '{shorten(step)}' is {quote_value(inner)}, which has no settings inside"
             )
         # A section that is absent or null begins empty.
         at[step] = dict(inner or {})
@@ -181,7 +181,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) 
     return parse(text, where=where, overrides=overrides, warn=warn)
 
 
-def states(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
+def has_key(path: str | Path, key: str, overrides: Sequence[str] = ()) -> bool:
     """Returns True if a recipe or an override states a key, even with its default.
 
     Example:
@@ -210,7 +210,7 @@ def _read(path: str | Path) -> tuple[str, str]:
             raise RecipeError(f"{where}: is a folder; name a recipe file")
         if str(path) not in known:
             raise RecipeError(
-                f"{where}: no such file, and no built-in recipe of that name; {nearest(str(path), list(known))}"
+                f"{where}: no such file, and no built-in recipe of that name; {suggest_nearest(str(path), list(known))}"
             )
         file = known[str(path)]
     elif file.suffix.lower() in _DATA:
@@ -238,13 +238,13 @@ def override(recipe: Recipe, *items: str, where: str | None = None) -> Recipe:
         where: prefix of messages; by default the recipe's name.
     """
     # Through plain values and back, so that an override is validated like a file.
-    values: object = as_values(recipe)
+    values: object = to_values(recipe)
     for item in items:
         values = _assign(values, item)
     return RecipeReader(recipe.name if where is None else where, {}).recipe(values)
 
 
-def as_values(recipe: Recipe) -> JsonObject:
+def to_values(recipe: Recipe) -> JsonObject:
     """Returns the recipe as plain values, all defaults written out."""
     values = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     return {
@@ -261,4 +261,4 @@ def as_values(recipe: Recipe) -> JsonObject:
 
 def dump(recipe: Recipe) -> str:
     """Returns the recipe as YAML with every default written out; `parse` reads the same recipe from it."""
-    return write(as_values(recipe))
+    return write(to_values(recipe))

@@ -14,14 +14,14 @@ from preheat.recipe.yaml_io import write
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
-__all__ = ["brief"]
+__all__ = ["render_brief"]
 
 _WIDTH = 110
 """Characters of a line of a comment."""
 
 
-def brief(values: JsonObject) -> str:
-    """Returns the YAML of a recipe's values (`recipe.as_values`) without defaults, for `recipe.parse` to read back.
+def render_brief(values: JsonObject) -> str:
+    """Returns the YAML of a recipe's values (`recipe.to_values`) without defaults, for `recipe.parse` to read back.
 
     Example:
         >>> from preheat.recipe import as_values, parse
@@ -37,35 +37,37 @@ def brief(values: JsonObject) -> str:
     lines = []
     for part in dataclasses.fields(Recipe):
         if part.name == "techniques":
-            inside = [line for name, settings in values["techniques"].items() for line in _technique(name, settings)]
+            inside = [
+                line for name, settings in values["techniques"].items() for line in _render_technique(name, settings)
+            ]
         elif part.default_factory is not dataclasses.MISSING:
-            inside = _keys(part.default_factory, values[part.name])  # type: ignore[arg-type]
+            inside = _render_keys(part.default_factory, values[part.name])  # type: ignore[arg-type]
         else:
             # The name is written even if it is the default, since it names the run's folder.
             if part.name == "name" or values[part.name] != part.default:
-                lines += _key(part.name, values[part.name], field_docs(Recipe)[part.name])
+                lines += _render_key(part.name, values[part.name], field_docs(Recipe)[part.name])
             continue
         lines += [f"{part.name}:", *(f"  {line}" for line in inside)] if inside else []
     return "\n".join(lines) + "\n"
 
 
-def _technique(name: str, settings: Mapping[str, object]) -> list[str]:
-    inside = _keys(registry()[name], settings)
+def _render_technique(name: str, settings: Mapping[str, object]) -> list[str]:
+    inside = _render_keys(registry()[name], settings)
     return [f"{name}:", *(f"  {line}" for line in inside)] if inside else [f"{name}: {{}}"]
 
 
-def _keys(cls: type, values: Mapping[str, object]) -> list[str]:
+def _render_keys(cls: type, values: Mapping[str, object]) -> list[str]:
     docs = field_docs(cls)
     lines = []
     for field in dataclasses.fields(cls):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         # Compared as YAML, in which a tuple of the dataclass equals a list of the values.
         if write(values[field.name]) != (None if default is dataclasses.MISSING else write(default)):
-            lines += _key(field.name, values[field.name], docs.get(field.name, ""))
+            lines += _render_key(field.name, values[field.name], docs.get(field.name, ""))
     return lines
 
 
-def _key(name: str, value: object, doc: str) -> list[str]:
+def _render_key(name: str, value: object, doc: str) -> list[str]:
     # The first paragraph of the help text is its summary.
     about = textwrap.wrap(doc.split("\n\n")[0], _WIDTH)
     return [*(f"# {line}" for line in about), *write({name: value}).rstrip("\n").split("\n")]

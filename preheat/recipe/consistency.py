@@ -11,11 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from preheat.core import Recipe
 from preheat.core.schema import Data, Model, Sample
-from preheat.errors import RecipeError, nearest
-from preheat.recipe.unused_keys import refused
-from preheat.sanitize import has_secret, quoted
+from preheat.errors import RecipeError, suggest_nearest
+from preheat.recipe.unused_keys import find_contradictory_keys
+from preheat.sanitize import has_secret, quote_value
 
-__all__ = ["MOST_PARAMETERS", "check", "folder_name_problem", "problems", "sample_problems", "size_problem"]
+__all__ = [
+    "MOST_PARAMETERS",
+    "check",
+    "find_folder_name_problem",
+    "find_problems",
+    "sample_problems",
+    "find_size_problem",
+]
 
 MOST_PARAMETERS = 10**15
 _MOST_TOKENS = 10**10
@@ -31,22 +38,22 @@ def check(recipe: Recipe) -> None:
 
     Parsing a recipe includes this check; recipes made in Python are checked when they are built.
     """
-    if contradictions := problems(recipe):
+    if contradictions := find_problems(recipe):
         raise RecipeError("; ".join(f"{key}: {text}" for key, text in contradictions))
 
 
-def problems(recipe: Recipe) -> list[tuple[str, str]]:
+def find_problems(recipe: Recipe) -> list[tuple[str, str]]:
     """Returns all contradictions in this recipe as (key, text)."""
     return [
-        *_model(recipe.model),
-        *_sizes(recipe),
-        *_tokens(recipe.model),
-        *_data(recipe.data),
-        *_length(recipe),
+        *_check_model(recipe.model),
+        *_check_sizes(recipe),
+        *_check_tokens(recipe.model),
+        *_check_data(recipe.data),
+        *_check_length(recipe),
         *((f"sample.{key}", text) for key, text in sample_problems(recipe.sample)),
-        *refused(recipe),
+        *find_contradictory_keys(recipe),
         *_secrets(recipe),
-        *([("name", problem)] if (problem := folder_name_problem(recipe.name)) else []),
+        *([("name", problem)] if (problem := find_folder_name_problem(recipe.name)) else []),
     ]
 
 
@@ -57,7 +64,7 @@ def _secrets(value: object, key: str = "") -> Iterator[tuple[str, str]]:
             "leave it out, and put it into the environment (such as HF_TOKEN, AWS_SECRET_ACCESS_KEY) or the service's "
             "own file"
         )
-        yield key, f"{quoted(value, 60)}: holds a password or token, which the run's folder would keep; {fix}"
+        yield key, f"{quote_value(value, 60)}: holds a password or token, which the run's folder would keep; {fix}"
     elif isinstance(value, str):
         return
     elif dataclasses.is_dataclass(value):
@@ -71,7 +78,7 @@ def _secrets(value: object, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _secrets(inner, key)
 
 
-def _model(model: Model) -> Iterator[tuple[str, str]]:
+def _check_model(model: Model) -> Iterator[tuple[str, str]]:
     """Checks the origin of a model and its sizes."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "num_experts")
     explicit = [key for key in sizes if getattr(model, key) is not None]
@@ -85,7 +92,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     if model.shape != "balanced" and (model.size is None or explicit):
         extra = explicit[0] if explicit else "num_layers"
         yield "model.shape", f"{model.shape} is for model.size alone; remove it, or state a size and no {extra}"
-    if model.size is not None and (text := size_problem(model.size)):
+    if model.size is not None and (text := find_size_problem(model.size)):
         yield "model.size", text
     # The defaults of a new model with experts.
     experts, chosen = model.num_experts or 8, model.num_experts_per_tok or 2
@@ -100,7 +107,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         yield "model.hidden_size", f"{model.hidden_size} is not a multiple of num_heads {model.num_heads}"
 
 
-def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Rejects sizes that would overflow before the memory prediction could reject them."""
     model, batch = recipe.model, recipe.batch
     width = model.hidden_size or 1
@@ -123,23 +130,23 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "batch.seq_len", f"{text}, more than can be counted; lower it"
 
 
-def _tokens(model: Model) -> Iterator[tuple[str, str]]:
+def _check_tokens(model: Model) -> Iterator[tuple[str, str]]:
     """Checks the tokens that are added to the tokenizer."""
     tokens = model.add_tokens
     if tokens and not model.path:
         text = "is for a model from a path; a new model's tokenizer is trained or named by data.tokenizer"
         yield "model.add_tokens", text
     if len(set(tokens)) < len(tokens) or not all(token.strip() for token in tokens):
-        yield "model.add_tokens", f"{quoted(list(tokens))} has one that is empty or repeated; write each once"
+        yield "model.add_tokens", f"{quote_value(list(tokens))} has one that is empty or repeated; write each once"
 
 
-def _data(data: Data) -> Iterator[tuple[str, str]]:
+def _check_data(data: Data) -> Iterator[tuple[str, str]]:
     """Checks the data sources and how they are read."""
     if (data.prompt is None) != (data.completion is None):
         yield "data.prompt", "prompt and completion go together; state both or neither"
     for number, part in enumerate(() if isinstance(data.source, str) else data.source):
         if not isinstance(part, str):
-            yield from _source(f"data.source.{number}", part)
+            yield from _check_source(f"data.source.{number}", part)
     if not data.source:
         yield "data.source", "is empty; name a file, a folder or a dataset"
     if data.overlong == "refuse" and data.streaming:
@@ -151,21 +158,23 @@ def _data(data: Data) -> Iterator[tuple[str, str]]:
         yield "data.validation", f"{data.validation} is not a fraction in [0, 1); use a fraction or a path"
 
 
-def _source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def _check_source(key: str, part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Checks one source of a list."""
     known = ("source", "weight", *_OF_A_SOURCE)
     weight = part.get("weight", 1)
     yield from (
-        (f"{key}.{name}", f"unknown key; {nearest(str(name), list(known))}") for name in part if name not in known
+        (f"{key}.{name}", f"unknown key; {suggest_nearest(str(name), list(known))}")
+        for name in part
+        if name not in known
     )
     if not isinstance(part.get("source"), str):
-        yield f"{key}.source", f"names a file, a folder or a dataset, got {quoted(part.get('source'))}"
+        yield f"{key}.source", f"names a file, a folder or a dataset, got {quote_value(part.get('source'))}"
     # Sources of a list are plain mappings, which pydantic does not check.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 100:
-        yield f"{key}.weight", f"must be a number above 0 and at most 100, got {quoted(weight)}"
+        yield f"{key}.weight", f"must be a number above 0 and at most 100, got {quote_value(weight)}"
 
 
-def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _check_length(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Checks the length of the run and the settings that depend on it."""
     stop, streaming = recipe.stop, recipe.data.streaming
     # An epoch of a stream ends at an unknown step, so the schedule could not be planned.
@@ -185,10 +194,10 @@ def _length(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def sample_problems(sample: Sample) -> list[tuple[str, str]]:
     """Returns contradictions in the settings of generation as (key, text)."""
-    return [*_sampling(sample), *_speculation(sample), *_prompts(sample)]
+    return [*_check_sampling(sample), *_check_speculation(sample), *_check_prompts(sample)]
 
 
-def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
+def _check_sampling(sample: Sample) -> Iterator[tuple[str, str]]:
     # The values that filter nothing.
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if sample.temperature == 0 and (value := getattr(sample, name)) != neutral:
@@ -201,7 +210,7 @@ def _sampling(sample: Sample) -> Iterator[tuple[str, str]]:
         yield "stop", "an empty string would end every text at once; remove it"
 
 
-def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
+def _check_speculation(sample: Sample) -> Iterator[tuple[str, str]]:
     # Compared with the default of the dataclass, which is a class attribute.
     if sample.draft_model is None and sample.draft_tokens != type(sample).draft_tokens:
         text = "there is no draft model to propose them; name one (draft_model), or leave it out"
@@ -219,32 +228,32 @@ def _speculation(sample: Sample) -> Iterator[tuple[str, str]]:
         yield "cache", f"static cannot forget proposals that were wrong; use dynamic or int8, or leave {name} out"
 
 
-def _prompts(sample: Sample) -> Iterator[tuple[str, str]]:
+def _check_prompts(sample: Sample) -> Iterator[tuple[str, str]]:
     for number, prompt in enumerate(sample.prompts, 1):
-        if not isinstance(prompt, str) and (text := _chat_problem(prompt)):
+        if not isinstance(prompt, str) and (text := _find_chat_problem(prompt)):
             yield "prompts", f"prompt {number}: {text}"
 
 
-def _chat_problem(messages: tuple[Mapping[str, object], ...]) -> str | None:
+def _find_chat_problem(messages: tuple[Mapping[str, object], ...]) -> str | None:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            return f"{quoted(dict(message))} is not a message; write {{role: user, content: ...}}"
+            return f"{quote_value(dict(message))} is not a message; write {{role: user, content: ...}}"
     if not messages or messages[-1]["role"] == "assistant":
         return "a chat to answer ends with the user's message"
     return None
 
 
-def size_problem(size: str) -> str | None:
+def find_size_problem(size: str) -> str | None:
     """Returns the problem of a parameter count such as 15M, or None."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMB])", size)
     if not match:
-        return f"{quoted(size)} is not a size; write it like 15M or 1.1B"
+        return f"{quote_value(size)} is not a size; write it like 15M or 1.1B"
     if not 1 <= float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] <= MOST_PARAMETERS:
-        return f"{quoted(size)} must be from 1 to {MOST_PARAMETERS:.0e} parameters"
+        return f"{quote_value(size)} must be from 1 to {MOST_PARAMETERS:.0e} parameters"
     return None
 
 
-def folder_name_problem(name: str) -> str | None:
+def find_folder_name_problem(name: str) -> str | None:
     """Returns why a name cannot be a run's folder (hidden, leads elsewhere, too long for a file system), or None.
 
     Example:
@@ -253,4 +262,5 @@ def folder_name_problem(name: str) -> str | None:
     """
     if re.fullmatch(r"[\w-][\w.-]*", name) and len(name.encode()) <= 100:
         return None
-    return f"{quoted(name)} must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long"
+    rule = "must be letters, digits, '.', '_' or '-', not begin with '.', and be at most 100 bytes long"
+    return f"{quote_value(name)} {rule}"

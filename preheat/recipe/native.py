@@ -5,7 +5,7 @@ from __future__ import annotations
 from preheat.core import Recipe
 from preheat.recipe import override
 
-__all__ = ["native"]
+__all__ = ["to_native_engine"]
 
 _SAME = {
     1: ("techniques.data_parallel={}", "techniques.zero1={}"),
@@ -15,7 +15,7 @@ _SAME = {
 """ZeRO stage -> the techniques that shard the same tensors."""
 
 
-def native(recipe: Recipe) -> Recipe:
+def to_native_engine(recipe: Recipe) -> Recipe:
     """Returns the recipe for the native engine with the same sharding, since DeepSpeed cannot run on fake tensors.
 
     Example:

@@ -11,7 +11,7 @@ from typing import Any
 
 from preheat.core import Recipe
 
-__all__ = ["anchored", "possible_paths", "published"]
+__all__ = ["anchor_paths", "list_possible_paths", "shorten_paths"]
 
 _KEYS = {
     "model": ("path",),
@@ -28,7 +28,7 @@ _OF_TECHNIQUES = ("cache", "model", "scores", "start", "teacher")
 """Settings of techniques that may hold a path."""
 
 
-def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
+def anchor_paths(recipe: Recipe, home: Path | None = None) -> Recipe:
     """Returns the recipe with paths that exist in `home` (default: the working directory) made absolute.
 
     Example:
@@ -37,12 +37,14 @@ def anchored(recipe: Recipe, home: Path | None = None) -> Recipe:
         'gpt2'
     """
     home = home or Path.cwd()
-    return _changed(
-        recipe, lambda value: _anchored(value, home), lambda name: _anchored(name, home) if Path(name).suffix else name
+    return _change_paths(
+        recipe,
+        lambda value: _anchor_path(value, home),
+        lambda name: _anchor_path(name, home) if Path(name).suffix else name,
     )
 
 
-def published(recipe: Recipe) -> Recipe:
+def shorten_paths(recipe: Recipe) -> Recipe:
     """Returns the recipe for publication: absolute paths cut to their last component, URLs without credentials.
 
     Example:
@@ -53,7 +55,7 @@ def published(recipe: Recipe) -> Recipe:
     # Not among `_KEYS`: trackers create this folder, so a path that does not exist yet is one, too.
     folder = recipe.tracking.folder
     recipe = replace(recipe, tracking=replace(recipe.tracking, folder=folder and _bare(folder)))
-    return _changed(recipe, _bare, _bare)
+    return _change_paths(recipe, _bare, _bare)
 
 
 def _bare(value: str) -> str:
@@ -73,7 +75,7 @@ def _bare(value: str) -> str:
     return f"{scheme}://{address.rpartition('@')[2]}{slash}{path}"
 
 
-def possible_paths(recipe: Recipe) -> list[str]:
+def list_possible_paths(recipe: Recipe) -> list[str]:
     """Returns all settings of the recipe that are paths, or names of the hub, which nothing here tells from a path.
 
     Example:
@@ -87,25 +89,25 @@ def possible_paths(recipe: Recipe) -> list[str]:
         values.append(value)
         return value
 
-    _changed(recipe, note, lambda name: note(name) if Path(name).suffix else name)
+    _change_paths(recipe, note, lambda name: note(name) if Path(name).suffix else name)
     return values
 
 
-def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:
+def _change_paths(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[str], str]) -> Recipe:
     """Returns the recipe with its paths changed by `of_path`, and those of `_NAMES` by `of_name`."""
 
-    def changed(value: object, change: Callable[[str], str]) -> object:
+    def change_value(value: object, change: Callable[[str], str]) -> object:
         if isinstance(value, tuple):
-            return tuple(changed(part, change) for part in value)
+            return tuple(change_value(part, change) for part in value)
         # An item of a list of sources, with settings of its own.
         if isinstance(value, dict):
-            return value | {"source": changed(value.get("source"), change)}
+            return value | {"source": change_value(value.get("source"), change)}
         return change(value) if isinstance(value, str) and value and value not in _BUILT_IN else value
 
     changes: dict[str, Any] = {
         # Values stay of their type: `replace` copies the frozen sections.
         part: replace(
-            section, **{key: changed(getattr(section, key), of_name if key in _NAMES else of_path) for key in keys}
+            section, **{key: change_value(getattr(section, key), of_name if key in _NAMES else of_path) for key in keys}
         )
         for part, keys in _KEYS.items()
         for section in [getattr(recipe, part)]
@@ -115,12 +117,12 @@ def _changed(recipe: Recipe, of_path: Callable[[str], str], of_name: Callable[[s
         names = [field.name for field in dataclasses.fields(technique)]  # type: ignore[arg-type]
         # By the name of the setting, since the types of paths and of other text are the same.
         keys = [key for key in names if key in _OF_TECHNIQUES]
-        moved = {key: changed(getattr(technique, key), of_path) for key in keys}
+        moved = {key: change_value(getattr(technique, key), of_path) for key in keys}
         techniques[name] = replace(technique, **moved) if moved else technique  # type: ignore[type-var]
     return replace(recipe, techniques=techniques, **changes)
 
 
-def _anchored(value: str, home: Path) -> str:
+def _anchor_path(value: str, home: Path) -> str:
     try:
         path = Path(value).expanduser()
         # An absolute path replaces `home`; a relative one that does not exist may be a name of the hub.

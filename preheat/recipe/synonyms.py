@@ -8,10 +8,10 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from preheat.core import Recipe, registry
-from preheat.errors import nearest
-from preheat.sanitize import quoted
+from preheat.errors import suggest_nearest
+from preheat.sanitize import quote_value
 
-__all__ = ["NAMES", "VALUES", "option_hint", "unknown_key"]
+__all__ = ["NAMES", "VALUES", "hint_recipe_key", "describe_unknown_key"]
 
 # Names of axolotl, LLaMA-Factory, TRL and transformers' TrainingArguments, torchtune, torchtitan and litgpt.
 NAMES: Mapping[str, str] = {
@@ -251,7 +251,7 @@ _GENERIC = {
 
 
 @functools.cache
-def _keys_by_last_part() -> dict[str, list[str]]:
+def _index_keys() -> dict[str, list[str]]:
     """Returns the last component of every key, and its short names -> the dotted keys that end in it."""
     places: dict[str, list[str]] = {}
     for part in dataclasses.fields(Recipe):
@@ -269,7 +269,7 @@ def _keys_by_last_part() -> dict[str, list[str]]:
     return places
 
 
-def unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, str] | None = None) -> str:
+def describe_unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, str] | None = None) -> str:
     """Returns the message for an unknown key, with the key that was probably meant.
 
     Args:
@@ -286,12 +286,12 @@ def unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, s
         >>> unknown_key(("limit",), ["each", "seed"], {})
         "unknown key 'limit'; known: each, seed"
     """
-    message = f"unknown key {quoted('.'.join(path))}; "
+    message = f"unknown key {quote_value('.'.join(path))}; "
     key, at = path[-1], tuple(path[:-1])
     word = key.lower().replace("-", "_")
     # No key is as long, and comparing long names is slow.
     if len(word) > 60:
-        return message + nearest("", list(known))
+        return message + suggest_nearest("", list(known))
     # Only the case or the hyphens differ.
     if word in known:
         return message + f"did you mean '{word}'?"
@@ -314,29 +314,29 @@ def unknown_key(path: Sequence[str], known: Sequence[str], hints: Mapping[str, s
     if close := difflib.get_close_matches(word, list(names), n=1, cutoff=0.75):
         return message + f"did you mean '{names[close[0]]}'?"
     # A key of another section.
-    if in_recipe and (hint := f"here it is '{ours}'" if ours else _other_section(word, at)):
+    if in_recipe and (hint := f"here it is '{ours}'" if ours else _hint_other_section(word, at)):
         return message + hint
-    return message + nearest(key, list(known))
+    return message + suggest_nearest(key, list(known))
 
 
-def _other_section(word: str, at: Sequence[str]) -> str:
+def _hint_other_section(word: str, at: Sequence[str]) -> str:
     """Returns the hint for a key at `at` whose name belongs to another section, or ""."""
     if at and word in _GENERIC:
         return ""
     # Keys of the recipe come before those of techniques, many of which have common names.
-    if places := _keys_by_last_part().get(word):
+    if places := _index_keys().get(word):
         of_recipe = [place for place in places if not place.startswith("techniques.")] or places
         if len(of_recipe) == 1 or not at:
             return f"it belongs to {of_recipe[0].rpartition('.')[0] or 'the top'}: '{of_recipe[0]}'"
         return "there is " + " and ".join(f"'{place}'" for place in of_recipe[:3])
     # Last and with a higher cutoff, since hundreds of names are compared.
-    candidates = [name for name in (*NAMES, *_keys_by_last_part()) if not at or name not in _GENERIC]
+    candidates = [name for name in (*NAMES, *_index_keys()) if not at or name not in _GENERIC]
     if alike := difflib.get_close_matches(word, candidates, n=1, cutoff=0.85):
-        return f"did you mean '{NAMES.get(alike[0]) or _keys_by_last_part()[alike[0]][0]}'?"
+        return f"did you mean '{NAMES.get(alike[0]) or _index_keys()[alike[0]][0]}'?"
     return ""
 
 
-def option_hint(name: str) -> str:
+def hint_recipe_key(name: str) -> str:
     """Returns how to set the recipe key that an unknown option names, or "" if it names none.
 
     Example:
@@ -351,7 +351,7 @@ def option_hint(name: str) -> str:
     if elsewhere := _ELSEWHERE_IN_SECTION.get(path) or _ELSEWHERE.get(word):
         return elsewhere
     # Other trainers' --config names the file that is an argument here, not the sizes of a model.
-    places = [] if path == "config" else _keys_by_last_part().get(word, [])
+    places = [] if path == "config" else _index_keys().get(word, [])
     of_recipe = [place for place in places if not place.startswith("techniques.")] or places
     key = path if path in places else NAMES.get(word) or (of_recipe[0] if len(of_recipe) == 1 else "")
     if not key:

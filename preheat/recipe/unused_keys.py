@@ -12,12 +12,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from preheat.core import Recipe
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["RULES", "Rule", "refused", "non_default_keys", "warned"]
+__all__ = ["RULES", "Rule", "find_contradictory_keys", "non_default_keys", "find_unused_keys"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ _ONE_TEXT_FORMAT = (".jsonl", ".json", ".csv", ".parquet")
 _TEXT_LAYOUTS, _CHAT_LAYOUTS = ("auto", "text", "classes"), ("auto", "alpaca", "sharegpt", "messages")
 
 
-def _new(recipe: Recipe) -> bool:
+def _is_new_model(recipe: Recipe) -> bool:
     return not (recipe.model.path or recipe.model.preset)
 
 
 def _trains_tokenizer(recipe: Recipe) -> bool:
-    return recipe.data.tokenizer is None and (_new(recipe) or recipe.model.weights == "random")
+    return recipe.data.tokenizer is None and (_is_new_model(recipe) or recipe.model.weights == "random")
 
 
-def _only(recipe: Recipe) -> str | None:
+def _find_only_source(recipe: Recipe) -> str | None:
     """Returns the source if the recipe has only one and no other text is read by the same keys; else None."""
     data = recipe.data
     # The keys of fields are also read for validation and forgetting texts, which may need them if the source does not.
@@ -61,37 +61,37 @@ def _only(recipe: Recipe) -> str | None:
 
 def _has_fields(recipe: Recipe) -> bool:
     """Returns True if the rows may have fields that the recipe names."""
-    return _only(recipe) not in _BUILT_IN
+    return _find_only_source(recipe) not in _BUILT_IN
 
 
 def _is_file(recipe: Recipe) -> bool:
-    source = _only(recipe)
+    source = _find_only_source(recipe)
     # By the name alone: a folder or a name of `datasets` has none of these suffixes.
     return source in _BUILT_IN or PurePath(source or "").suffix in (*_ONE_TEXT_FORMAT, ".txt", ".md", ".py")
 
 
-def _lists(recipe: Recipe) -> bool:
+def _has_source_list(recipe: Recipe) -> bool:
     return not isinstance(recipe.data.source, str)
 
 
-def _held_out(recipe: Recipe) -> bool:
+def _has_held_out_text(recipe: Recipe) -> bool:
     return recipe.data.validation != 0
 
 
-def _counted(recipe: Recipe) -> bool:
+def _has_step_count(recipe: Recipe) -> bool:
     return bool(recipe.stop.max_steps or recipe.stop.tokens or recipe.stop.epochs)
 
 
-def _without(*techniques: str) -> Callable[[Recipe], bool]:
+def _lacks_technique(*techniques: str) -> Callable[[Recipe], bool]:
     return lambda recipe: not any(name in recipe.techniques for name in techniques)
 
 
 # `Any`: each rule reads the settings of one technique, whose class is not imported here.
-def _of(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], object]:
+def _read_key(technique: str, read: Callable[[Any], object]) -> Callable[[Recipe], object]:
     return lambda recipe: technique not in recipe.techniques or read(recipe.techniques[technique])
 
 
-def _sampled(key: str) -> Rule:
+def _require_sampling(key: str) -> Rule:
     return Rule(
         f"sample.{key}",
         lambda r: r.sample.is_active,
@@ -99,7 +99,7 @@ def _sampled(key: str) -> Rule:
     )
 
 
-def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rule:
+def _require_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rule:
     return Rule(
         f"data.{key}", lambda r: _has_fields(r) and read(r), "the rows of {source} have a fixed layout; leave it out"
     )
@@ -108,11 +108,11 @@ def _of_rows(key: str, read: Callable[[Recipe], object] = lambda r: True) -> Rul
 # By section of the recipe. A rule concerns a key only if its value differs from the default.
 RULES: tuple[Rule, ...] = (
     # The model: sizes of a new one mean nothing for a loaded one, and the other way round.
-    Rule("model.family", _new, f"{_READY_MADE} family; leave it out"),
-    Rule("model.part", lambda r: not _new(r), "a new model has no parts; leave it out", refuse=True),
+    Rule("model.family", _is_new_model, f"{_READY_MADE} family; leave it out"),
+    Rule("model.part", lambda r: not _is_new_model(r), "a new model has no parts; leave it out", refuse=True),
     Rule(
         "model.max_positions",
-        _new,
+        _is_new_model,
         f"{_READY_MADE} positions; leave it out, or use techniques.rope_scaling",
         refuse=True,
     ),
@@ -123,17 +123,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "model.vocab_size",
-        _new,
+        _is_new_model,
         f"{_READY_MADE} embedding; leave it out, or name new tokens in model.add_tokens",
         refuse=True,
     ),
     Rule(
         "model.tie_embeddings",
-        lambda r: _new(r) or "tied_embeddings" in r.techniques,  # the technique itself rejects the combination
+        lambda r: _is_new_model(r) or "tied_embeddings" in r.techniques,  # the technique itself rejects the combination
         f"{_READY_MADE} choice; leave it out, or use techniques.tied_embeddings",
         refuse=True,
     ),
-    Rule("model.num_experts_per_tok", _new, f"{_READY_MADE} experts; leave it out", refuse=True),
+    Rule("model.num_experts_per_tok", _is_new_model, f"{_READY_MADE} experts; leave it out", refuse=True),
     Rule(
         "model.size",
         lambda r: not (r.model.num_layers and r.model.hidden_size and r.model.num_heads),
@@ -142,34 +142,36 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("model.trust_remote_code", lambda r: r.model.path, "only the folder of model.path brings code; leave it out"),
     # The data: fields, layouts and `datasets` names that the source cannot have. A list of sources may have any.
-    _of_rows("layout"),
-    _of_rows("columns"),
-    _of_rows("prompt"),
-    _of_rows("completion"),
-    _of_rows("text"),
+    _require_rows("layout"),
+    _require_rows("columns"),
+    _require_rows("prompt"),
+    _require_rows("completion"),
+    _require_rows("text"),
     Rule(
         "data.text",
-        lambda r: _lists(r) or r.data.layout in _TEXT_LAYOUTS,
+        lambda r: _has_source_list(r) or r.data.layout in _TEXT_LAYOUTS,
         "rows of the layout {layout} have no such field; leave it out, or use data.columns",
     ),
     Rule(
         "data.prompt",
-        lambda r: _lists(r) or r.data.layout in ("auto", "prompt", "preference", "kto"),
+        lambda r: _has_source_list(r) or r.data.layout in ("auto", "prompt", "preference", "kto"),
         "rows of the layout {layout} have no such field; leave it out, or use data.columns",
     ),
     Rule(
         "data.template",
-        lambda r: _lists(r) or (r.data.layout not in ("text", "classes") and _only(r) != "stdlib"),
+        lambda r: (
+            _has_source_list(r) or (r.data.layout not in ("text", "classes") and _find_only_source(r) != "stdlib")
+        ),
         "plain text is not laid out as a chat; leave it out",
     ),
     Rule(
         "data.train_on",
-        lambda r: _lists(r) or r.data.template or (r.data.layout in _CHAT_LAYOUTS and _has_fields(r)),
+        lambda r: _has_source_list(r) or r.data.template or (r.data.layout in _CHAT_LAYOUTS and _has_fields(r)),
         "it chooses among the turns of conversations, and the rows are not conversations; leave it out",
     ),
     Rule(
         "data.classes",
-        lambda r: _lists(r) or (r.data.layout in ("auto", "classes") and _has_fields(r)),
+        lambda r: _has_source_list(r) or (r.data.layout in ("auto", "classes") and _has_fields(r)),
         "rows of the layout {layout} have no classes; use data.layout: classes, or leave it out",
     ),
     Rule(
@@ -180,23 +182,23 @@ RULES: tuple[Rule, ...] = (
     ),
     # Settings of a tokenizer that is trained, of images, and of files and processes.
     Rule("data.vocab_size", _trains_tokenizer, "there is a tokenizer already, and none is trained; leave it out"),
-    Rule("data.image_pixels", lambda r: not _new(r), "a new model reads only text; leave it out"),
-    Rule("data.images", lambda r: not _new(r), "a new model reads only text; leave it out"),
+    Rule("data.image_pixels", lambda r: not _is_new_model(r), "a new model reads only text; leave it out"),
+    Rule("data.images", lambda r: not _is_new_model(r), "a new model reads only text; leave it out"),
     Rule(
         "data.text_files",
-        lambda r: PurePath(_only(r) or "").suffix not in _ONE_TEXT_FORMAT and _has_fields(r),
+        lambda r: PurePath(_find_only_source(r) or "").suffix not in _ONE_TEXT_FORMAT and _has_fields(r),
         "it is for .txt files, and {source} is not one; leave it out",
     ),
     Rule("data.prefetch", lambda r: r.data.workers, "it is for loader processes; set data.workers, or leave it out"),
     Rule(
         "optimizer.betas",
-        _without("adafactor"),
+        _lacks_technique("adafactor"),
         "adafactor has no moving averages of this kind (it has decay); leave it out",
     ),
-    Rule("optimizer.eps", _without("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
+    Rule("optimizer.eps", _lacks_technique("adafactor", "lion"), "{optimizer} has no such term; leave it out"),
     Rule(
         "schedule.warmup_ratio",
-        _counted,
+        _has_step_count,
         "it is a fraction of the run, whose length stop.hours does not determine; add stop.max_steps, or leave it out",
     ),
     Rule(
@@ -224,20 +226,20 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             f"evaluate.{key}",
-            lambda r: _held_out(r) or r.evaluate.tasks or r.evaluate.forgetting,
+            lambda r: _has_held_out_text(r) or r.evaluate.tasks or r.evaluate.forgetting,
             "nothing is held out (data.validation: 0), and no task is named; leave it out",
         )
         for key in ("every", "rows", "micro_batch_size")
     ),
     Rule(
         "evaluate.baselines",
-        _held_out,
+        _has_held_out_text,
         "nothing is held out to compare on (data.validation: 0); leave it out",
         refuse=True,
     ),
     # Generation: keys that mean nothing as long as the run writes no samples.
     *map(
-        _sampled,
+        _require_sampling,
         (
             *("max_new_tokens", "temperature", "repetition_penalty", "stop", "cache", "window", "draft_model"),
             *("prompt_lookup_tokens", "compile"),
@@ -254,56 +256,56 @@ RULES: tuple[Rule, ...] = (
     Rule("parallel.timeout", lambda r: r.parallel.devices != 1, "one process waits for no other; leave it out"),
     Rule(
         "techniques.lora.pissa_iterations",
-        _of("lora", lambda t: t.variant == "pissa"),
+        _read_key("lora", lambda t: t.variant == "pissa"),
         "only variant: pissa decomposes weights; leave it out",
     ),
     *(
         Rule(
             f"techniques.mixed_precision.{key}",
-            _of("mixed_precision", lambda t: t.mode.startswith("fp16")),
+            _read_key("mixed_precision", lambda t: t.mode.startswith("fp16")),
             "only the fp16 modes scale the loss; leave it out",
         )
         for key in ("loss_scale", "growth_interval")
     ),
     Rule(
         "techniques.preference.gamma",
-        _of("preference", lambda t: t.loss == "simpo"),
+        _read_key("preference", lambda t: t.loss == "simpo"),
         "only loss: simpo has a margin; leave it out",
     ),
     Rule(
         "techniques.length_curriculum.root_degree",
-        _of("length_curriculum", lambda t: t.schedule == "root" and not t.lengths),
+        _read_key("length_curriculum", lambda t: t.schedule == "root" and not t.lengths),
         "only schedule: root has one; leave it out",
     ),
     Rule(
         "techniques.length_curriculum.multiple",
-        _of("length_curriculum", lambda t: not t.lengths),
+        _read_key("length_curriculum", lambda t: not t.lengths),
         "lengths define the stages; leave it out",
     ),
     Rule(
         "techniques.expert_balancing.rate",
-        _of("expert_balancing", lambda t: t.method == "bias"),
+        _read_key("expert_balancing", lambda t: t.method == "bias"),
         "only method: bias has one; leave it out",
     ),
     Rule(
         "techniques.distillation.top_k",
-        _of("distillation", lambda t: t.cache is not None or t.pieces == "common"),
+        _read_key("distillation", lambda t: t.cache is not None or t.pieces == "common"),
         "only a cache and pieces: common limit the tokens to the likeliest; leave it out",
     ),
     Rule(
         "techniques.chunked_loss.rows",
-        _of("chunked_loss", lambda t: t.kernel != "liger"),
+        _read_key("chunked_loss", lambda t: t.kernel != "liger"),
         "Liger chooses its chunks by itself; leave it out",
     ),
     Rule(
         "techniques.tensor_parallel.rows",
-        _of("tensor_parallel", lambda t: t.loss_parallel),
+        _read_key("tensor_parallel", lambda t: t.loss_parallel),
         "only loss_parallel computes logits some positions at a time; leave it out",
     ),
 )
 
 
-def _defaults(cls: type[DataclassInstance]) -> dict[str, object]:
+def _read_defaults(cls: type[DataclassInstance]) -> dict[str, object]:
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(cls)
@@ -334,11 +336,11 @@ def non_default_keys(recipe: Recipe) -> dict[str, object]:
 
 
 def _non_default_keys(part: DataclassInstance, name: str) -> dict[str, object]:
-    defaults = _defaults(type(part))
+    defaults = _read_defaults(type(part))
     return {f"{name}.{key}": value for key, default in defaults.items() if (value := getattr(part, key)) != default}
 
 
-def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
+def _find_unread_keys(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
     values = non_default_keys(recipe)
     # Several rules may concern one key, but one reason suffices.
     reported: set[str] = set()
@@ -346,7 +348,7 @@ def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
         if rule.refuse == refuse and rule.key in values and rule.key not in reported and not rule.read(recipe):
             reported.add(rule.key)
             why = rule.why.format(
-                source=quoted(recipe.data.source, 60),
+                source=quote_value(recipe.data.source, 60),
                 layout="prompt"
                 if recipe.data.source == "docstrings"
                 else "text"
@@ -356,14 +358,14 @@ def _unread(recipe: Recipe, *, refuse: bool) -> Iterator[tuple[str, str]]:
                 # The only optimizers that a rule names.
                 optimizer="adafactor" if "adafactor" in recipe.techniques else "lion",
             )
-            yield rule.key, f"{quoted(values[rule.key], 60)} changes nothing: {why}"
+            yield rule.key, f"{quote_value(values[rule.key], 60)} changes nothing: {why}"
 
 
-def refused(recipe: Recipe) -> list[tuple[str, str]]:
+def find_contradictory_keys(recipe: Recipe) -> list[tuple[str, str]]:
     """Returns keys without effect that contradict the recipe, as (key, message)."""
-    return list(_unread(recipe, refuse=True))
+    return list(_find_unread_keys(recipe, refuse=True))
 
 
-def warned(recipe: Recipe) -> list[tuple[str, str]]:
+def find_unused_keys(recipe: Recipe) -> list[tuple[str, str]]:
     """Returns keys without effect that may have been left on purpose, as (key, message)."""
-    return list(_unread(recipe, refuse=False))
+    return list(_find_unread_keys(recipe, refuse=False))

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from preheat.core import Recipe, Technique, registry
 from preheat.core.field_types import Bound, Seed
 from preheat.core.schema import field_docs
-from preheat.errors import RecipeError, nearest
-from preheat.recipe.consistency import problems
-from preheat.recipe.synonyms import VALUES, unknown_key
-from preheat.sanitize import quoted, shorten
+from preheat.errors import RecipeError, suggest_nearest
+from preheat.recipe.consistency import find_problems
+from preheat.recipe.synonyms import VALUES, describe_unknown_key
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     from preheat.core.json_types import JsonObject
 
-__all__ = ["RecipeReader", "json_schema"]
+__all__ = ["RecipeReader", "build_json_schema"]
 
 
 @functools.cache
-def _adapter(cls: type) -> type[BaseModel]:
+def _build_adapter(cls: type) -> type[BaseModel]:
     """Returns a pydantic model of a flat dataclass, with strict JSON types and bounds, and without unknown keys."""
     import pydantic
 
     # The messages of `Bound`, not those of pydantic's own constraints.
-    def bounded(bound: Bound) -> pydantic.AfterValidator:
+    def build_bound_validator(bound: Bound) -> pydantic.AfterValidator:
         def check(value: object) -> object:
             problem = bound.problem(value) if isinstance(value, int | float) else None
             if problem and not isinstance(value, bool):
@@ -51,7 +51,7 @@ def _adapter(cls: type) -> type[BaseModel]:
         origin = typing.get_origin(kind)
         if origin is Annotated:
             base, *extra = typing.get_args(kind)
-            return Annotated[(base, *(bounded(e) if isinstance(e, Bound) else e for e in extra))]
+            return Annotated[(base, *(build_bound_validator(e) if isinstance(e, Bound) else e for e in extra))]
         if origin in (typing.Union, types.UnionType):
             return typing.Union[tuple(convert(a) for a in typing.get_args(kind))]  # noqa: UP007
         if origin is tuple:
@@ -59,7 +59,7 @@ def _adapter(cls: type) -> type[BaseModel]:
                 tuple(convert(a) if a is not Ellipsis else a for a in typing.get_args(kind))
             ]
         # Numbers without a range still must be finite and within the largest range of all.
-        return Annotated[kind, bounded(Bound())] if kind in (int, float) else kind
+        return Annotated[kind, build_bound_validator(Bound())] if kind in (int, float) else kind
 
     import typing
 
@@ -76,7 +76,7 @@ def _adapter(cls: type) -> type[BaseModel]:
     )
 
 
-def _words(error: ErrorDetails) -> str:
+def _describe_error(error: ErrorDetails) -> str:
     """Returns pydantic's error as one short clause."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
@@ -161,7 +161,7 @@ class RecipeReader:
         values = {} if values is None else values
         name = ".".join(at)
         if not isinstance(values, Mapping):
-            self.report(at, f"{name}: must be a mapping of settings, got {quoted(values)}")
+            self.report(at, f"{name}: must be a mapping of settings, got {quote_value(values)}")
             return None
         same = {key: VALUES.get(f"{name}.{key}", {}) for key in values}
         values = {key: same[key].get(v, v) if isinstance(v, str) else v for key, v in values.items()}
@@ -169,11 +169,11 @@ class RecipeReader:
         unknown = [key for key in values if key not in known]
         for key in unknown:
             path = (*at, str(key))
-            self.report(path, lambda path=path: unknown_key(path, known, self.hints))  # type: ignore[misc]
+            self.report(path, lambda path=path: describe_unknown_key(path, known, self.hints))  # type: ignore[misc]
         try:
             # As JSON: pydantic's strict mode then takes lists for tuples and objects
             # for mappings, but converts no text to numbers.
-            read = _adapter(cls).model_validate_json(
+            read = _build_adapter(cls).model_validate_json(
                 json.dumps({key: value for key, value in values.items() if key in known}, default=str)
             )
         except pydantic.ValidationError as problem:
@@ -183,11 +183,11 @@ class RecipeReader:
                 by_field.setdefault(str(error["loc"][0]) if error["loc"] else "", []).append(error)
             for key, errors in by_field.items():
                 here = (*at, key)
-                reasons = " or ".join(dict.fromkeys(_words(e) for e in errors))
+                reasons = " or ".join(dict.fromkeys(_describe_error(e) for e in errors))
                 self.report(
                     here,
                     f"{'.'.join(here)}: {shorten(reasons, 300)}, got "
-                    f"{quoted(values[key]) if key in values else 'nothing'}",
+                    f"{quote_value(values[key]) if key in values else 'nothing'}",
                 )
             return None
         if unknown:
@@ -207,22 +207,22 @@ class RecipeReader:
                 "15M}, stop: {max_steps: 100}}, or begin with a copy: preheat init demo"
             )
         if not isinstance(values, Mapping):
-            raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quoted(values)}")
+            raise RecipeError(f"{self.where}: a recipe is a mapping of keys, got {quote_value(values)}")
         if "chain" in values:
             raise RecipeError(
                 f"{self.where}: is a chain of steps over a trained model; run it with: preheat compress "
                 f"RUN --recipe {self.where}"
             )
         parts = {f.name: f for f in dataclasses.fields(Recipe)}
-        top = _top_scalars()
+        top = _build_top_scalars()
         settings: dict[str, Any] = {}
-        # `flat` reads one level, so the two scalars at the top are a section of their own.
+        # `build_flat_schema` reads one level, so the two scalars at the top are a section of their own.
         scalars = self.flat(top, {k: v for k, v in values.items() if k in ("name", "seed")}, ())
         if scalars is not None:
             settings.update(dataclasses.asdict(scalars))
         for key, value in values.items():
             if key not in parts:
-                self.report((key,), lambda key=key: unknown_key((str(key),), list(parts)))  # type: ignore[misc]
+                self.report((key,), lambda key=key: describe_unknown_key((str(key),), list(parts)))  # type: ignore[misc]
             elif key == "techniques":
                 settings[key] = self.techniques(value)
             elif key not in ("name", "seed"):
@@ -232,7 +232,7 @@ class RecipeReader:
         self.refuse()
         # Each key is valid by itself; the keys together are checked next.
         recipe = Recipe(**settings)
-        for key, text in problems(recipe):
+        for key, text in find_problems(recipe):
             self.report(key.split("."), f"{key}: {text}")
         self.refuse()
         return recipe
@@ -242,12 +242,12 @@ class RecipeReader:
         if isinstance(values, list) and all(isinstance(v, str) for v in values):  # a list of names means their defaults
             for one, times in sorted(Counter(values).items()):
                 if times > 1:
-                    self.report(at, f"{name}: {quoted(one)} is given twice")
+                    self.report(at, f"{name}: {quote_value(one)} is given twice")
             values = dict.fromkeys(values)
         if values is None:
             return {}
         if not isinstance(values, Mapping):
-            self.report(at, f"{name}: must be names with their settings, got {quoted(values)}")
+            self.report(at, f"{name}: must be names with their settings, got {quote_value(values)}")
             return {}
         techniques = {}
         for one, settings in values.items():
@@ -255,7 +255,7 @@ class RecipeReader:
                 self.report(
                     (*at, one),
                     lambda one=one: (  # type: ignore[misc]
-                        f"unknown technique {quoted(str(one))}; {nearest(str(one), list(known))}"
+                        f"unknown technique {quote_value(str(one))}; {suggest_nearest(str(one), list(known))}"
                     ),
                 )
                 continue
@@ -264,18 +264,18 @@ class RecipeReader:
 
 
 @functools.cache
-def _top_scalars() -> type:
+def _build_top_scalars() -> type:
     """Returns a dataclass of the top-level scalars, name and seed."""
     return dataclasses.make_dataclass(
         "Top", [("name", str, field(default="run")), ("seed", Seed, field(default=0))], frozen=True, kw_only=True
     )
 
 
-def json_schema() -> JsonObject:
+def build_json_schema() -> JsonObject:
     """Returns the JSON schema of a recipe file, for editors (`preheat recipes schema`)."""
 
-    def flat(cls: type) -> JsonObject:
-        schema: JsonObject = _adapter(cls).model_json_schema()
+    def build_flat_schema(cls: type) -> JsonObject:
+        schema: JsonObject = _build_adapter(cls).model_json_schema()
         hints = {f.name for f in dataclasses.fields(cls)}
         for name, text in field_docs(cls).items():
             if name in hints:
@@ -292,13 +292,13 @@ def json_schema() -> JsonObject:
     }
     for f in dataclasses.fields(Recipe):
         if f.name not in ("name", "seed", "techniques"):
-            properties[f.name] = flat(f.default_factory)  # type: ignore[arg-type]
+            properties[f.name] = build_flat_schema(f.default_factory)  # type: ignore[arg-type]
     # A technique without settings may be null: `lora:` with nothing after it.
     properties["techniques"] = {
         "type": "object",
         "description": field_docs(Recipe)["techniques"],
         "additionalProperties": False,
-        "properties": {name: {"anyOf": [flat(cls), {"type": "null"}]} for name, cls in registry().items()},
+        "properties": {name: {"anyOf": [build_flat_schema(cls), {"type": "null"}]} for name, cls in registry().items()},
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from preheat.errors import RecipeError
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
-__all__ = ["LARGEST_FILE", "compose", "nodes", "read", "read_text", "write"]
+__all__ = ["LARGEST_FILE", "compose", "parse_nodes", "read", "read_text", "write"]
 
 LARGEST_FILE = 1 << 20
 """Maximum size of a YAML file in bytes. A recipe with every default written out has five thousand."""
@@ -80,19 +80,19 @@ for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first])
 
 
-def _scalar(read: Callable[[str], object], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], object]:
+def _report_errors(read: Callable[[str], object], rule: str) -> Callable[[yaml.SafeLoader, yaml.Node], object]:
     """Returns a constructor that reports its errors as YAML errors with their line."""
 
     def construct(loader: yaml.SafeLoader, node: yaml.Node) -> object:
         try:
             return read(loader.construct_scalar(node))  # type: ignore[arg-type]
         except (ValueError, OverflowError):
-            raise _Unusable(None, None, f"{rule}, got {quoted(node.value, 40)}", node.start_mark) from None
+            raise _Unusable(None, None, f"{rule}, got {quote_value(node.value, 40)}", node.start_mark) from None
 
     return construct
 
 
-def _integer(text: str) -> int:
+def _construct_integer(text: str) -> int:
     if len(text) > 70:  # Python refuses to read integers of more than 4,300 digits
         raise ValueError
     # int(text, 0) refuses leading zeros, which are decimal in YAML 1.2.
@@ -102,14 +102,14 @@ def _integer(text: str) -> int:
     return value
 
 
-def _number(text: str) -> float:
+def _construct_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError
     return value
 
 
-def _text(text: str) -> str:
+def _construct_text(text: str) -> str:
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError
     return text
@@ -121,12 +121,12 @@ _Loader.yaml_constructors = {
     for name in ("null", "seq", "map")
 } | {None: yaml.SafeLoader.yaml_constructors[None]}
 for _name, _read, _rule in (
-    ("int", _integer, "an integer must fit in 64 bits"),
-    ("float", _number, "a number must be finite"),
+    ("int", _construct_integer, "an integer must fit in 64 bits"),
+    ("float", _construct_number, "a number must be finite"),
     ("bool", lambda text: {"true": True, "false": False}.get(text.lower(), text), "a truth value is true or false"),
-    ("str", _text, "text must not hold NUL or half of a surrogate pair"),
+    ("str", _construct_text, "text must not hold NUL or half of a surrogate pair"),
 ):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _scalar(_read, _rule))
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _report_errors(_read, _rule))
 _Dumper.add_representer(
     # In flow style, [0.9, 0.95] on one line, as a person writes short sequences; lists have one item a line.
     tuple,
@@ -164,24 +164,23 @@ def read_text(path: Path, where: str | None = None) -> str:
         raise RecipeError(f"{where}: cannot be read ({error.strerror})") from None
 
 
-def _prefix(at: tuple[str, ...]) -> str:
+def _find_prefix(at: tuple[str, ...]) -> str:
     return f"{shorten('.'.join(at))}: " if at else ""
 
 
-def _tagged(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
-    return (
-        f"{line}: {_prefix(at)}has the tag {quoted(node.tag.replace(_TAG, '!!'))}; write the plain value, without a tag"
-    )
+def _describe_tag(line: str, at: tuple[str, ...], node: yaml.Node) -> str:
+    tag = quote_value(node.tag.replace(_TAG, "!!"))
+    return f"{line}: {_find_prefix(at)}has the tag {tag}; write the plain value, without a tag"
 
 
 def _require_plain_key(key: yaml.Node, line: str, at: tuple[str, ...]) -> None:
     """Rejects keys of a mapping that are not plain text."""
     if not isinstance(key, yaml.ScalarNode):
-        raise RecipeError(f"{line}: {_prefix(at)}a key is text, not a list or a mapping")
+        raise RecipeError(f"{line}: {_find_prefix(at)}a key is text, not a list or a mapping")
     if key.value == "<<" and key.style is None:
-        raise RecipeError(f"{line}: {_prefix(at)}merge keys ('<<') are not of YAML 1.2; write the keys out")
+        raise RecipeError(f"{line}: {_find_prefix(at)}merge keys ('<<') are not of YAML 1.2; write the keys out")
     if key.tag not in _Loader.yaml_constructors:
-        raise RecipeError(_tagged(line, at, key))
+        raise RecipeError(_describe_tag(line, at, key))
 
 
 def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -210,7 +209,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
             raise RecipeError(f"{line}: {_TOO_MANY}")
         if isinstance(node, yaml.MappingNode):
             if node.tag != f"{_TAG}map":
-                raise RecipeError(_tagged(line, at, node))
+                raise RecipeError(_describe_tag(line, at, node))
             for key, value in node.value:
                 _require_plain_key(key, line, at)
                 key.tag = f"{_TAG}str"  # 1, null and true are names like others
@@ -226,20 +225,20 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
                 walk(value, here)
         elif isinstance(node, yaml.SequenceNode):
             if node.tag != f"{_TAG}seq":
-                raise RecipeError(_tagged(line, at, node))
+                raise RecipeError(_describe_tag(line, at, node))
             for index, value in enumerate(node.value):
                 lines[(*at, str(index))] = value.start_mark.line + 1
                 walk(value, (*at, str(index)))
         elif node.tag not in _Loader.yaml_constructors:
-            raise RecipeError(_tagged(line, at, node))
+            raise RecipeError(_describe_tag(line, at, node))
         else:
             try:
                 loader.construct_object(node)
             except _Unusable as error:  # reported here, since the key is known
-                raise RecipeError(f"{line}: {_prefix(at)}{error.problem}") from None
+                raise RecipeError(f"{line}: {_find_prefix(at)}{error.problem}") from None
 
     # Nodes first, values last: nodes have the line and the tag of each value.
-    node, loader = _composed(text, where, numbered=numbered)
+    node, loader = _compose_nodes(text, where, numbered=numbered)
     if node is None:
         return {}, lines
     # All checks, before the values are constructed as a whole.
@@ -248,7 +247,7 @@ def compose(text: str, where: str, *, numbered: bool = True) -> tuple[Any, dict[
         return loader.construct_document(node), lines
 
 
-def _composed(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | None, _Loader]:
+def _compose_nodes(text: str, where: str, *, numbered: bool) -> tuple[yaml.Node | None, _Loader]:
     """Returns the nodes of YAML text with aliases not yet expanded, and their loader; errors as for `compose`."""
     if len(text) > LARGEST_FILE:
         raise RecipeError(f"{where}: is longer than {LARGEST_FILE >> 20} MiB, which no recipe is")
@@ -275,14 +274,14 @@ def _short_yaml_errors(where: str, *, numbered: bool) -> Iterator[None]:
         raise RecipeError(f"{where}{line}: {kind}{shorten(problem, 160)}") from None
 
 
-def nodes(text: str, where: str) -> yaml.Node | None:
+def parse_nodes(text: str, where: str) -> yaml.Node | None:
     """Parses YAML of another program into nodes without constructing values, since it may have tags of its own.
 
     Raises:
         RecipeError: the text is not YAML, or larger, deeper or (with its aliases expanded) longer than any recipe; the
             message begins with `where`.
     """
-    root, _ = _composed(text, where, numbered=True)
+    root, _ = _compose_nodes(text, where, numbered=True)
     count, todo = 0, [(root, 0)] if root is not None else []
     while todo:
         node, depth = todo.pop()

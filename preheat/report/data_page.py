@@ -15,7 +15,7 @@ def write_data(shown: DataPreview, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Args:
-        shown: the result of `preheat.data.preview.preview`.
+        shown: the result of `preheat.data.preview.build_preview`.
 
     Raises:
         RunError: the page cannot be written.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from preheat.core.json_types import JsonObject
 from preheat.core.run_records import Estimate
-from preheat.sanitize import clean, shorten
+from preheat.sanitize import escape_control_characters, shorten
 
 __all__ = [
     "LONG",
@@ -58,7 +58,7 @@ def escape(text: object, limit: int = _INLINE) -> str:
         half = limit // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
     # Cleaned of control characters first: they are invalid in HTML, even as entities.
-    return html.escape(clean(text))
+    return html.escape(escape_control_characters(text))
 
 
 def mapping(data: object) -> JsonObject:

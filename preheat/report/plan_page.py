@@ -15,7 +15,7 @@ from preheat.report import page, plan_charts, svg
 from preheat.report.formatting import LONG, count, duration, escape, gib, grouped, headline, nbsp_units, percent, sizes
 from preheat.report.page import cell, number_cell, text_cell
 from preheat.report.run_charts import CATEGORY_COLOURS
-from preheat.sanitize import three_digits
+from preheat.sanitize import format_three_digits
 
 __all__ = ["PlanTexts", "write_plan"]
 
@@ -147,11 +147,11 @@ def _tiles(plan: Plan, stage: str) -> str:
         tiles.append(("Time", duration(1e9 / plan.tokens_per_second), "a billion tokens"))
     if cost:
         run = f"{cost.run:,.2f} {money} for the run" if cost.run else f"{cost.hour:,.2f} {money} an hour"
-        tiles.append(("Cost", f"{three_digits(1000 * cost.million_tokens)} {money}", f"a billion tokens; {run}"))
+        tiles.append(("Cost", f"{format_three_digits(1000 * cost.million_tokens)} {money}", f"a billion tokens; {run}"))
     if energy := plan.energy:
-        power = f"{three_digits(energy.kilowatts)} kW"
-        run = f"{three_digits(energy.run)} kWh for the run" if energy.run else power
-        of_billion = f"{three_digits(1000 * energy.million_tokens)} kWh"
+        power = f"{format_three_digits(energy.kilowatts)} kW"
+        run = f"{format_three_digits(energy.run)} kWh for the run" if energy.run else power
+        of_billion = f"{format_three_digits(1000 * energy.million_tokens)} kWh"
         tiles.append(("Energy, at most", of_billion, f"a billion tokens; {run}; boards at full power"))
     return page.tiles(tiles)
 
@@ -267,7 +267,7 @@ def _alternatives(plan: Plan, changes: Sequence[str]) -> str:
             text_cell(change),
             number_cell(text),
             number_cell(grouped(a.tokens_per_second)),
-            *([number_cell(f"{three_digits(1000 * a.cost.million_tokens)}")] if a.cost else []),
+            *([number_cell(f"{format_three_digits(1000 * a.cost.million_tokens)}")] if a.cost else []),
             cell(nbsp_units(a.tradeoff)),
         )
         for a, change, text in zip(plan.alternatives, changes, texts, strict=True)

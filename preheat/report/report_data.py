@@ -236,7 +236,7 @@ def collect(path: str | Path) -> RunFigures:
     run = Reader(path)
     plan, environment, evaluation, changes = run.plan, run.environment, run.evaluation, run.changes
     metrics, evaluations, events, samples = run.metrics(), run.evaluations(), run.events(), run.samples()
-    recipe, recipe_text = run.raw_recipe()
+    recipe, recipe_text = run.read_raw_recipe()
     predicted, measured = Predictions.of(plan), _measured(events)
     difference = _difference(predicted, measured)
     event = next((event for event in reversed(events) if isinstance(event, Baseline)), None)

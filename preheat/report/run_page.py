@@ -25,7 +25,7 @@ from preheat.core.run_records import (
 )
 from preheat.core.slots import Change
 from preheat.errors import RunError
-from preheat.files import require_overwritable, strict, to_json, write_atomic
+from preheat.files import require_overwritable, to_json, to_plain_data, write_atomic
 from preheat.report import page, run_charts
 from preheat.report.formatting import (
     LONG,
@@ -436,7 +436,7 @@ _NOT_SHOWN = ("time", "kind", "skipped", "allocator", "set", "wait_seconds", "in
 
 def _event(event: Event) -> str:
     parts = []
-    for key, recorded in strict(event).items():
+    for key, recorded in to_plain_data(event).items():
         if key not in _NOT_SHOWN and recorded not in (None, "", [], {}):
             label, write = _RECORDED.get(key, (key.replace("_", " "), value))
             parts.append(f"{label} {write(recorded)}")
@@ -459,7 +459,7 @@ _ENVIRONMENT: dict[str, tuple[str, Callable[[object], str]]] = {"memory_gib": ("
 
 
 def _environment(environment: Environment) -> str:
-    recorded = strict(environment)
+    recorded = to_plain_data(environment)
     # Plain values first, then each nested mapping under its name.
     rows = [_row(k, v) for k, v in recorded.items() if not isinstance(v, dict)]
     for name, group in recorded.items():

@@ -36,7 +36,7 @@ from preheat.errors import RunError
 from preheat.files import parse_json, read_bytes, read_record, to_json, write_atomic
 from preheat.sanitize import shorten
 
-__all__ = ["MARK", "MEMORY_KEYS", "PROFILE", "Mark", "abbreviate", "claim", "read_mark"]
+__all__ = ["MARK", "MEMORY_KEYS", "PROFILE", "Mark", "abbreviate", "claim_folder", "read_mark"]
 
 MARK = "preheat.json"
 """The file that marks a folder as written by preheat."""
@@ -70,7 +70,7 @@ class Mark:
     files: tuple[str, ...] = ()
 
     @classmethod
-    def new(cls, kind: str, files: Sequence[str] = ()) -> Mark:
+    def create_mark(cls, kind: str, files: Sequence[str] = ()) -> Mark:
         return cls(kind, uuid.uuid4().hex, tuple(files))
 
     def write(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ def read_mark(folder: Path) -> Mark | None:
         raise RunError(f"{file}: is damaged ({error}); restore an intact copy of it, or name another folder") from None
 
 
-def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
+def claim_folder(folder: str | Path, kind: str, files: Sequence[str]) -> None:
     """Creates a folder for results of preheat and marks it.
 
     Args:
@@ -122,7 +122,7 @@ def claim(folder: str | Path, kind: str, files: Sequence[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if mark is None:
-            Mark.new(kind, files).write(folder)
+            Mark.create_mark(kind, files).write(folder)
     except OSError as error:
         raise RunError(f"{folder}: cannot be made ({error.strerror}); name another folder with --out") from None
 

@@ -32,7 +32,7 @@ from preheat.core.slots import Change
 from preheat.errors import PreheatError, RunError
 from preheat.files import BadJson, parse_json, read_bytes, read_intact, read_record, read_value
 from preheat.run.layout import MARK, abbreviate, read_mark
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -55,19 +55,19 @@ def read_event(line: bytes) -> Event:
     Raises:
         ValueError: it is damaged.
     """
-    values = _object(parse_json(line))
+    values = _parse_object(parse_json(line))
     kind = values.pop("kind", None)
     if not isinstance(kind, str):
-        raise BadJson(f"kind: {quoted(kind, 40)}: not text")
+        raise BadJson(f"kind: {quote_value(kind, 40)}: not text")
     record = event_type(kind)
     if record is OtherEvent:
         common: JsonObject = {key: values.pop(key) for key in ("time", "step") if key in values}
         return read_record(OtherEvent, {**common, "kind": kind, "values": values})
-    counters = {"counters": _numbers(values)} if record is Measured else {}
+    counters = {"counters": _read_counters(values)} if record is Measured else {}
     return read_record(record, {**values, **counters})
 
 
-def _numbers(event: JsonObject) -> JsonObject:
+def _read_counters(event: JsonObject) -> JsonObject:
     """Returns the counters of an event: the numbers that have no field."""
     return {
         key: value
@@ -76,9 +76,9 @@ def _numbers(event: JsonObject) -> JsonObject:
     }
 
 
-def _object(value: object) -> JsonObject:
+def _parse_object(value: object) -> JsonObject:
     if not isinstance(value, dict):
-        raise BadJson(f"{quoted(value, 40)} instead of keys")
+        raise BadJson(f"{quote_value(value, 40)} instead of keys")
     return value
 
 
@@ -91,32 +91,32 @@ def read_metrics(line: bytes) -> StepMetrics | EvaluationMetrics:
     Raises:
         ValueError: it is damaged.
     """
-    values = _object(read_value(line))
+    values = _parse_object(read_value(line))
     step = values.pop("step", None)
     if type(step) is not int or not 0 <= step < _EXACT:
-        raise BadJson(f"step: {quoted(step, 40)}: not a number of steps")
+        raise BadJson(f"step: {quote_value(step, 40)}: not a number of steps")
     if "loss" in values:
         return StepMetrics(
             step,
-            _number(values, "tokens"),
-            _real(values, "loss"),
-            _number(values, "lr"),
-            _real(values, "gradient_norm"),
-            _number(values, "seconds"),
-            _number(values, "tokens_per_second"),
-            _number(values, "memory"),
-            _number(values, "elapsed"),
-            _number(values, "length"),
-            _number(values, "skipped_steps"),
-            _number(values, "loss_scale"),
-            _scores(values) if values else _NO_SCORES,
+            _read_number(values, "tokens"),
+            _read_real(values, "loss"),
+            _read_number(values, "lr"),
+            _read_real(values, "gradient_norm"),
+            _read_number(values, "seconds"),
+            _read_number(values, "tokens_per_second"),
+            _read_number(values, "memory"),
+            _read_number(values, "elapsed"),
+            _read_number(values, "length"),
+            _read_number(values, "skipped_steps"),
+            _read_number(values, "loss_scale"),
+            _read_scores(values) if values else _NO_SCORES,
         )
     return EvaluationMetrics(
         step,
-        _real(values, "validation_loss"),
-        _real(values, "forgetting_loss"),
-        _number(values, "tokens"),
-        tasks=_tasks(values.pop("tasks", None)),
+        _read_real(values, "validation_loss"),
+        _read_real(values, "forgetting_loss"),
+        _read_number(values, "tokens"),
+        tasks=_read_tasks(values.pop("tasks", None)),
         scores={key: value for key, value in values.items() if _is_number(value)},
     )
 
@@ -127,26 +127,26 @@ def read_system(line: bytes) -> SystemMetrics:
     Raises:
         ValueError: it is damaged.
     """
-    values = _object(parse_json(line))
+    values = _parse_object(parse_json(line))
     common = {key: values.pop(key) for key in ("time", "step") if key in values}
     return read_record(SystemMetrics, common | {"figures": {k: v for k, v in values.items() if _is_number(v)}})
 
 
-def _number(values: JsonObject, key: str) -> float | None:
+def _read_number(values: JsonObject, key: str) -> float | None:
     """Takes a number from a line; None if it is missing or not finite."""
     value: float | None = values.pop(key, None)
     if type(value) is float:
         return value if math.isfinite(value) else None
     if value is None or (type(value) is int and -_LARGEST < value < _LARGEST):
         return value
-    raise BadJson(f"{key}: {quoted(value, 40)}: not a number")
+    raise BadJson(f"{key}: {quote_value(value, 40)}: not a number")
 
 
-def _real(values: JsonObject, key: str) -> float | None:
+def _read_real(values: JsonObject, key: str) -> float | None:
     """Takes a number from a line; NaN if it is not finite, so that a plot shows that, and None if it is missing."""
     if key not in values:
         return None
-    value = _number(values, key)
+    value = _read_number(values, key)
     return math.nan if value is None else value
 
 
@@ -155,21 +155,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
-def _scores(values: JsonObject) -> dict[str, float | Sequence[float]]:
+def _read_scores(values: JsonObject) -> dict[str, float | Sequence[float]]:
     """Returns the numbers that have no field; other values are of a later version."""
     loads = values.get("expert_loads", ())
     if loads is not None and not (isinstance(loads, Sequence) and all(map(_is_number, loads))):
-        raise BadJson(f"expert_loads: {quoted(loads, 40)}: no list of numbers")
+        raise BadJson(f"expert_loads: {quote_value(loads, 40)}: no list of numbers")
     return {key: value for key, value in values.items() if _is_number(value) or (key == "expert_loads" and value)}
 
 
-def _tasks(tasks: object) -> dict[str, dict[str, float]] | None:
+def _read_tasks(tasks: object) -> dict[str, dict[str, float]] | None:
     if tasks is None:
         return None
     by_task = {}
-    for task, metrics in _object(tasks).items():
-        values = _object(metrics)
-        by_task[task] = {name: value for name in [*values] if (value := _real(values, name)) is not None}
+    for task, metrics in _parse_object(tasks).items():
+        values = _parse_object(metrics)
+        by_task[task] = {name: value for name in [*values] if (value := _read_real(values, name)) is not None}
     return by_task
 
 
@@ -214,10 +214,10 @@ class Reader:
                 "open it with the version that wrote it, or train it again into another folder"
             )
         if mark.kind != "run":
-            raise RunError(f"{self.path}: is not a run (its {MARK} has kind {quoted(mark.kind)})")
+            raise RunError(f"{self.path}: is not a run (its {MARK} has kind {quote_value(mark.kind)})")
         return mark.id
 
-    def _json(self, name: str, kind: type[_Record], empty: _Record) -> _Record:
+    def _read_json(self, name: str, kind: type[_Record], empty: _Record) -> _Record:
         """Reads the intact keys of a file; `empty` if there is no such file, or it is damaged as a whole."""
         file = self.path / name
         if not file.exists():
@@ -228,14 +228,14 @@ class Reader:
             self.damaged[name] = f"left out: {error}"
             return empty
         if not isinstance(content, dict):
-            self.damaged[name] = f"left out: it holds {quoted(content)} instead of keys"
+            self.damaged[name] = f"left out: it holds {quote_value(content)} instead of keys"
             return empty
         record, invalid = read_intact(kind, content)
         if invalid:
             self.damaged[name] = f"left out {abbreviate(invalid)}, whose values are invalid"
         return record
 
-    def all_damaged(self) -> list[str]:
+    def find_damage(self) -> list[str]:
         """Reads every file of the run and returns the damage, one line per file."""
         # Each access reads its file and records the damage.
         _ = self.plan, self.environment, self.changes, self.evaluation, self.before, self.metrics(), self.events()
@@ -248,7 +248,7 @@ class Reader:
         Raises:
             RunError: the file cannot be read.
         """
-        # Not through `_json`: without its recipe a run cannot be read at all, so damage is an error.
+        # Not through `_read_json`: without its recipe a run cannot be read at all, so damage is an error.
         file = self.path / "recipe.yaml"
         try:
             return read_bytes(file).decode("utf-8")
@@ -260,7 +260,7 @@ class Reader:
             f"{file}: is damaged ({reason}); restore an intact copy of it, or train again into another folder"
         )
 
-    def raw_recipe(self) -> tuple[JsonObject, str]:
+    def read_raw_recipe(self) -> tuple[JsonObject, str]:
         """Returns the recipe as unchecked plain values and as text, for display; empty if it cannot be read."""
         from preheat.recipe.yaml_io import compose
 
@@ -287,22 +287,22 @@ class Reader:
 
     @property
     def environment(self) -> Environment:
-        return self._json("environment.json", Environment, Environment())
+        return self._read_json("environment.json", Environment, Environment())
 
     @property
     def changes(self) -> dict[str, list[Change]]:
         """The changes by technique."""
-        return self._json("changes.json", dict[str, list[Change]], {})
+        return self._read_json("changes.json", dict[str, list[Change]], {})
 
     @property
     def evaluation(self) -> Evaluation:
         """The newest evaluation with intervals, compared with the one before training after a step; empty if none."""
-        return self._json("evaluation.json", Evaluation, Evaluation())
+        return self._read_json("evaluation.json", Evaluation, Evaluation())
 
     @property
     def before(self) -> StoredResults:
         """The evaluation before the first step; empty if there is none."""
-        return self._json("before.json", StoredResults, StoredResults())
+        return self._read_json("before.json", StoredResults, StoredResults())
 
     @property
     def data(self) -> DataRecord:
@@ -311,12 +311,12 @@ class Reader:
         Raises:
             RunError: the file is damaged. Readers need the layout of chats and the classes, so nothing may be left out.
         """
-        record = self._json("data.json", DataRecord, DataRecord())
+        record = self._read_json("data.json", DataRecord, DataRecord())
         if reason := self.damaged.get("data.json"):
             raise RunError(f"{self.path / 'data.json'}: is damaged ({reason}); restore an intact copy of it")
         return record
 
-    def _lines(self, name: str, read: Callable[[bytes], _Record]) -> Iterator[_Record]:
+    def _read_lines(self, name: str, read: Callable[[bytes], _Record]) -> Iterator[_Record]:
         """Yields the records of a JSONL file, without damaged lines and a last line that is still being written.
 
         Args:
@@ -355,9 +355,9 @@ class Reader:
             others = f" and {len(invalid) - 1} more" if len(invalid) > 1 else ""
             self.damaged[name] = f"left out {shorten(invalid[0], 160)}{others}"
 
-    def _metrics(self, kind: type[_Metrics]) -> list[_Metrics]:
+    def _read_metrics(self, kind: type[_Metrics]) -> list[_Metrics]:
         lines: list[_Metrics] = []
-        for line in self._lines("metrics.jsonl", read_metrics):
+        for line in self._read_lines("metrics.jsonl", read_metrics):
             if not isinstance(line, StepMetrics | kind):
                 continue
             # The run went back to an earlier step, after a crash or on request: later lines are not of this model.
@@ -369,14 +369,14 @@ class Reader:
 
     def metrics(self) -> list[StepMetrics]:
         """Returns the metrics of each step; of steps that were trained again, the last. Non-finite losses are NaN."""
-        return self._metrics(StepMetrics)
+        return self._read_metrics(StepMetrics)
 
     def evaluations(self) -> list[EvaluationMetrics]:
         """Returns the values of each evaluation; those that were not measured are None.
 
         Evaluations of steps that the run went back from are left out until they are repeated.
         """
-        return self._metrics(EvaluationMetrics)
+        return self._read_metrics(EvaluationMetrics)
 
     @overload
     def events(self) -> list[Event]: ...
@@ -386,7 +386,7 @@ class Reader:
 
     def events(self, kind: type[Event] = Event) -> Sequence[Event]:
         """Returns the events in order, or those of one kind."""
-        return [event for event in self._lines("events.jsonl", read_event) if isinstance(event, kind)]
+        return [event for event in self._read_lines("events.jsonl", read_event) if isinstance(event, kind)]
 
     def samples(self) -> list[SampleTexts]:
         """Returns the last samples."""

@@ -32,7 +32,7 @@ _PARTIAL = re.compile(
 )
 
 
-def _written(folder: Path, mark: Mark | None) -> tuple[list[Path], list[Path]]:
+def _find_run_files(folder: Path, mark: Mark | None) -> tuple[list[Path], list[Path]]:
     """Returns the existing (files, folders) that a run wrote into its folder before its recipe.yaml."""
 
     def is_own(place: Path) -> bool:
@@ -57,7 +57,7 @@ def _written(folder: Path, mark: Mark | None) -> tuple[list[Path], list[Path]]:
     return [*filter(is_own, files)], sorted(filter(is_own, set(folders)), key=lambda path: -len(path.parts))
 
 
-def _strangers(folder: Path) -> list[str]:
+def _find_foreign_names(folder: Path) -> list[str]:
     """Returns the names in a folder that are not left from an interrupted start, and so rule out a new run there.
 
     Raises:
@@ -76,7 +76,7 @@ def _strangers(folder: Path) -> list[str]:
     # A result of another command: all of it is foreign to a run.
     if mark.kind != "run":
         return names
-    files, folders = _written(folder, mark)
+    files, folders = _find_run_files(folder, mark)
     known = {*files, *folders}
     return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*") if path not in known})
 
@@ -91,9 +91,9 @@ def check_folder(path: Path, *, resume: bool) -> None:
         # The nearest folder that exists: this is the one that must be writable.
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not existing.is_dir():
-            raise _unwritable(path, "Not a directory")
+            raise _describe_unwritable(path, "Not a directory")
         if not os.access(existing, os.W_OK | os.X_OK | os.R_OK):
-            raise _unwritable(path, "Permission denied")
+            raise _describe_unwritable(path, "Permission denied")
         has_recipe = (path / "recipe.yaml").exists()
         if resume:
             if not has_recipe:
@@ -105,16 +105,16 @@ def check_folder(path: Path, *, resume: bool) -> None:
             raise RunError(
                 f"{path}: holds a run already; add --resume to continue it, or name another folder with --out"
             )
-        if existing == path and (names := _strangers(path)):
+        if existing == path and (names := _find_foreign_names(path)):
             raise RunError(
                 f"{path}: holds files of something else ({abbreviate(names)}), which a run could overwrite; "
                 "name an empty or new folder with --out"
             )
     except OSError as error:
-        raise _unwritable(path, error.strerror) from None
+        raise _describe_unwritable(path, error.strerror) from None
 
 
-def _unwritable(path: Path, why: str | None) -> RunError:
+def _describe_unwritable(path: Path, why: str | None) -> RunError:
     return RunError(f"{path}: cannot write there ({why}); name another folder with --out")
 
 
@@ -141,7 +141,7 @@ class Writer:
         self._files: dict[str, TextIO] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            self._lock = self._open_locked()
             try:
                 check_folder(self.path, resume=resume)  # again under the lock: another process may have started a run
                 if resume:
@@ -150,7 +150,7 @@ class Writer:
                 else:
                     # Leftovers of a start that was interrupted before its recipe.yaml.
                     self._remove()
-                    self._mark = Mark.new("run")
+                    self._mark = Mark.create_mark("run")
                     self.id = self._mark.id
                     self._mark.write(self.path)
                 (self.path / "checkpoints").mkdir(exist_ok=True)
@@ -158,9 +158,9 @@ class Writer:
                 self._lock.close()
                 raise
         except OSError as error:
-            raise _unwritable(self.path, error.strerror) from None
+            raise _describe_unwritable(self.path, error.strerror) from None
 
-    def _locked(self) -> TextIO:
+    def _open_locked(self) -> TextIO:
         """Returns the locked file, which keeps other writers away; the system releases it when this process ends."""
         file = self.path / "lock"
         while True:
@@ -183,7 +183,7 @@ class Writer:
 
     def _remove(self) -> None:
         """Removes the files that a run writes before its recipe.yaml and nothing else; the lock stays."""
-        files, folders = _written(self.path, read_mark(self.path))
+        files, folders = _find_run_files(self.path, read_mark(self.path))
         for file in files:
             if file.name != "lock" or file.parent != self.path:
                 file.unlink(missing_ok=True)
@@ -205,16 +205,16 @@ class Writer:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
 
-    def text(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
         try:
             write_atomic(self.path / name, text)
         except OSError as error:
             raise RunError(f"{self.path / name}: cannot be written ({error.strerror})") from None
 
-    def json(self, name: str, value: object) -> None:
-        self.text(name, to_json(value, indent=1) + "\n")
+    def write_json(self, name: str, value: object) -> None:
+        self.write_text(name, to_json(value, indent=1) + "\n")
 
-    def folder(self, name: str, write: Callable[[Path], Any]) -> None:
+    def write_folder(self, name: str, write: Callable[[Path], Any]) -> None:
         """Writes a folder of the run, filled by `write`, and lists its files in the mark for `remove_unstarted`."""
         temporary = self.path / f"{name}.writing"
         try:
@@ -246,14 +246,14 @@ class Writer:
                 f"{self.path / name}: cannot be written ({error.strerror}); free disk space and continue with --resume"
             ) from None
 
-    def metric(self, line: StepMetrics | EvaluationMetrics) -> None:
+    def write_metric(self, line: StepMetrics | EvaluationMetrics) -> None:
         self._append("metrics.jsonl", line)
 
-    def system(self, step: int, figures: Mapping[str, float]) -> None:
+    def write_system(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes what the machine uses at present."""
         self._append("system.jsonl", SystemMetrics(time=time.time(), step=step, figures=figures))
 
-    def event(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         """Writes an event with the present time."""
         self._append("events.jsonl", replace(event, time=time.time()))
 
@@ -283,10 +283,10 @@ class Silent(Writer):
         # Without the constructor of `Writer`: no lock, no folder.
         self.path, self.id = Path(path), ""
 
-    def text(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
         pass
 
-    def folder(self, name: str, write: Callable[[Path], Any]) -> None:
+    def write_folder(self, name: str, write: Callable[[Path], Any]) -> None:
         pass
 
     def _append(self, name: str, record: Event | StepMetrics | EvaluationMetrics | SystemMetrics) -> None:

@@ -76,12 +76,12 @@ def checkpoint_layers(
         >>> checkpoint_layers(stack, every=2)
         2
     """
-    from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache, keep_matmuls, knapsack
+    from preheat.ops.memory.selective_checkpoint import CheckpointPolicyCache, keep_matmuls, solve_knapsack
 
     planner = None
     if keep != "inputs":
         planner = CheckpointPolicyCache(
-            lambda trace: keep_matmuls(trace, products) if keep == "products" else knapsack(trace, float(keep))
+            lambda trace: keep_matmuls(trace, products) if keep == "products" else solve_knapsack(trace, float(keep))
         )
     # The last of each `every` layers: with 4, layers 4, 8, ...
     chosen = [layer for index, layer in enumerate(layers) if (index + 1) % every == 0]
@@ -116,20 +116,20 @@ class Checkpointed(Generic[P, T]):
         import torch
 
         if self.planner is not None and torch.is_grad_enabled():
-            self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self._traced, args, dict(kwargs))}
+            self.checkpoint_kwargs = {"context_fn": self.planner(self.kind, self._run_traced, args, dict(kwargs))}
 
-    def _traced(self, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_traced(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """The forward pass, for a trace that leaves no mark on the layer."""
         from torch import distributed
 
-        from preheat.models.moe import unrecorded
+        from preheat.models.moe import pause_router_records
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unrecorded(self.layer))
+            stack.enter_context(pause_router_records(self.layer))
             if distributed.is_available() and distributed.is_initialized():
-                from preheat.ops.distributed.fully_shard import traced_unsharded
+                from preheat.ops.distributed.fully_shard import trace_unsharded
 
-                stack.enter_context(traced_unsharded(self.layer))
+                stack.enter_context(trace_unsharded(self.layer))
             return self.forward(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
@@ -230,9 +230,9 @@ class ActivationCheckpointing(Searchable):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        from preheat.models.hf import anatomy
+        from preheat.models.hf import find_anatomy
 
-        layers = anatomy(part).blocks
+        layers = find_anatomy(part).blocks
         if self.mode == "none":
             return Change(f"{len(layers)} layers keep everything, and nothing is recomputed", len(layers))
         keep: Any = {"full": "inputs", "selective": "products", "budget": self.budget}[self.mode]

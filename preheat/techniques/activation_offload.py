@@ -89,9 +89,9 @@ class ActivationOffload(Searchable):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.errors import RecipeError
-        from preheat.models.hf import anatomy
+        from preheat.models.hf import find_anatomy
 
-        layers = anatomy(part).blocks
+        layers = find_anatomy(part).blocks
         if self.stay >= len(layers):  # of a pipeline's stage, which `check` does not know
             raise RecipeError(
                 f"techniques.activation_offload.stay: {self.stay} of the {len(layers)} layers of a pipeline's stage "

@@ -69,7 +69,7 @@ class Apollo(Technique):
     """Factor on the updates; auto: the authors' 1, and the square root of 128 for a rank of 0."""
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        from preheat.models.hf import ends
+        from preheat.models.hf import end_weights
 
         options: JsonObject = {
             "rank": self.rank,
@@ -83,11 +83,11 @@ class Apollo(Technique):
 
         def make(groups: ParamsT, **settings: Unpack[AdamSettings]) -> torch.optim.Optimizer:
             # Read when the optimizer is created: pipeline stages have replaced the parts by then.
-            others = [weight for trained in build.trained for weight in ends(trained)]
+            others = [weight for trained in build.trained for weight in end_weights(trained)]
             return apollo_optimizer(groups, by_adamw=others, **options, **settings)
 
         build.claim(Slot.OPTIMIZER, make, self.name())
-        others = {id(weight) for weight in ends(part)}
+        others = {id(weight) for weight in end_weights(part)}
         # AdamW updates all others: embedding, head, norms and biases.
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         rows = f"{self.rank:g} of the rows" if self.rank else "one row"

@@ -53,14 +53,14 @@ def add_block_sparse_attention(model: PreTrainedModel, *, local: int, global_tok
     """
     from preheat.models.attention_patch import limit_layers
     from preheat.ops.attention.multihead import attend_any
-    from preheat.ops.attention.patterns import within_window
+    from preheat.ops.attention.patterns import limit_to_window
 
     for name, number in (("local", local), ("global_tokens", global_tokens)):
         if number < 1:
             raise ValueError(f"{name}: {number} must be at least 1")
     # A wrapper of the kernel, not a mask: kernels with windows skip the blocks outside of it.
     return limit_layers(
-        model, functools.partial(within_window, window=local, global_tokens=global_tokens), attend=attend_any
+        model, functools.partial(limit_to_window, window=local, global_tokens=global_tokens), attend=attend_any
     )
 
 
@@ -77,11 +77,11 @@ class BlockSparseAttention(Technique):
     global_tokens: Count = 4
     """Tokens at the start of each document that the whole document sees."""
 
-    def _local(self, context: Context | Build) -> int:
+    def _local_tokens(self, context: Context | Build) -> int:
         return max(1, context.recipe.batch.seq_len // 4) if self.local == "auto" else int(self.local)
 
     def check(self, context: Context) -> list[str]:
-        local, length = self._local(context), context.recipe.batch.seq_len
+        local, length = self._local_tokens(context), context.recipe.batch.seq_len
         # Together they would cover every row: the model would be the one without the technique.
         if local + self.global_tokens >= length:
             return [
@@ -91,6 +91,6 @@ class BlockSparseAttention(Technique):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        local = self._local(build)
+        local = self._local_tokens(build)
         count = add_block_sparse_attention(part, local=local, global_tokens=self.global_tokens)
         return Change(f"{count} layers see {local} tokens back and the first {self.global_tokens} of a document", count)

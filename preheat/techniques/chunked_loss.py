@@ -30,16 +30,16 @@ _ROWS = {"cpu": 512, "cuda": 4096}
 the head's gradient."""
 
 
-def _kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
-    from preheat.ops.losses.cross_entropy import chunked_logits, liger_logits, torch_logits
+def _choose_kernel(name: str, rows: int, cuda: bool) -> Callable[..., Tensor]:
+    from preheat.ops.losses.cross_entropy import sum_chunked_loss, sum_liger_loss, sum_torch_loss
 
     # Liger chooses its chunks from the shapes.
     if name == "liger":
-        return liger_logits
+        return sum_liger_loss
     return (
-        functools.partial(torch_logits, rows=rows)
+        functools.partial(sum_torch_loss, rows=rows)
         if name == "torch"
-        else functools.partial(chunked_logits, rows=rows, cuda=cuda)
+        else functools.partial(sum_chunked_loss, rows=rows, cuda=cuda)
     )
 
 
@@ -65,13 +65,13 @@ def chunked_cross_entropy(
         >>> loss.backward()
     """
     from preheat.ops.losses.cross_entropy import CrossEntropy
-    from preheat.torch_compat import missing_linear_cross_entropy
+    from preheat.torch_compat import why_no_linear_cross_entropy
 
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: {kernel} is none of {', '.join(_KERNELS)}")
-    if kernel == "torch" and (missing := missing_linear_cross_entropy()):
+    if kernel == "torch" and (missing := why_no_linear_cross_entropy()):
         raise ValueError(f"kernel: {missing}")
-    return _kernel(kernel, rows, hidden.is_cuda)(hidden, head, CrossEntropy(), labels)
+    return _choose_kernel(kernel, rows, hidden.is_cuda)(hidden, head, CrossEntropy(), labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class ChunkedLoss(Searchable):
     (CUDA). auto takes ours, the fastest measured on a CPU (benchmarks/results/loss_kernels.md); the others have not
     been compared with it on CUDA."""
 
-    def _rows(self, kind: str) -> int:
+    def _choose_rows(self, kind: str) -> int:
         return self.rows or _ROWS[kind]
 
     def search_numerics(self) -> Literal["exact"]:
@@ -111,9 +111,9 @@ class ChunkedLoss(Searchable):
             elif importlib.util.find_spec("liger_kernel") is None:
                 problems.append("kernel: liger is not installed; pip install liger-kernel, or use ours")
         if self.kernel == "torch":
-            from preheat.torch_compat import missing_linear_cross_entropy
+            from preheat.torch_compat import why_no_linear_cross_entropy
 
-            if missing := missing_linear_cross_entropy():
+            if missing := why_no_linear_cross_entropy():
                 problems.append(f"kernel: {missing}")
         if self.kernel in ("torch", "liger"):
             # These kernels fuse plain cross entropy: another row loss would be ignored.
@@ -135,8 +135,8 @@ class ChunkedLoss(Searchable):
         # The kernel multiplies by the head's weight itself, so an adapter on the head would be lost; ours knows a tied
         # one.
         require_plain_head(part, self.name(), tied=chosen == "ours")
-        rows = self._rows(build.device.kind)
-        build.claim(Slot.OVER_LOGITS, _kernel(chosen, rows, build.device.kind == "cuda"), self.name())
+        rows = self._choose_rows(build.device.kind)
+        build.claim(Slot.OVER_LOGITS, _choose_kernel(chosen, rows, build.device.kind == "cuda"), self.name())
         many = "as many positions as Liger chooses" if chosen == "liger" else f"{rows} positions"
         return Change(f"head and loss {many} at a time, gradients computed in the forward pass", 1, kernel=chosen)
 
@@ -146,5 +146,5 @@ class ChunkedLoss(Searchable):
         return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (*most, 1024, 512, 256, 128)]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:
-        rows = self._rows(context.device.kind)
+        rows = self._choose_rows(context.device.kind)
         return [ChunkedLoss(rows=n, kernel=self.kernel) for n in (2048, 1024, 512, 256, 128, 64) if n < rows]

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Classification", "accuracy_and_f1", "classify", "confusion"]
+__all__ = ["Classification", "compute_accuracy_and_f1", "replace_head", "confusion_matrix"]
 
 
-def classify(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
+def replace_head(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
     """Replaces the head of a transformers model with a new one over `classes`, in place. Returns its name.
 
     Raises:
@@ -70,7 +70,7 @@ def classify(model: PreTrainedModel, classes: int, *, seed: int = 0) -> str:
     return name
 
 
-def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
+def confusion_matrix(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
     """Returns the confusion matrix [classes, classes] (rows: truth, columns: prediction). Negative truths are ignored.
 
     Example:
@@ -88,7 +88,7 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
     return counts[:-1].view(classes, classes)
 
 
-def accuracy_and_f1(table: Tensor) -> dict[str, float]:
+def compute_accuracy_and_f1(table: Tensor) -> dict[str, float]:
     """Returns the accuracy and the mean F1 over the classes that occur or were predicted.
 
     Example:
@@ -145,15 +145,15 @@ class Classification(Technique):
         draw = functools.partial(draw_head, std=part.config.get_text_config().initializer_range)
         # A pattern for the weights that no folder has: they are drawn.
         build.weights.fresh(rf"^{name}\.weight$", [name], draw)
-        build.claim(Slot.OBJECTIVE, self._objective(part), self.name())
-        build.loss.scores = _scores
+        build.claim(Slot.OBJECTIVE, self._build_objective(part), self.name())
+        build.loss.scores = _compute_scores
         return Change(
             f"{name} over {self.classes} classes, newly initialized, in place of the language model head; loss at "
             "each document's last token",
             1,
         )
 
-    def _objective(self, part: PreTrainedModel) -> Callable[..., LossSum]:
+    def _build_objective(self, part: PreTrainedModel) -> Callable[..., LossSum]:
         import torch
 
         from preheat.models.hf import head
@@ -164,15 +164,15 @@ class Classification(Technique):
             total = over_logits(states, batch.labels)
             # The metric needs only those positions: [documents, classes] logits.
             with torch.no_grad():
-                last = _last_positions(batch)
+                last = _find_last_positions(batch)
                 logits = head(part)(states.detach().flatten(0, 1)[last])
-                table = confusion(logits.argmax(dim=-1), batch.labels.flatten()[last], self.classes)
+                table = confusion_matrix(logits.argmax(dim=-1), batch.labels.flatten()[last], self.classes)
             return LossSum(total, batch.weight, {"confusion": table})
 
         return objective
 
 
-def _last_positions(batch: Batch) -> torch.Tensor:
+def _find_last_positions(batch: Batch) -> torch.Tensor:
     """Returns the index of each document's last token in the flattened batch, from the lengths on the host."""
     from preheat.hardware.transfers import to_device
 
@@ -182,5 +182,5 @@ def _last_positions(batch: Batch) -> torch.Tensor:
     return to_device(sizes, batch.tokens.device).cumsum(0) - 1
 
 
-def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
-    return accuracy_and_f1(metrics["confusion"])
+def _compute_scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
+    return compute_accuracy_and_f1(metrics["confusion"])

@@ -70,7 +70,7 @@ class CompiledLayers:
         modules: what is compiled: the layers, or parts of them.
         apart: number of layers of which parts are compiled.
         limit: after this many graphs, calls that would need another one run uncompiled; those that have one keep it.
-        planned: replacement forwards of the layers' modules in a dry run, as returned by `models.kernel_swap.forwards`.
+        planned: replacement forwards of the layers' modules in a dry run, of `models.kernel_swap.find_forwards`.
     """
 
     def __init__(self, *, backend: str, mode: str, dynamic: bool, fullgraph: bool, limit: int):
@@ -98,7 +98,7 @@ class CompiledLayers:
         )
         self._attention: OpaqueAttention | None = None
 
-    def around(self, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_layer(self, forward: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the forward of a layer whose parts are compiled: they are not told of its cache."""
         from preheat.models.token_mixers import find_cache
 
@@ -119,9 +119,9 @@ class CompiledLayers:
         if is_in_torch_dispatch_mode():
             from torch._guards import detect_fake_mode
 
-            from preheat.models.kernel_swap import computed_by
+            from preheat.models.kernel_swap import swap_forwards
 
-            within = computed_by(self.planned)
+            within = swap_forwards(self.planned)
             # A dry run: the replacement forwards save what the compiler's fused operators would.
             if detect_fake_mode(args) is not None:  # stays active, so that recomputation in backward uses it too
                 if self._planning is None:
@@ -140,7 +140,7 @@ class CompiledLayers:
             prepare(args, kwargs)  # which cannot be traced
         # torch counts graphs per process; the difference is what this call compiled.
         before = counters["stats"]["unique_graphs"]
-        traced_kwargs = self._opaque_attention(args, kwargs)
+        traced_kwargs = self._make_attention_opaque(args, kwargs)
         try:
             with self._recompile_limit(), warnings.catch_warnings():
                 # Hides torch's own deprecation warnings, and those of .grad access, which torch's filter does not hide
@@ -155,7 +155,7 @@ class CompiledLayers:
         finally:
             if graphs := counters["stats"]["unique_graphs"] - before:
                 self.graphs += graphs
-                self.compilations[_inputs_of(kind, args, traced_kwargs)] += 1
+                self.compilations[_describe_inputs(kind, args, traced_kwargs)] += 1
 
     def expected_compilations(self) -> int:
         """Returns the number of compilations so far, counting at most `_KINDS` for each `_Inputs`."""
@@ -188,7 +188,7 @@ class CompiledLayers:
             return torch.compiler.set_stance("eager_on_recompile")
         return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
 
-    def _opaque_attention(self, args: tuple[Any, ...], kwargs: JsonObject) -> JsonObject:
+    def _make_attention_opaque(self, args: tuple[Any, ...], kwargs: JsonObject) -> JsonObject:
         """Returns the arguments with attention as one opaque operator if its kernel or mask cannot be traced."""
         from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
         from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
@@ -225,7 +225,7 @@ class _Inputs(NamedTuple):
     opaque_attention: bool
 
 
-def _inputs_of(module: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Inputs:
+def _describe_inputs(module: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Inputs:
     import torch
 
     from preheat.ops.attention.custom_op import OpaqueMask
@@ -270,17 +270,17 @@ def compile_layers(
         >>> compiled.graphs
         0
     """
-    from preheat.models.token_mixers import compilable_parts
+    from preheat.models.token_mixers import find_compilable_parts
 
     compiled = CompiledLayers(backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph, limit=limit)
     # Same code, different `forward`: the layers share one graph through the code object of `CompiledLayers`.
     for layer in layers:
-        parts = compilable_parts(layer)
+        parts = find_compilable_parts(layer)
         for module in parts:
             module.forward = functools.partial(compiled.run, type(module), module.forward)  # type: ignore[method-assign]
         if layer not in parts:
             compiled.apart += 1
-            layer.forward = functools.partial(compiled.around, layer.forward)  # type: ignore[method-assign]
+            layer.forward = functools.partial(compiled.call_layer, layer.forward)  # type: ignore[method-assign]
         compiled.modules += parts
     return compiled
 
@@ -312,7 +312,7 @@ class Compile(Searchable):
     evaluation as many again; what needs another graph then runs uncompiled, and the run reports it."""
 
     def check(self, context: Context) -> list[str]:
-        from preheat.hardware.cpp_build import uncompiled
+        from preheat.hardware.cpp_build import describe_missing_compiler
 
         if self.when == "never" and self != type(self)(when="never"):
             # Ignored settings would suggest that they act.
@@ -320,7 +320,7 @@ class Compile(Searchable):
         if not self.acts():
             return []
         device = context.device
-        missing = uncompiled(device.kind) if device.at_hand or device.kind == "cpu" else ""
+        missing = describe_missing_compiler(device.kind) if device.at_hand or device.kind == "cpu" else ""
         # Only this machine can be searched for a compiler.
         return [missing] if missing else []
 
@@ -355,7 +355,7 @@ class Compile(Searchable):
         # Fitting comes before speed: fusing may be what makes the run fit.
         if compiled.fits != without.fits:
             return always if compiled.fits else never
-        return always if _finishes_sooner(compiled, without) else never
+        return always if _is_finished_sooner(compiled, without) else never
 
     def options(self, context: Context) -> Iterable[Technique]:
         # Routing decides at run time which rows an expert reads, which a graph cannot hold; and each batch shape needs
@@ -369,12 +369,12 @@ class Compile(Searchable):
         )
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
-        from preheat.models.hf import anatomy
-        from preheat.models.kernel_swap import KERNEL_FAMILIES, forwards, gates
+        from preheat.models.hf import find_anatomy
+        from preheat.models.kernel_swap import KERNEL_FAMILIES, find_forwards, is_gated_silu
         from preheat.ops import rowwise_cpu, rowwise_cuda
         from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
-        layers = anatomy(part).layers
+        layers = find_anatomy(part).layers
         if not self.acts():
             reason = {"auto": "no GPU" if build.device.kind == "cpu" else "no plan chose it"}.get(
                 self.when, f"when: {self.when}"
@@ -388,7 +388,7 @@ class Compile(Searchable):
             cuda = build.device.kind == "cuda"
             gate = rowwise_cuda.gated_silu if cuda else gated_silu
             rotary = rowwise_cuda.rotary if cuda else rowwise_cpu.rotary
-            overrides = forwards(part, norm=rms_norm, rotary=rotary, gate=gate if gates(part) else None)
+            overrides = find_forwards(part, norm=rms_norm, rotary=rotary, gate=gate if is_gated_silu(part) else None)
             # Only inside the layers: the final norm is not compiled.
             within = {id(m) for module in compiled.modules for m in module.modules()}
             compiled.planned = [pair for pairs in overrides.values() for pair in pairs if id(pair[0]) in within]
@@ -411,18 +411,18 @@ class Compile(Searchable):
         return Change(f"{len(layers)} layers compiled when they first run{but}", len(layers))
 
 
-def _finishes_sooner(one: Plan, other: Plan) -> bool:
+def _is_finished_sooner(one: Plan, other: Plan) -> bool:
     """Returns True if the first plan finishes the same work sooner, startup included.
 
     Compares only steps if the length of the run is unknown.
     """
 
     # total seconds / total tokens, of which only the rate and the training time are known.
-    def per_token(plan: Plan) -> float:
+    def seconds_per_token(plan: Plan) -> float:
         total = plan.seconds_total
         if total is None:
             return 1 / plan.tokens_per_second
         remaining = total - plan.seconds_to_start  # for runs limited by hours and by steps
         return total / (plan.tokens_per_second * remaining) if remaining > 0 else math.inf
 
-    return per_token(one) < per_token(other)
+    return seconds_per_token(one) < seconds_per_token(other)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from preheat.core import Batch
     from preheat.recipe import Recipe
 
-__all__ = ["ContextParallel", "cut_rows", "exchanged"]
+__all__ = ["ContextParallel", "cut_rows", "shard_attention"]
 
 
 def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
@@ -56,7 +56,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     return context_parallel.cut_rows(batch, degree, rank, zigzag=zigzag)
 
 
-def exchanged(
+def shard_attention(
     kernel: Callable[..., Tensor], group: ProcessGroup, *, kind: Literal["ulysses", "ring"]
 ) -> Callable[..., Tensor]:
     """Wraps an attention kernel for sequences sharded by `cut_rows` across a group: (q, k, v, mask, scale) -> out.
@@ -102,9 +102,9 @@ class ContextParallel(Searchable):
         return {Axis.CONTEXT: self.degree}
 
     def configure(self, config: PretrainedConfig, recipe: Recipe) -> None:
-        from preheat.models.conversions.architecture import rope_of_longest
+        from preheat.models.conversions.architecture import find_longest_rope
 
-        if kind := rope_of_longest(config):
+        if kind := find_longest_rope(config):
             raise ValueError(
                 f"degree: rotary positions of the kind {kind} depend on the longest position of a sequence, and each "
                 "device has only a part of it; use rope_scaling with kind: yarn or linear, or leave this out"
@@ -135,7 +135,7 @@ class ContextParallel(Searchable):
                 f"the loss of {objectives[0]} is over whole sequences, and each device has a part of each; "
                 "leave one out"
             )
-        heads = self._heads(context)[0]
+        heads = self._count_heads(context)[0]
         if self.kind == "ulysses" and heads % self.degree:
             problems.append(
                 f"kind: ulysses cannot split {heads} heads across {self.degree} devices; use a degree that divides "
@@ -143,7 +143,7 @@ class ContextParallel(Searchable):
             )
         return problems
 
-    def _heads(self, at: Context | Build) -> tuple[int, int]:
+    def _count_heads(self, at: Context | Build) -> tuple[int, int]:
         """Returns the query heads and key-value heads that take part in one exchange."""
         # Tensor parallelism has split the heads before: an exchange is among its remaining ones.
         apart = (at.sizes if isinstance(at, Context) else at.mesh.sizes)[Axis.TENSOR]
@@ -152,15 +152,15 @@ class ContextParallel(Searchable):
         # Fewer key-value heads than devices are repeated, so at least one takes part.
         return at.model.heads // apart, max(1, at.model.kv_heads // apart)
 
-    def _chosen(self, build: Build) -> tuple[Literal["ulysses", "ring"], str]:
+    def _choose_kind(self, build: Build) -> tuple[Literal["ulysses", "ring"], str]:
         """Returns the kind and the reason for it."""
         if self.kind != "auto":
             return self.kind, ""
         from preheat.ops.distributed.context_parallel import ulysses_bytes
         from preheat.ops.distributed.ring_attention import ring_bytes
-        from preheat.ops.distributed.ring_attention_blocks import FlashTiles, tiles_for_kernel
+        from preheat.ops.distributed.ring_attention_blocks import FlashTiles, choose_tiles
 
-        heads, shared = self._heads(build)
+        heads, shared = self._count_heads(build)
         if heads % self.degree:
             return "ring", f"{heads} heads cannot be split across {self.degree} devices"
         # Per device, rounded up.
@@ -177,7 +177,7 @@ class ContextParallel(Searchable):
             return "ulysses", f"{positions:,} positions on a device are too few to overlap a ring's communication"
         try:
             # A ring combines partial results of blocks; only some kernels return these.
-            fused = tiles_for_kernel(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
+            fused = choose_tiles(build.slot(Slot.ATTENTION_KERNEL)) is FlashTiles
         except ValueError:
             fused = False
         if not fused:
@@ -185,18 +185,18 @@ class ContextParallel(Searchable):
         return ("ring", "it sends less") if ring < ulysses else ("ulysses", "a ring would send more")
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        kind, reason = self._chosen(build)
+        kind, reason = self._choose_kind(build)
         kernel, group = build.slot(Slot.ATTENTION_KERNEL), build.mesh.group(Axis.CONTEXT)
         try:
             # For its error: an unsupported kernel should be reported now, not in the first step.
-            exchanged(kernel, group, kind=kind)
+            shard_attention(kernel, group, kind=kind)
         except ValueError as error:
             fix = (
                 "; set efficient_attention.kernel, or a degree that divides "
-                f"{self._heads(build)[0]} heads for kind: ulysses"
+                f"{self._count_heads(build)[0]} heads for kind: ulysses"
             )
             raise RecipeError(f"techniques.context_parallel.kind: {error}{fix}") from None
-        build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(exchanged, group=group, kind=kind), self.name())
+        build.claim(Slot.ATTENTION_EXCHANGE, functools.partial(shard_attention, group=group, kind=kind), self.name())
         # A zigzag gives each device an early and a late chunk, whose causal masks balance.
         rank, zigzag = build.mesh.index(Axis.CONTEXT), kind == "ring"
         # The labels are shifted already: the last label of a shard is the first token of the next one.

@@ -66,12 +66,12 @@ class DataParallel(Searchable):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        from preheat.models.hf import anatomy
+        from preheat.models.hf import find_anatomy
         from preheat.ops.distributed.fully_shard import forward_through
 
         # Devices of one context group have gradients of different positions: these are summed too.
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
-        buckets = replicate_all(part, anatomy(part).blocks, build.mesh.sub(*across))
+        buckets = replicate_all(part, find_anatomy(part).blocks, build.mesh.submesh(*across))
         # torch reduces gradients around a registered forward method, so every pass must go through it.
         build.claim(Slot.UNSHARD_SCOPE, forward_through(part), self.name())
         # Called with `is_last`: only the last micro-batch reduces its gradients.

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from preheat.data.packing import Rows
     from preheat.models.weights import WeightSource
 
-__all__ = ["DifficultyCurriculum", "competence", "losses_of", "order_by_difficulty"]
+__all__ = ["DifficultyCurriculum", "compute_competence", "compute_losses", "order_by_difficulty"]
 
 _MODEL = "techniques.difficulty_curriculum.model"
 
 
-def competence(progress: float, *, start: float, until: float, curve: Literal["root", "linear"] = "root") -> float:
+def compute_competence(
+    progress: float, *, start: float, until: float, curve: Literal["root", "linear"] = "root"
+) -> float:
     """Returns the fraction of the rows, easiest first, that may be sampled at this progress.
 
     Args:
@@ -81,19 +83,19 @@ def order_by_difficulty(
     """
     import numpy as np
 
-    from preheat.data.difficulty import growing_order
+    from preheat.data.difficulty import order_growing_pool
 
     # Stable: rows of equal score keep their order, so that a resumed run ranks them alike.
     ranked = np.argsort(scores, kind="stable")
 
-    def pool(n: int) -> int:
-        return int(np.ceil(competence(n / total, start=start, until=until, curve=curve) * len(ranked)))
+    def pool_size(n: int) -> int:
+        return int(np.ceil(compute_competence(n / total, start=start, until=until, curve=curve) * len(ranked)))
 
     # The order is drawn anew from its beginning and skipped to the committed sample, so it needs no state.
-    return itertools.islice(growing_order(ranked, pool, seed), committed, None)
+    return itertools.islice(order_growing_pool(ranked, pool_size, seed), committed, None)
 
 
-def losses_of(
+def compute_losses(
     folder: Path, rows: Rows, *, device: str = "cpu", micro: int = 8, cache: Path | None = None
 ) -> np.ndarray:
     """Returns a small model's mean loss per token on each row, in nats; cached by the model's weights and the data.
@@ -114,8 +116,8 @@ def losses_of(
     import numpy as np
 
     from preheat.cache_folder import cache_folder
-    from preheat.data.cache import entry
-    from preheat.data.sources import digest
+    from preheat.data.cache import open_entry
+    from preheat.data.sources import compute_digest
     from preheat.models.weights import WeightSource
 
     # Labels of classes are no tokens that a language model predicts.
@@ -131,33 +133,33 @@ def losses_of(
         hashlib.blake2b(np.ascontiguousarray(a).tobytes()).hexdigest() for a in (rows.tokens.ids, rows.tokens.offsets)
     ]
     config = (folder / "config.json").read_text(encoding="utf-8")
-    key = digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
+    key = compute_digest("difficulty", 1, source.fingerprint(), config, *content, rows.length, rows.packing)
 
     def build(target: Path) -> JsonObject:
-        np.save(target / "losses.npy", _losses(folder, source, rows, device, micro))
+        np.save(target / "losses.npy", _iterate_losses(folder, source, rows, device, micro))
         return {}
 
     # Scored once: a resumed run, and others on the same data, read the file.
-    cached, _ = entry(cache or cache_folder(), f"losses-{key}", build)
+    cached, _ = open_entry(cache or cache_folder(), f"losses-{key}", build)
     return np.load(cached / "losses.npy")
 
 
-def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: int) -> np.ndarray:
+def _iterate_losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: int) -> np.ndarray:
     import numpy as np
     import torch
 
     from preheat.data.loader import evaluation_batches
     from preheat.models import hf
     from preheat.models.weights import materialize
-    from preheat.ops.attention.blockwise import blocked_attention
-    from preheat.ops.attention.multihead import best_attention
+    from preheat.ops.attention.blockwise import attend_blockwise
+    from preheat.ops.attention.multihead import attend_fastest
     from preheat.ops.losses.cross_entropy import CrossEntropy
     from preheat.recipe import Batch, Model, Recipe, Stop
 
     # Only the configuration is used: the rows' length is compared with its positions below.
     config = hf.configure(Recipe(model=Model(path=str(folder)), batch=Batch(seq_len=2), stop=Stop(max_steps=1)))
     # By the tokens in use: a tokenizer that is larger than the model is harmless as long as none of them is beyond it.
-    facts, largest = hf.facts(config), int(np.max(rows.tokens.ids, initial=0))
+    facts, largest = hf.read_facts(config), int(np.max(rows.tokens.ids, initial=0))
     if largest >= facts.vocabulary:
         raise DataError(
             f"{_MODEL}: {folder} has {facts.vocabulary:,} tokens but the data has token number {largest:,}; name a "
@@ -182,11 +184,11 @@ def _losses(folder: Path, source: WeightSource, rows: Rows, device: str, micro: 
                 batch.positions.to(device),
                 batch.mask,
                 # Only blockwise attention caps scores, as Gemma 2 needs.
-                best_attention if facts.score_softcap is None else blocked_attention,
+                attend_fastest if facts.score_softcap is None else attend_blockwise,
             )
             # One row of logits at a time to save memory
             for states, labels in zip(hidden, batch.labels.to(device), strict=True):
-                total = CrossEntropy()(hf.logits(model, states), labels).sum()
+                total = CrossEntropy()(hf.compute_logits(model, states), labels).sum()
                 losses.append(float(total) / max(int((labels >= 0).sum()), 1))  # a row may have no label at all
     return np.array(losses, np.float64)
 
@@ -258,14 +260,14 @@ class DifficultyCurriculum(Technique):
             )
         return problems
 
-    def _scores(self, rows: Rows, device: str) -> np.ndarray:
-        from preheat.data.difficulty import by_length, by_rarity, from_file
+    def _compute_scores(self, rows: Rows, device: str) -> np.ndarray:
+        from preheat.data.difficulty import read_scores, score_by_length, score_by_rarity
 
         if self.scores is not None:
-            return from_file(Path(self.scores), rows)
+            return read_scores(Path(self.scores), rows)
         if self.model is not None:
-            return losses_of(Path(self.model), rows, device=device)
-        return by_length(rows) if self.by == "length" else by_rarity(rows)
+            return compute_losses(Path(self.model), rows, device=device)
+        return score_by_length(rows) if self.by == "length" else score_by_rarity(rows)
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         ranking = _Ranking()
@@ -274,7 +276,7 @@ class DifficultyCurriculum(Technique):
 
         def order(rows: Rows, seed: int, committed: int, total: int | None) -> Iterator[int]:
             assert total is not None, "check refuses a run without a known end"
-            scores = self._scores(rows, build.device.kind)
+            scores = self._compute_scores(rows, build.device.kind)
             ranking.see(scores)
             return order_by_difficulty(
                 scores,

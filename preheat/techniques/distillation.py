@@ -153,7 +153,7 @@ class Distillation(Technique):
     time and the KV cache of this generation."""
 
     def check(self, context: Context) -> list[str]:
-        from preheat.data.tokenizer import vocabulary_mismatch
+        from preheat.data.tokenizer import describe_vocabulary_mismatch
         from preheat.models import configs, hf
         from preheat.models.distillation import teacher
 
@@ -161,11 +161,13 @@ class Distillation(Technique):
         if not self.teacher:
             return ["teacher: is not stated; name the Hugging Face folder of the model to learn from"]
         try:
-            teacher_facts = hf.facts(teacher.config_of(Path(self.teacher), recipe.batch.seq_len))
+            teacher_facts = hf.read_facts(teacher.read_config(Path(self.teacher), recipe.batch.seq_len))
             # A tokenizer that is trained on the data has no folder yet: `own` is then None.
-            own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)
-            mismatch = vocabulary_mismatch(own, self.teacher, recipe.model.add_tokens)
-            problems = [mismatch] if mismatch and self.pieces == "same" else self._tokenizer_problems(own, mismatch)
+            own = recipe.data.tokenizer or configs.find_tokenizer_folder(recipe)
+            mismatch = describe_vocabulary_mismatch(own, self.teacher, recipe.model.add_tokens)
+            problems = (
+                [mismatch] if mismatch and self.pieces == "same" else self._find_tokenizer_problems(own, mismatch)
+            )
         except PreheatError as error:
             return [str(error)]
         # A teacher may have more rows than the student (padding of the vocabulary); fewer leave tokens without a logit.
@@ -184,7 +186,12 @@ class Distillation(Technique):
             t.stage < Stage.KERNEL and t.stage != Stage.ADAPT for t in recipe.techniques.values()
         )
         # The divergence between a model and itself is 0, and so is its gradient: no step would change anything.
-        if self.mixture == 1 and not self.hidden and not changed and teacher.reads_teacher(recipe, Path(self.teacher)):
+        if (
+            self.mixture == 1
+            and not self.hidden
+            and not changed
+            and teacher.is_read_from_teacher(recipe, Path(self.teacher))
+        ):
             problems.append(
                 "teacher: is the model that the student starts as, and the labels have no weight (mixture: 1), so "
                 "there is nothing to learn; name a larger teacher, change the student, or lower mixture"
@@ -199,13 +206,13 @@ class Distillation(Technique):
                 "matched: selects the hidden states to compare, and hidden is 0; set hidden: 0.1, or leave matched out"
             )
         if self.layers == "spread":
-            problems += teacher.spreading_problems(recipe, Path(self.teacher), model.layers, teacher_facts.layers)
+            problems += teacher.find_spacing_problems(recipe, Path(self.teacher), model.layers, teacher_facts.layers)
         cached, writes, common = self.cache is not None, self.on_policy > 0, self.pieces == "common"
-        return problems + teacher.rows_problems(
+        return problems + teacher.find_row_problems(
             context, cached=cached, hidden=self.hidden > 0, writes=writes, common=common
         )
 
-    def _tokenizer_problems(self, own: str | None, mismatch: str | None) -> list[str]:
+    def _find_tokenizer_problems(self, own: str | None, mismatch: str | None) -> list[str]:
         if self.pieces == "same":
             return []
         if own is None:
@@ -233,17 +240,17 @@ class Distillation(Technique):
         from preheat.models import hf
         from preheat.models.distillation import teacher as teachers
         from preheat.models.weights import WeightSource
-        from preheat.ops.attention.blockwise import blocked_attention
+        from preheat.ops.attention.blockwise import attend_blockwise
         from preheat.ops.losses.cross_entropy import CrossEntropy
-        from preheat.ops.losses.distillation import means
+        from preheat.ops.losses.distillation import compute_means
 
         folder = Path(self.teacher)
-        config = teachers.config_of(folder, build.recipe.batch.seq_len)
+        config = teachers.read_config(folder, build.recipe.batch.seq_len)
         # The tags are complete before the first technique applies, so those of later stages count too.
         bf16 = self.precision == "bf16" or (self.precision == "auto" and Tag.BF16_COMPUTE in build.tags)
         # Kernel for a teacher with windows or capped scores, which the student's own kernel may not support.
         teacher = teachers.Teacher(
-            build, teachers.build_teacher(config, bf16=bf16), hf.facts(config), blocked_attention
+            build, teachers.build_teacher(config, bf16=bf16), hf.read_facts(config), attend_blockwise
         )
         # A source of its own: checkpoints leave the teacher out, and a resumed run must find the same folder.
         build.sources["teacher"] = WeightSource(folder, knob=f"techniques.{self.name()}.teacher")
@@ -252,7 +259,7 @@ class Distillation(Technique):
             f"{self.divergence} divergence at temperature {self.temperature:g} from a teacher of "
             f"{count:,} parameters in {'bf16' if bf16 else 'fp32'}, {self.mixture:.0%} of the loss"
         )
-        matcher = self._matcher(build, teacher) if self.pieces == "common" else None
+        matcher = self._build_aligner(build, teacher) if self.pieces == "common" else None
         if matcher:
             summary += f", compared over {len(matcher.common[0]):,} tokens in both vocabularies"
         if self.hidden:
@@ -268,10 +275,12 @@ class Distillation(Technique):
         if self.cache is None:
             # As a part of the build, the teacher is materialized with the student, and sharded under fsdp.
             build.parts["teacher"] = [teacher.model]
-            training_loss = self._common_loss(teacher, matcher) if matcher else self._live_loss(part, teacher)
+            training_loss = (
+                self._build_common_loss(teacher, matcher) if matcher else self._build_live_loss(part, teacher)
+            )
             if self.on_policy:
                 # At MOVE, behind the copy to the device: the student generates there.
-                build.hooks.transforms.append((Order.MOVE, self._on_policy(build, part)))
+                build.hooks.transforms.append((Order.MOVE, self._build_on_policy(build, part)))
                 summary += f"; in {self.on_policy:.0%} of the sequences generated by the student"
         else:
             # The teacher is no part of the build here: it is in memory during the first pass only.
@@ -279,7 +288,7 @@ class Distillation(Technique):
             build.hooks.dataset_passes.append(teacher_cache)
             # At PACK: the copy to the device, which follows, includes the attached tensors.
             build.hooks.transforms.append((Order.PACK, teacher_cache.attach))
-            training_loss = self._cached_loss
+            training_loss = self._compute_cached_loss
             summary += (
                 f", whose {teacher_cache.top} likeliest tokens per position are read from {self.cache}, "
                 f"{teacher_cache.bytes:,} bytes per position"
@@ -292,17 +301,17 @@ class Distillation(Technique):
             return training_loss(batch, hidden, over_logits)
 
         build.claim(Slot.OBJECTIVE, objective, self.name())
-        build.loss.scores = means
+        build.loss.scores = compute_means
         return Change(summary, count)
 
-    def _row_loss(self, head: TeacherHead | CommonHead | None, *, partly: bool = False) -> Distilled:
+    def _build_row_loss(self, head: TeacherHead | CommonHead | None, *, partly: bool = False) -> Distilled:
         from preheat.ops.losses.distillation import Distilled
 
         # `written` and `partly` announce a last aligned tensor, by which positions differ in their weights.
         settings: JsonObject = {"direction": self.divergence, "temperature": self.temperature, "mixture": self.mixture}
         return Distilled(head, **settings, written=self.on_policy > 0, partly=partly)
 
-    def _on_policy(self, build: Build, part: nn.Module) -> OnPolicy:
+    def _build_on_policy(self, build: Build, part: nn.Module) -> OnPolicy:
         from preheat.data.tokenizer import load_tokenizer
         from preheat.models import configs
         from preheat.models.distillation import on_policy
@@ -310,26 +319,26 @@ class Distillation(Technique):
 
         recipe = build.recipe
         tokenizer = load_tokenizer(
-            recipe.data.tokenizer or configs.tokenizer_folder(recipe) or self.teacher,
+            recipe.data.tokenizer or configs.find_tokenizer_folder(recipe) or self.teacher,
             add_tokens=recipe.model.add_tokens,
         )
         # Tokens that end an answer, by the tokenizer and the folder's generation settings.
         stop = generate.stop_tokens(tokenizer, build.weights.folder)
         return on_policy.OnPolicy(build, part, tokenizer, self.on_policy, stop)
 
-    def _matcher(self, build: Build, teacher: Teacher) -> TokenAligner:
+    def _build_aligner(self, build: Build, teacher: Teacher) -> TokenAligner:
         from preheat.data.tokenizer import load_tokenizer, token_bytes
         from preheat.models import configs
         from preheat.models.distillation import tokenizer_alignment
 
         recipe = build.recipe
-        own = recipe.data.tokenizer or configs.tokenizer_folder(recipe)  # not None: `check` requires it
+        own = recipe.data.tokenizer or configs.find_tokenizer_folder(recipe)  # not None: `check` requires it
         # Added tokens are the student's alone: the teacher has never seen them.
         both = (load_tokenizer(str(own), add_tokens=recipe.model.add_tokens), load_tokenizer(self.teacher))
         mine, theirs = (tokenizer_alignment.TokenizerView(t, token_bytes(t), t.eos_token_id) for t in both)
         return tokenizer_alignment.TokenAligner(mine, theirs, teacher.facts.positions)
 
-    def _common_loss(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
+    def _build_common_loss(self, teacher: Teacher, matcher: TokenAligner) -> Callable[..., LossSum]:
         """Returns the loss for a teacher with another tokenizer."""
         import torch
 
@@ -347,23 +356,25 @@ class Distillation(Technique):
             last, _ = teacher.read(other.batch)  # (rows, teacher's length, teacher's width)
             # (rows, length, teacher's width)
             states = last.gather(1, other.at.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
-            head = CommonHead(_head(teacher, last.dtype, same=False), own, theirs, self.top_k, self.temperature)
+            head = CommonHead(
+                _find_teacher_head(teacher, last.dtype, same=False), own, theirs, self.top_k, self.temperature
+            )
             # `other.known` is 0 at positions without a counterpart; there the label has all the weight.
-            row_loss = self._row_loss(head, partly=True)
+            row_loss = self._build_row_loss(head, partly=True)
             total = over_logits(hidden(batch), batch.labels, states, other.known, row_loss=row_loss)
             return LossSum(total, batch.weight, row_loss.sums)
 
         return training_loss
 
-    def _cached_loss(
+    def _compute_cached_loss(
         self, batch: Batch, hidden: Callable[[Batch], Tensor], over_logits: Callable[..., Tensor]
     ) -> LossSum:
         """Computes the loss from the teacher's cached top tokens."""
-        row_loss = self._row_loss(None)
+        row_loss = self._build_row_loss(None)
         total = over_logits(hidden(batch), batch.labels, *batch.aligned, row_loss=row_loss)
         return LossSum(total, batch.weight, row_loss.sums)
 
-    def _live_loss(self, part: PreTrainedModel, teacher: Teacher) -> Callable[..., LossSum]:
+    def _build_live_loss(self, part: PreTrainedModel, teacher: Teacher) -> Callable[..., LossSum]:
         """Returns the loss for a teacher that runs on each micro-batch.
 
         The teacher runs before the student, so that only its hidden states are in memory along with the student's.
@@ -379,7 +390,7 @@ class Distillation(Technique):
             # last: (rows, length, teacher's width); theirs: one such tensor per compared layer.
             last, theirs = teacher.read(batch, count)
             # One row loss per micro-batch: it accumulates the sums that become metrics.
-            row_loss = self._row_loss(_head(teacher, last.dtype))
+            row_loss = self._build_row_loss(_find_teacher_head(teacher, last.dtype))
             states, own = teachers.capture_hidden(part, count, lambda: hidden(batch))
             total = over_logits(states, batch.labels, last, *batch.aligned, row_loss=row_loss)
             if not count:
@@ -394,7 +405,7 @@ class Distillation(Technique):
         return training_loss
 
 
-def _head(teacher: Teacher, dtype: torch.dtype, *, same: bool = True) -> TeacherHead:
+def _find_teacher_head(teacher: Teacher, dtype: torch.dtype, *, same: bool = True) -> TeacherHead:
     """Returns the teacher's output head, gathered if sharded; limited to the student's vocabulary if `same`."""
     from preheat.models import hf
     from preheat.ops.distributed.dtensor_utils import full_tensor
@@ -426,8 +437,8 @@ class _TeacherCache:
         self.rows: RowCache  # opened by the pass over the rows
 
     def __call__(self, rows: Rows, numbers: Iterable[int], progress: Callable[[str, float, float], None]) -> None:
-        from preheat.data.row_cache import RowCache, content_of
-        from preheat.data.sources import digest
+        from preheat.data.row_cache import RowCache, hash_rows
+        from preheat.data.sources import compute_digest
         from preheat.models.weights import materialize
 
         build, length = self.teacher.build, rows.length
@@ -435,14 +446,14 @@ class _TeacherCache:
         # All that decides the cached values: a folder that holds others is rejected.
         of = {
             "teacher": build.sources["teacher"].fingerprint(),
-            "config": digest((build.sources["teacher"].folder / "config.json").read_text(encoding="utf-8")),
+            "config": compute_digest((build.sources["teacher"].folder / "config.json").read_text(encoding="utf-8")),
             "precision": str(next(self.teacher.model.parameters()).dtype),
             "temperature": self.temperature,
             "top": self.top,
-            "data": content_of(rows),
+            "data": hash_rows(rows),
         }
         self.rows = RowCache(self.folder, rows=len(rows), of=of, arrays=shapes, knob="techniques.distillation.cache")
-        missing = self.rows.missing(numbers)
+        missing = self.rows.find_missing(numbers)
         if not missing:
             return
         if build.mesh.world > 1:
@@ -456,7 +467,9 @@ class _TeacherCache:
         build.sources["teacher"].fill(teacher.model, seed=0)
         # Micro-batches of full-length rows, as at the end of the run.
         micro = build.slot(Slot.BATCH_SHAPE)(1.0).micro
-        self.rows.fill(rows, missing, lambda batch: self._likeliest(teacher, batch), micro=micro, progress=progress)
+        self.rows.fill(
+            rows, missing, lambda batch: self._find_top_tokens(teacher, batch), micro=micro, progress=progress
+        )
         size = len(missing) * length * self.bytes / 2**20
         build.state.events.append(
             Notice(message=f"the teacher read {len(missing):,} sequences: {size:,.1f} MiB in {self.folder}")
@@ -466,13 +479,13 @@ class _TeacherCache:
         from preheat.models.weights import materialize
 
         materialize(self.teacher.model, self.teacher.build.torch_device)
-        self._likeliest(self.teacher, batch)
+        self._find_top_tokens(self.teacher, batch)
 
-    def _likeliest(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
+    def _find_top_tokens(self, teacher: Teacher, batch: Batch) -> list[Tensor]:
         """Returns values [rows, length, top + 1] and indices [rows, length, top] of a batch, in the cache's dtypes."""
         import torch
 
-        from preheat.ops.losses.distillation import likeliest
+        from preheat.ops.losses.distillation import top_tokens
 
         device = teacher.build.torch_device
         # The teacher computes in the student's contexts, e.g. under its autocast.
@@ -481,10 +494,10 @@ class _TeacherCache:
             for context in teacher.build.hooks.around_forward:
                 stack.enter_context(context())
             last, _ = teacher.read(replace(batch, tokens=batch.tokens.to(device), positions=batch.positions.to(device)))
-            head = _head(teacher, last.dtype)
+            head = _find_teacher_head(teacher, last.dtype)
             # [n, width] at a time: the logits of a whole micro-batch are never in memory.
             tops = [
-                likeliest(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)
+                top_tokens(head(states), self.top, self.temperature) for states in last.flatten(0, 1).split(self.ROWS)
             ]
         values = torch.cat([f.values for f in tops]).to(torch.float16)
         indices = torch.cat([f.indices for f in tops]).to(getattr(torch, self.kind))

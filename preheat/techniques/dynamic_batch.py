@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from preheat.core.plan import Plan
 
 
-__all__ = ["DynamicBatch", "MicroBatch", "foreseen", "regrouped", "sizes"]
+__all__ = ["DynamicBatch", "MicroBatch", "predict_peak", "regroup_batches", "candidate_sizes"]
 
 
-def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
+def regroup_batches(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
     """Yields the same rows in order, `rows` at a time, the last batch possibly smaller.
 
     A batch that already has this size is not copied.
@@ -71,14 +71,14 @@ def regrouped(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
         pending.append(batch)
         count += batch.tokens.shape[0]
         while count >= rows:
-            joined = _joined(pending)
-            yield _rows_of(joined, 0, rows)
-            pending, count = ([_rows_of(joined, rows, count)], count - rows) if count > rows else ([], 0)
+            joined = _join_batches(pending)
+            yield _slice_rows(joined, 0, rows)
+            pending, count = ([_slice_rows(joined, rows, count)], count - rows) if count > rows else ([], 0)
     if pending:
-        yield _joined(pending)
+        yield _join_batches(pending)
 
 
-def _joined(parts: Sequence[Batch]) -> Batch:
+def _join_batches(parts: Sequence[Batch]) -> Batch:
     import torch
 
     if len(parts) == 1:
@@ -102,23 +102,23 @@ def _joined(parts: Sequence[Batch]) -> Batch:
     return Batch(tokens, labels, positions, mask, weight, rows, parts[0].group, desirable, padding=padding)
 
 
-def _rows_of(batch: Batch, first: int, end: int) -> Batch:
+def _slice_rows(batch: Batch, first: int, end: int) -> Batch:
     # The common case: the loader's micro-batch has the size already.
     if first == 0 and end == batch.tokens.shape[0]:
         return batch
-    from preheat.data.loader import weight_of
+    from preheat.data.loader import count_weight
 
     labels, documents = batch.labels[first:end], batch.mask.documents
     mask: MaskSpec = replace(batch.mask, documents=documents[first:end] if documents is not None else None)
     desirable = batch.desirable[first:end]
     # Computed on the host: batches are moved by the step.
-    weight = weight_of(labels, mask.documents, batch.group, desirable)
+    weight = count_weight(labels, mask.documents, batch.group, desirable)
     tokens, positions, rows = batch.tokens[first:end], batch.positions[first:end], batch.rows[first:end]
     padding = batch.padding[first:end] if batch.padding is not None else None
     return Batch(tokens, labels, positions, mask, weight, rows, batch.group, desirable, padding=padding)
 
 
-def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
+def predict_peak(floor: float, peak: float, rows: int, more: int) -> float:
     """Predicts the peak memory at `more` rows: the line through `floor` at no rows and `peak` at `rows`, in their unit.
 
     This never underestimates if each phase of a step takes a + b rows with a >= `floor`.
@@ -130,7 +130,7 @@ def foreseen(floor: float, peak: float, rows: int, more: int) -> float:
     return floor + (peak - floor) * more / rows
 
 
-def sizes(rows: int) -> list[int]:
+def candidate_sizes(rows: int) -> list[int]:
     """Returns the micro-batch sizes to try, largest first: each is half of the previous one, rounded up.
 
     Example:
@@ -172,7 +172,7 @@ class MicroBatch:
             return None
         more = min(2 * self.rows, self.most)
         # From the measured peak of this size, not from the plan.
-        prediction = foreseen(self.floor, peak, self.rows, more)
+        prediction = predict_peak(self.floor, peak, self.rows, more)
         if prediction > self.limit:
             self.most = self.rows  # decided once; checkpoints keep it for the rest of the run
             return None
@@ -230,7 +230,7 @@ class DynamicBatch(Searchable):
             prediction = plan(other)
             return float(prediction.peak_gib / prediction.available_gib)
 
-        candidates = sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
+        candidates = candidate_sizes(context.recipe.batch.size // math.prod(context.sizes[axis] for axis in DATA))
         # A generator: planning ends with the first size that fits, the largest.
         fits = (size for size in candidates if share(replace(self, start=size)) <= self.target)
         return replace(self, start=next(fits, candidates[-1]))
@@ -238,7 +238,7 @@ class DynamicBatch(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.hardware.cpu_allocator import release_unused
         from preheat.hardware.gpu_memory import CONTEXT
-        from preheat.hardware.probe import begin_peak, peak_bytes, resident_bytes
+        from preheat.hardware.probe import peak_bytes, resident_bytes, start_peak
 
         rows, kind = build.recipe.batch.size // build.mesh.size(*DATA), build.device.kind
         first = rows if self.start == "auto" else int(self.start)
@@ -263,13 +263,13 @@ class DynamicBatch(Searchable):
             if not state.begun:
                 # Optimizer states are still missing from this floor; a floor that is too low only makes the prediction
                 # larger.
-                state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _allocated()
+                state.begun, state.floor = True, resident_bytes() if kind == "cpu" else _read_allocated()
             # Only full-length steps show what full rows need; the first step warms up.
             measuring = build.state.step > 0 and build.state.step % self.every == 0 and length == full
             if measuring:
-                begin_peak(kind)
+                start_peak(kind)
             # Shorter rows are joined to as many tokens as full rows have.
-            parts = regrouped(batches, max(1, state.rows * full // length))
+            parts = regroup_batches(batches, max(1, state.rows * full // length))
             # With several devices the engine must know which micro-batch is the last, so count them first.
             return inner(build, list(parts) if build.hooks.before_backward else parts, global_weight)
 
@@ -277,9 +277,9 @@ class DynamicBatch(Searchable):
             if not measuring:
                 return
             # The device with the highest peak decides, because all ranks must run the same number of micro-batches.
-            peak, before = build.mesh.most(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
+            peak, before = build.mesh.max_over_ranks(peak_bytes(kind, since_begun=True), build.torch_device), state.rows
             # The floor too: `decide` must come to the same size everywhere.
-            state.floor = build.mesh.most(state.floor, build.torch_device)
+            state.floor = build.mesh.max_over_ranks(state.floor, build.torch_device)
             why = state.decide(peak)
             if why:
                 # Cached blocks of the former size fit the new one badly.
@@ -297,7 +297,7 @@ class DynamicBatch(Searchable):
         )
 
 
-def _allocated() -> int:
+def _read_allocated() -> int:
     import torch
 
     return torch.cuda.memory_allocated()

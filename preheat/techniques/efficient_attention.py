@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from preheat.core import Axis, Build, Change, Context, MaskSpec, Numerics, Searchable, Slot, Stage, Tag, Trials
-from preheat.hardware.cpp_build import compiler
+from preheat.hardware.cpp_build import find_compiler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,7 +55,7 @@ def attend(
         >>> attend(torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16)).shape
         torch.Size([1, 4, 8, 16])
     """
-    return _kernel(kernel)(q, k, v, mask or MaskSpec(), scale if scale is not None else q.shape[-1] ** -0.5)
+    return _choose_kernel(kernel)(q, k, v, mask or MaskSpec(), scale if scale is not None else q.shape[-1] ** -0.5)
 
 
 def convert_model_to_efficient_attention(model: Model) -> Model:
@@ -104,11 +104,11 @@ def __getattr__(name: str) -> type[nn.Module]:
     return EfficientAttention
 
 
-def _kernel(name: str, *, varlen: bool | None = None) -> Callable[..., Tensor]:
+def _choose_kernel(name: str, *, varlen: bool | None = None) -> Callable[..., Tensor]:
     if name == "blocks":
-        from preheat.ops.attention.blockwise import blocked_attention
+        from preheat.ops.attention.blockwise import attend_blockwise
 
-        return blocked_attention
+        return attend_blockwise
     if name == "flex":
         from preheat.ops.attention.flex import compiled_flex_attention
 
@@ -140,7 +140,7 @@ _CUDNN_VERSION = 91500  # torch prefers cuDNN above this version (`check_prefer_
 _CUDNN_HEAD = 128  # the largest head_dim that every cuDNN version supports in both passes
 
 
-def _half(context: Context | Build) -> bool:
+def _is_half(context: Context | Build) -> bool:
     return bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & context.tags)
 
 
@@ -157,7 +157,7 @@ class EfficientAttentionTechnique(Searchable):
     (cudnn for sequences of one document if torch prefers it: Hopper), efficient in fp32, and flex for capped scores,
     global tokens, and windows in fp32. flash2 and flash3 are separate packages. The run records the choice."""
 
-    def _chosen(self, context: Context | Build) -> str:
+    def _choose_kernel(self, context: Context | Build) -> str:
         if self.kernel != "auto":
             return self.kernel
         from preheat.ops.attention.causal_cpu import UP_TO
@@ -165,13 +165,13 @@ class EfficientAttentionTechnique(Searchable):
 
         # On a CPU torch's kernel has no window and no cap, and is slower than blocks for short rows.
         if context.device.kind == "cpu":
-            fast = UP_TO if _compiles(context) else BLOCKS_UP_TO if Tag.BF16_COMPUTE in context.tags else 0
-            return "blocks" if _beyond_causal(context) or context.recipe.batch.seq_len <= fast else "flash"
+            fast = UP_TO if _can_use_blocks(context) else BLOCKS_UP_TO if Tag.BF16_COMPUTE in context.tags else 0
+            return "blocks" if _is_beyond_causal(context) or context.recipe.batch.seq_len <= fast else "flash"
         # An unknown capability, as of a device given by its figures, counts as recent.
-        if _half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _flash_supports(context):
-            return "cudnn" if _prefers_cudnn(context) else "flash"
+        if _is_half(context) and (context.device.capability or _AMPERE) >= _AMPERE and _is_flash_supported(context):
+            return "cudnn" if _is_cudnn_preferred(context) else "flash"
         # Of the remaining kernels, flex supports any mask but no tiny heads, and efficient only aligned heads.
-        if _beyond_causal(context) or context.model.head_dim % _alignment(context):
+        if _is_beyond_causal(context) or context.model.head_dim % _required_alignment(context):
             return "flex" if context.model.head_dim >= _FLEX_HEAD else "blocks"
         return "efficient"
 
@@ -179,15 +179,15 @@ class EfficientAttentionTechnique(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        chosen, cuda = self._chosen(context), context.device.kind == "cuda"
-        half = _half(context)
+        chosen, cuda = self._choose_kernel(context), context.device.kind == "cuda"
+        half = _is_half(context)
         # With cuDNN's attention, auto uses flash attention for windows.
         flash = {"flash", "cudnn"} if self.kernel == "auto" else {"flash"}
         problems = []
         if (
-            _windowed(context)
+            _has_window(context)
             and chosen not in _WINDOWS
-            and not (cuda and chosen in flash and _flash_supports(context))
+            and not (cuda and chosen in flash and _is_flash_supported(context))
         ):
             problems.append(
                 f"kernel: {chosen} does not support windows, and attention here has one; use blocks, flex or auto"
@@ -219,14 +219,14 @@ class EfficientAttentionTechnique(Searchable):
                 "kernel: flash needs an Ampere GPU (8.0) or later, and this one "
                 f"is {context.device.capability}; use efficient or auto"
             )
-        if chosen in _PACKAGES and context.device.at_hand and not _installed(_PACKAGES[chosen][0]):
+        if chosen in _PACKAGES and context.device.at_hand and not _is_installed(_PACKAGES[chosen][0]):
             problems.append(f"kernel: {chosen} needs the package {_PACKAGES[chosen][0]}: {_PACKAGES[chosen][1]}")
         if chosen == "flash3" and cuda and context.device.capability is not None and context.device.capability < (9, 0):
             problems.append(
                 "kernel: flash3 needs a Hopper GPU (9.0), and this one is "
                 f"{context.device.capability}; use flash2 or flash"
             )
-        if chosen == "efficient" and context.model.head_dim % (align := _alignment(context)):
+        if chosen == "efficient" and context.model.head_dim % (align := _required_alignment(context)):
             problems.append(
                 f"kernel: efficient needs heads of a multiple of {align}, and "
                 f"the model's have {context.model.head_dim}; use blocks"
@@ -234,11 +234,11 @@ class EfficientAttentionTechnique(Searchable):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        chosen = self._chosen(build)
+        chosen = self._choose_kernel(build)
         # If auto selects cuDNN, packed rows and windows still use flash attention.
         both = self.kernel == "auto" and chosen == "cudnn"
         # By the recipe's device: a dry run computes on another one.
-        kernel = _kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
+        kernel = _choose_kernel("preferred" if both else chosen, varlen=True if build.device.kind == "cuda" else None)
         build.claim(Slot.ATTENTION_KERNEL, kernel, self.name())
         shared = (
             f", {build.model.heads} query heads on {build.model.kv_heads}"
@@ -249,34 +249,34 @@ class EfficientAttentionTechnique(Searchable):
         return Change(f"attention of {build.model.layers} layers{shared}{more}", build.model.layers, kernel=chosen)
 
 
-def _windowed(context: Context | Build) -> bool:
+def _has_window(context: Context | Build) -> bool:
     """Returns True if some layer sees less than a sequence, by the model's own window or by a technique."""
     window = context.model.window
     return Tag.SLIDING_WINDOW in context.tags or (window is not None and window < context.recipe.batch.seq_len)
 
 
-def _beyond_causal(context: Context | Build) -> bool:
+def _is_beyond_causal(context: Context | Build) -> bool:
     """Returns True if attention is more than plain causal attention: windowed, or with capped scores."""
-    return _windowed(context) or context.model.score_softcap is not None
+    return _has_window(context) or context.model.score_softcap is not None
 
 
-def _compiles(context: Context | Build) -> bool:
+def _can_use_blocks(context: Context | Build) -> bool:
     """Returns True if blocks compute plain causal attention with their C++ kernel."""
-    return compiler() is not None and context.model.head_dim % 16 == 0
+    return find_compiler() is not None and context.model.head_dim % 16 == 0
 
 
-def _flash_supports(context: Context | Build) -> bool:
+def _is_flash_supported(context: Context | Build) -> bool:
     """Returns True if flash attention supports the mask of the layers: plain causal, or a window."""
     sizes = context.sizes if isinstance(context, Context) else context.mesh.sizes
     if context.model.score_softcap is not None or context.model.head_dim > _FLASH_HEAD:
         return False
-    if not _windowed(context):
+    if not _has_window(context):
         return True
     unsharded = sizes[Axis.CONTEXT] == 1  # ring attention over shards has no window
     return unsharded and context.model.head_dim % 8 == 0 and Tag.GLOBAL_TOKENS not in context.tags
 
 
-def _prefers_cudnn(context: Context | Build) -> bool:
+def _is_cudnn_preferred(context: Context | Build) -> bool:
     """Returns True if torch itself would choose cuDNN's attention for rows of one document."""
     device, width = context.device, context.model.head_dim
     if (device.capability or (0,))[0] not in _CUDNN or width % 8 or width > _CUDNN_HEAD:
@@ -287,13 +287,13 @@ def _prefers_cudnn(context: Context | Build) -> bool:
     return not device.at_hand or (cudnn.version() or 0) > _CUDNN_VERSION
 
 
-def _alignment(context: Context | Build) -> int:
+def _required_alignment(context: Context | Build) -> int:
     """Returns the divisor of head_dim that the efficient kernel requires: 16 bytes."""
     # Elements in 16 bytes: 8 in half precision, 4 in fp32.
-    return 8 if _half(context) else 4
+    return 8 if _is_half(context) else 4
 
 
-def _installed(distribution: str) -> bool:
+def _is_installed(distribution: str) -> bool:
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -90,7 +90,7 @@ class ExpertParallel(Searchable):
         return "exact"
 
     def expert_degree(self, sizes: Mapping[Axis, int]) -> int:
-        return self.degree or sizes[_axis(sizes)]
+        return self.degree or sizes[_choose_axis(sizes)]
 
     def check(self, context: Context) -> list[str]:
         model, sizes = context.model, context.sizes
@@ -100,7 +100,7 @@ class ExpertParallel(Searchable):
             return [f"cannot split the experts of {model.family}, which its own code computes; use fsdp"]
         if others := [axis for axis in (Axis.PIPELINE, Axis.CONTEXT, Axis.TENSOR) if sizes[axis] > 1]:
             return [f"goes with data_parallel and fsdp alone so far, not with the axis {others[0]}; leave one out"]
-        devices, degree = sizes[_axis(sizes)], self.expert_degree(sizes)
+        devices, degree = sizes[_choose_axis(sizes)], self.expert_degree(sizes)
         if devices < 2 or degree < 2:
             return [
                 "shards experts across devices, and there is one; start several with --nproc (or plan with --count) "
@@ -120,12 +120,12 @@ class ExpertParallel(Searchable):
         return []
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        axis = _axis(build.mesh.sizes)
+        axis = _choose_axis(build.mesh.sizes)
         degree = self.expert_degree(build.mesh.sizes)
         alike, among = build.mesh.cut(axis, degree)
         # Hybrid sharding: the same experts also exist in the other replicas.
         if axis is Axis.SHARD and build.mesh.size(Axis.REPLICATE) > 1:
-            alike = build.mesh.together(build.mesh.sub(Axis.REPLICATE), alike)
+            alike = build.mesh.combine_meshes(build.mesh.submesh(Axis.REPLICATE), alike)
         layers = shard_experts(part, among, alike)
         summary = (
             f"{build.model.experts} experts of {layers} layers over {degree} devices, "
@@ -134,7 +134,7 @@ class ExpertParallel(Searchable):
         return Change(summary, layers)
 
     def options(self, context: Context) -> Iterable[Technique]:
-        devices = context.sizes[_axis(context.sizes)]
+        devices = context.sizes[_choose_axis(context.sizes)]
         return [
             replace(self, degree=d)
             # Common divisors of devices and experts.
@@ -143,6 +143,6 @@ class ExpertParallel(Searchable):
         ]
 
 
-def _axis(sizes: Mapping[Axis, int]) -> Axis:
+def _choose_axis(sizes: Mapping[Axis, int]) -> Axis:
     """Returns the axis along which experts are split: the sharding axis if used, otherwise the replication axis."""
     return Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE

@@ -85,7 +85,7 @@ class FeedForward(Technique):
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.models.conversions import architecture
-        from preheat.models.hf import anatomy
+        from preheat.models.hf import find_anatomy
 
         replaced = replace_feed_forward(part, self.activation)
         # GPT-2 scales its output projection with depth; transformers does so only in its own block.
@@ -94,6 +94,6 @@ class FeedForward(Technique):
             names = [name for name, _ in part.named_modules() if name.endswith(".mlp")]
             build.weights.fresh(r"\.mlp\.down_proj\.weight$", names, draw)
         inner = getattr(part.config, "intermediate_size", None) or part.config.n_inner
-        layers = len(anatomy(part).layers)
+        layers = len(find_anatomy(part).layers)
         own = ", a block that transformers does not have" if replaced else ""
         return Change(f"{self.activation} of inner width {inner} in {layers} layers{own}", layers)

@@ -55,9 +55,9 @@ def convert_to_fp8(
     """
     from torch import nn
 
-    from preheat.models.torchao_import import quiet_torchao
+    from preheat.models.torchao_import import silence_torchao
 
-    with quiet_torchao():
+    with silence_torchao():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     excluded = {id(m) for m in keep}

@@ -101,21 +101,21 @@ class FSDP(Searchable):
         if self.offload and context.device.kind == "cpu":
             problems.append("offload: the weights are already on the host; leave it out")
         if Tag.QUANTIZED_BASE in context.tags:
-            from preheat.torch_compat import missing_integer_shards
+            from preheat.torch_compat import why_no_integer_shards
 
-            if missing := missing_integer_shards():
+            if missing := why_no_integer_shards():
                 problems.append(missing)
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
-        from preheat.models.hf import anatomy, embedding, head
+        from preheat.models.hf import embedding, find_anatomy, head
         from preheat.ops.distributed import fully_shard
 
         across = (Axis.SHARD,) if build.mesh.size(Axis.CONTEXT) == 1 else (Axis.SHARD, Axis.CONTEXT)
         # Hybrid sharding: gathers stay within a group, gradients are also summed across groups.
-        mesh = build.mesh.sub(*across) if self.replicate == 1 else build.mesh.plane(Axis.REPLICATE, across)
+        mesh = build.mesh.submesh(*across) if self.replicate == 1 else build.mesh.submesh_2d(Axis.REPLICATE, across)
         # A pipeline stage may have neither end, or one of them.
         ends = [embedding(part), head(part)]
         shared = len({id(end.weight) for end in ends if end is not None}) < len(ends)
@@ -124,7 +124,7 @@ class FSDP(Searchable):
         apart = [] if shared or build.mesh.size(Axis.TENSOR) > 1 else ends[:1]
         groups = shard_fully(
             part,
-            [*apart, *anatomy(part).blocks],
+            [*apart, *find_anatomy(part).blocks],
             mesh,
             reshard=self.reshard_after_forward,
             gather=torch.bfloat16 if self.gather == "bf16" else None,
@@ -155,12 +155,12 @@ class FSDP(Searchable):
         )
         return [
             replace(self, reshard_after_forward=again, reduce=reduce, gather=gather, replicate=copies)
-            for copies in self._copies(context)
+            for copies in self._list_replicate_counts(context)
             for gather in precisions
             for again, reduce in combinations
         ]
 
-    def _copies(self, context: Context) -> list[int]:
+    def _list_replicate_counts(self, context: Context) -> list[int]:
         """Returns the numbers of groups to try: one, and as many as keep a group within 1, 2, 8 or 32 hosts.
 
         A gather passes each device of its group in turn, so that large groups take long even for few bytes.

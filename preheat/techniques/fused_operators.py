@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Axis, Build, Change, Context, Numerics, Searchable, Stage, Tag, Technique, Trials
 from preheat.errors import RecipeError
-from preheat.hardware.cpp_build import compiler
+from preheat.hardware.cpp_build import find_compiler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,21 +65,21 @@ def fuse_operators(
         >>> fuse_operators(LlamaForCausalLM(config))
         {'norms': 5, 'gated activations': 2}
     """
-    from preheat.models.hf import anatomy
-    from preheat.models.kernel_swap import gates, use_kernels
+    from preheat.models.hf import find_anatomy
+    from preheat.models.kernel_swap import is_gated_silu, use_kernels
     from preheat.ops import fused_norm_gate, rowwise_cpu, rowwise_cuda
     from preheat.ops.adapters.joint_lora import join_adapters
 
     cuda = device == "cuda"
     # Only silu gates: the fused operator has this activation built in.
-    gate = gate and gates(model)
+    gate = gate and is_gated_silu(model)
     counts = use_kernels(
         model,
         norm=fused_norm_gate.rms_norm if norm else None,
         rotary=(rowwise_cuda.rotary if cuda else rowwise_cpu.rotary) if rotary else None,
         gate=(rowwise_cuda.gated_silu if cuda else fused_norm_gate.gated_silu) if gate else None,
     )
-    if adapters and (groups := join_adapters(anatomy(model).layers, blocks=gate)):
+    if adapters and (groups := join_adapters(find_anatomy(model).layers, blocks=gate)):
         counts[_GROUPS] = groups
     return counts
 
@@ -117,16 +117,16 @@ class FusedOperators(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         # DTensor has no rule for an operator of ours: register how its inputs may be sharded.
         if build.mesh.size(Axis.TENSOR) > 1:
-            from preheat.ops.fused_norm_gate import shared_by_rows
+            from preheat.ops.fused_norm_gate import register_row_sharding
 
-            shared_by_rows()
+            register_row_sharding()
         kind = build.device.kind
         counts = fuse_operators(
             part,
             norm=self.norm,
             gate=self.gate,
             # Without a compiler a CPU has no operator for it. With neither of the others, only adapters are meant.
-            rotary=(self.norm or self.gate) and (kind == "cuda" or compiler() is not None),
+            rotary=(self.norm or self.gate) and (kind == "cuda" or find_compiler() is not None),
             adapters=self.adapters and kind == "cuda",
             device=kind,
         )
@@ -141,4 +141,4 @@ class FusedOperators(Searchable):
 
     def options(self, context: Context) -> Iterable[Technique]:
         # On a CPU without a compiler they are barely faster, and their plans have not been validated.
-        return [self] if context.device.kind == "cuda" or compiler() is not None else []
+        return [self] if context.device.kind == "cuda" or find_compiler() is not None else []

@@ -48,7 +48,7 @@ __all__ = ["GradientAccumulation", "train_with_gradient_accumulation"]
 _MAX_GPU_TOKENS = 8192
 
 
-def _mean_divisor(criterion: Any, targets: Tensor) -> float:
+def _find_mean_divisor(criterion: Any, targets: Tensor) -> float:
     """Returns the divisor of a criterion's mean: the number of its targets that are not ignored."""
     from torch import nn
 
@@ -103,7 +103,7 @@ def train_with_gradient_accumulation(
     device = next(model.parameters()).device
     summed = getattr(criterion, "reduction", "mean") == "sum"
 
-    def loss_of(part: tuple[Tensor, Tensor, float]) -> Tensor:
+    def compute_loss(part: tuple[Tensor, Tensor, float]) -> Tensor:
         inputs, targets, share = part
         loss = criterion(model(inputs.to(device)), targets.to(device))
         if loss.ndim:
@@ -116,20 +116,20 @@ def train_with_gradient_accumulation(
         batches = iter(dataloader)
         while group := list(itertools.islice(batches, accumulation_steps)):
             # The share of each batch in the mean over the whole group.
-            shares = [_mean_divisor(criterion, targets) for _, targets in group]
+            shares = [_find_mean_divisor(criterion, targets) for _, targets in group]
             total = 1.0 if summed else sum(shares)
             # skips batches without targets: their mean is NaN, not 0
             parts = [(*batch, share / total) for batch, share in zip(group, shares, strict=True) if share]
             if parts:
                 # The shares add up to 1 already.
-                losses.append(accumulate(parts, loss_of, global_weight=1))
+                losses.append(accumulate(parts, compute_loss, global_weight=1))
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     # Read back once at the end: each float() would wait for the device.
     return [float(loss) for loss in losses]
 
 
-def _rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
+def _count_rows(recipe: Recipe, sizes: Mapping[Axis, int]) -> tuple[int, int]:
     """Returns the rows of a global batch on one device (rounded up) and the number of data-parallel devices."""
     devices = math.prod(sizes[axis] for axis in DATA)
     return -(-recipe.batch.size // devices), devices
@@ -155,7 +155,7 @@ class GradientAccumulation(Searchable):
         return "exact"
 
     def check(self, context: Context) -> list[str]:
-        rows, devices = _rows(context.recipe, context.sizes)
+        rows, devices = _count_rows(context.recipe, context.sizes)
         if self.steps > rows:
             among = f" over {devices} devices, which is {rows} a device" if devices > 1 else ""
             size = context.recipe.batch.size
@@ -169,7 +169,7 @@ class GradientAccumulation(Searchable):
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         build.state.accumulation = self.steps
-        rows, devices = _rows(build.recipe, build.mesh.sizes)
+        rows, devices = _count_rows(build.recipe, build.mesh.sizes)
         micro = -(-rows // self.steps)
         among = f", {rows} on each of {devices} devices," if devices > 1 else ""
         return Change(
@@ -183,7 +183,7 @@ class GradientAccumulation(Searchable):
         fixed = replace(self, on_gpu="steps")
         if not self.left_open(context.device):
             return fixed
-        rows, _ = _rows(context.recipe, context.sizes)
+        rows, _ = _count_rows(context.recipe, context.sizes)
         chosen = fixed
         # Divisors only: all micro-batches then have the same shape. From the fewest on, which are the fastest.
         for steps in (n for n in range(2, rows + 1) if rows % n == 0):
@@ -205,7 +205,7 @@ class GradientAccumulation(Searchable):
         return self.steps
 
     def options(self, context: Context) -> Iterable[Technique]:
-        rows, _ = _rows(context.recipe, context.sizes)
+        rows, _ = _count_rows(context.recipe, context.sizes)
         return [GradientAccumulation(steps=n) for n in range(2, rows + 1) if rows % n == 0]
 
     def fallbacks(self, context: Context) -> Iterable[Technique]:

@@ -73,11 +73,11 @@ def integration_example(
     if precision not in dtypes:
         raise ValueError(f"precision: {precision!r} is not known; use {', '.join(dtypes)}")
     half = dtypes[precision] if use_mixed_precision else None
-    rank, world = _rank_and_world()
+    rank, world = _find_rank_and_world()
     if half == torch.float16 and world > 1:
         raise ValueError("precision: fp16 skips steps by each process's own gradients; on several processes use bf16")
     device = torch.device("cuda" if has_cuda() else "cpu")
-    data = _bytes(length)  # loaded before memory is measured
+    data = _read_bytes(length)  # loaded before memory is measured
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     reset_peak()
@@ -85,7 +85,7 @@ def integration_example(
     torch.manual_seed(seed)
 
     # A function: each layer gets a module of its own.
-    def attention() -> torch.nn.Module:
+    def build_attention() -> torch.nn.Module:
         if not use_efficient_attention:
             return PlainAttention(dim, num_heads)
         from preheat.techniques import efficient_attention
@@ -93,9 +93,9 @@ def integration_example(
         module: type[nn.Module] = efficient_attention.EfficientAttention
         return module(dim, num_heads, dropout=0.0, causal=True, memory_efficient=True)
 
-    model = Decoder(vocabulary=256, dim=dim, num_layers=num_layers, length=length, attention=attention).to(device)
+    model = Decoder(vocabulary=256, dim=dim, num_layers=num_layers, length=length, attention=build_attention).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = _optimizer(model, lr, zero_stage, world)
+    optimizer = _build_optimizer(model, lr, zero_stage, world)
     # Without fp16 the scaler is disabled and passes everything through.
     scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
     rows = batch_size * accumulation_steps
@@ -108,12 +108,12 @@ def integration_example(
         indices = [(first + n) % len(data) for n in range(rows)]
         batch = data[indices].to(device, torch.int64)
 
-        def loss_sum(part: torch.Tensor) -> torch.Tensor:
+        def sum_loss(part: torch.Tensor) -> torch.Tensor:
             with autocast(device.type, half) if half else nullcontext():
                 # A sum, not a mean: `accumulate` divides by the number of bytes of all micro-batches.
                 return scaler.scale(model.loss(part[:, :-1], part[:, 1:]) * part[:, 1:].numel())
 
-        total = accumulate(batch.split(batch_size), loss_sum, batch[:, 1:].numel())
+        total = accumulate(batch.split(batch_size), sum_loss, batch[:, 1:].numel())
         scaler.step(optimizer)
         # Before `update`, which may change the scale. float() waits for the device, so that the step's time is
         # complete.
@@ -141,14 +141,14 @@ def integration_example(
     }
 
 
-def _rank_and_world() -> tuple[int, int]:
+def _find_rank_and_world() -> tuple[int, int]:
     """Returns this process's rank and the world size."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _optimizer(model: nn.Module, lr: float, stage: int, world: int) -> Any:
+def _build_optimizer(model: nn.Module, lr: float, stage: int, world: int) -> Any:
     import torch
 
     from preheat.techniques.zero_optimizer import ZeROAdamW
@@ -160,7 +160,7 @@ def _optimizer(model: nn.Module, lr: float, stage: int, world: int) -> Any:
     return ZeROAdamW(model.parameters(), lr=lr, weight_decay=0.1, stage=stage, module=model if stage == 3 else None)
 
 
-def _bytes(length: int, rows: int = 4096) -> torch.Tensor:
+def _read_bytes(length: int, rows: int = 4096) -> torch.Tensor:
     """Returns rows of `length` + 1 bytes of the standard library's source, uint8."""
     import torch
 

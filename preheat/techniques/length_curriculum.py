@@ -138,7 +138,7 @@ class LengthCurriculum(Technique):
     curriculum, and the device stays busy; rows: a step keeps its number of sequences, so early steps read fewer tokens
     (as in DeepSpeed)."""
 
-    def _lengths(self, recipe: Recipe) -> tuple[int, int]:
+    def _round_lengths(self, recipe: Recipe) -> tuple[int, int]:
         """Returns `start` and `multiple` in tokens."""
         full = recipe.batch.seq_len
         # An eighth (a quarter) of the length, rounded down to multiples: few different lengths, each a shape to
@@ -150,7 +150,7 @@ class LengthCurriculum(Technique):
     def check(self, context: Context) -> list[str]:
         recipe = context.recipe
         data, stop, full = recipe.data, recipe.stop, recipe.batch.seq_len
-        start, multiple = self._lengths(recipe)
+        start, multiple = self._round_lengths(recipe)
         problems = []
         if self.lengths:
             stages = [*self.lengths, full]
@@ -206,7 +206,7 @@ class LengthCurriculum(Technique):
 
     def length(self, recipe: Recipe, progress: float) -> int:
         """Returns the tokens of a row at this fraction of a run of the recipe."""
-        start, multiple = self._lengths(recipe)
+        start, multiple = self._round_lengths(recipe)
         return length_at(
             progress,
             start=start,

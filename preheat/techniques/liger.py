@@ -50,26 +50,26 @@ def use_liger(model: PreTrainedModel, *, norm: bool = True, rotary: bool = True,
     from preheat.ops.fused_norm_gate import gated_silu, rms_norm
 
     # Chosen in each call: one model is planned and then trained.
-    def or_plain(kernel: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
+    def fall_back_on_cpu(kernel: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
         # Triton kernels cannot run on the fake tensors of a dry run.
         return lambda *tensors: (plain if is_in_torch_dispatch_mode() else kernel)(*tensors)
 
     # q, k: [rows, heads, length, head_dim]; cos, sin: [rows, length, head_dim].
-    def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def apply_plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-        def turned(x: Tensor) -> Tensor:
+        def rotate_half(x: Tensor) -> Tensor:
             # Rotates the two halves of a head against each other, as Llama does (not neighbouring pairs).
             a, b = x.chunk(2, dim=-1)
             return x * cos + torch.cat((-b, a), dim=-1) * sin
 
-        return turned(q), turned(k)
+        return rotate_half(q), rotate_half(k)
 
     return use_kernels(
         model,
-        norm=or_plain(liger_rms_norm, rms_norm) if norm else None,
-        rotary=or_plain(liger_rope, plain_rotary) if rotary else None,
-        gate=or_plain(liger_swiglu, gated_silu) if gate else None,
+        norm=fall_back_on_cpu(liger_rms_norm, rms_norm) if norm else None,
+        rotary=fall_back_on_cpu(liger_rope, apply_plain_rotary) if rotary else None,
+        gate=fall_back_on_cpu(liger_swiglu, gated_silu) if gate else None,
     )
 
 
@@ -139,9 +139,9 @@ class Liger(Searchable):
         counts = use_liger(part, norm=self.norm, rotary=self.rotary, gate=self.gate) if self.provided() else {}
         if self.loss:
             from preheat.models.hf import require_plain_head
-            from preheat.ops.losses.cross_entropy import liger_logits
+            from preheat.ops.losses.cross_entropy import sum_liger_loss
 
             require_plain_head(part, self.name())
-            build.claim(Slot.OVER_LOGITS, liger_logits, self.name())
+            build.claim(Slot.OVER_LOGITS, sum_liger_loss, self.name())
             counts = {**counts, "head with loss": 1}
         return Change(", ".join(f"{n} {what}" for what, n in counts.items()), sum(counts.values()), kernel="liger")

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
 from preheat.recipe import Bound, Fraction, NonNegativeInt, Positive
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,15 +86,15 @@ def add_lora(
     """
     from preheat.models.adapter_targets import resolve
 
-    start = _initialization(variant, pissa_iterations)
+    start = _choose_initialization(variant, pissa_iterations)
     modules, experts = resolve(model, targets)
-    config = _config(model, rank, alpha, dropout, modules, variant, start, exclude, embedding_rank)
+    config = _build_config(model, rank, alpha, dropout, modules, variant, start, exclude, embedding_rank)
     return _add(model, config, expert_rank or rank * experts)
 
 
 def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
     from preheat.models.adapter_targets import require_adaptable
-    from preheat.ops.adapters.peft_layers import base_of, inject
+    from preheat.ops.adapters.peft_layers import base_layer_of, inject
 
     rank, on_meta = config.r, next(model.parameters()).device.type == "meta"
     plain = copy.copy(config)
@@ -104,7 +104,7 @@ def _add(model: nn.Module, config: LoraConfig, expert_rank: int) -> list[str]:
     require_adaptable(model, config)
     names = inject(model, plain)
     for name in names if str(config.init_lora_weights).startswith("pissa") else ():
-        if min(base_of(model, name).weight.shape) < rank:
+        if min(base_layer_of(model, name).weight.shape) < rank:
             raise ValueError(f"{name} has no {rank} singular directions to start from; lower the rank")
     if expert_rank:
         # s = alpha / r, for rsLoRA alpha / sqrt(r).
@@ -130,12 +130,12 @@ def _add_to_experts(model: nn.Module, rank: int, scale: float, *, drawn: bool) -
         draw_pairs(experts)
 
 
-def _initialization(variant: str, pissa_iterations: int) -> bool | str:
+def _choose_initialization(variant: str, pissa_iterations: int) -> bool | str:
     """Returns peft's name for the initialization of A and B; True: random A and zero B, which starts as the base."""
     return True if variant != "pissa" else f"pissa_niter_{pissa_iterations}" if pissa_iterations else "pissa"
 
 
-def _config(
+def _build_config(
     model: nn.Module,
     rank: int,
     alpha: float,
@@ -242,7 +242,7 @@ class Lora(Technique):
         # Only PiSSA takes its start out of the base's weights.
         return self.provides if self.variant == "pissa" else self.provides - {Tag.MODIFIED_BASE}
 
-    def _names_experts(self) -> bool:
+    def _has_expert_targets(self) -> bool:
         targets = self.target_modules
         return "experts" in ((targets,) if isinstance(targets, str) else targets)
 
@@ -254,7 +254,7 @@ class Lora(Technique):
             problems.append(
                 "start: pissa starts from the base's singular directions, not from an adapter; use variant: lora"
             )
-        if self._names_experts() or self.expert_rank:
+        if self._has_expert_targets() or self.expert_rank:
             key = "expert_rank" if self.expert_rank else "target_modules: experts"
             without = "set expert_rank: 0" if self.expert_rank else "leave experts out"
             if not context.model.experts:
@@ -285,16 +285,16 @@ class Lora(Technique):
         from preheat.models import configs
         from preheat.models.adapter_targets import describe, resolve
         from preheat.models.text_part import name_in_text
-        from preheat.models.vision import without_adapters
-        from preheat.ops.adapters.peft_io import begin
-        from preheat.ops.adapters.peft_layers import parameter_counts, under_autocast
+        from preheat.models.vision import exclude_adapters_pattern
+        from preheat.ops.adapters.peft_io import register_initial_values
+        from preheat.ops.adapters.peft_layers import count_parameters, prevent_fp32_cast
 
         # Under the tag of `vision_tower`, the tower gets no adapters.
-        exclude = without_adapters(part, tower=Tag.NO_TOWER_ADAPTERS in build.tags)
+        exclude = exclude_adapters_pattern(part, tower=Tag.NO_TOWER_ADAPTERS in build.tags)
         try:
-            start = _initialization(self.variant, self.pissa_iterations)
+            start = _choose_initialization(self.variant, self.pissa_iterations)
             targets, experts = resolve(part, self.target_modules)
-            config = _config(
+            config = _build_config(
                 part,
                 self.rank,
                 self.alpha,
@@ -311,9 +311,9 @@ class Lora(Technique):
             raise RecipeError(f"techniques.lora.{error}") from None
         except ValueError as error:
             reason = str(error).splitlines()[0][:200]
-            raise RecipeError(f"techniques.lora.target_modules: {quoted(self.target_modules)}: {reason}") from None
+            raise RecipeError(f"techniques.lora.target_modules: {quote_value(self.target_modules)}: {reason}") from None
         # The adapter's values are drawn once the base is loaded, since some initializations depend on it.
-        begun = begin(
+        begun = register_initial_values(
             build.weights,
             part,
             config,
@@ -322,16 +322,16 @@ class Lora(Technique):
             path=build.recipe.model.path,
             knob="techniques.lora.start",
             called={"r": "rank", "lora_alpha": "alpha", "use_dora": "variant", "use_rslora": "variant"},
-            rename=name_in_text if configs.wrapper(build.recipe) is not None else None,
+            rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
         )
         count = len(names)
         if expert_rank:
-            count += self._begin_experts(build, part)
+            count += self._initialize_experts(build, part)
         # peft would cast the adapters' inputs to fp32, and autocast cast them back at once, a copy each.
         half = {Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & build.tags
         if half and self.variant != "dora":  # DoRA's norms need fp32
-            under_autocast(part)
-        trained, total = parameter_counts(part)
+            prevent_fp32_cast(part)
+        trained, total = count_parameters(part)
         extras = ""
         if expert_rank:
             layers = f"{count - len(names)} layer{'' if count - len(names) == 1 else 's'}"
@@ -347,7 +347,7 @@ class Lora(Technique):
             count,
         )
 
-    def _begin_experts(self, build: Build, part: nn.Module) -> int:
+    def _initialize_experts(self, build: Build, part: nn.Module) -> int:
         from preheat.ops.adapters.moe_lora import OWN, adapted_experts, draw_pairs
 
         expert_ids = {id(experts) for experts in adapted_experts(part)}

@@ -55,8 +55,8 @@ __all__ = [
     "autocast",
     "keep_in_fp32",
     "stochastic_adamw",
-    "to_bf16",
-    "to_half",
+    "cast_to_bf16",
+    "cast_to_half",
     "train_with_mixed_precision",
 ]
 
@@ -73,7 +73,7 @@ def autocast(device: str = "cpu", dtype: torch.dtype | None = None, cached: bool
     return torch.autocast(device, dtype=dtype or torch.bfloat16, cache_enabled=cached)
 
 
-def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
+def cast_to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] = ()) -> int:
     """Casts fp32 parameters to `dtype`, in place: the frozen ones if there are any, otherwise all. Buffers stay.
 
     Args:
@@ -99,11 +99,11 @@ def to_half(model: nn.Module, dtype: torch.dtype, *, keep: Iterable[nn.Module] =
     return sum(p.numel() for p in chosen)
 
 
-def to_bf16(model: nn.Module) -> int:
-    """Calls `to_half` with bf16."""
+def cast_to_bf16(model: nn.Module) -> int:
+    """Calls `cast_to_half` with bf16."""
     import torch
 
-    return to_half(model, torch.bfloat16)
+    return cast_to_half(model, torch.bfloat16)
 
 
 def keep_in_fp32(
@@ -374,7 +374,7 @@ class MixedPrecision(Searchable):
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
             scaled = ", loss scaled" if half == torch.float16 else ""
             return Change(f"matmuls in {name} under autocast, weights in fp32{scaled}{suffix}", total)
-        count = to_half(part, half, keep=fp32_modules)
+        count = cast_to_half(part, half, keep=fp32_modules)
         # Frozen half-precision weights and trained fp32 ones meet in one layer: autocast brings them together.
         if not full:
             build.hooks.around_forward.append(functools.partial(autocast, build.torch_device.type, half, cached))
@@ -382,7 +382,7 @@ class MixedPrecision(Searchable):
         # No optimizer of its own: whichever the recipe has rounds to the nearest.
         if self.mode == "bf16_pure":
             return Change(f"weights, gradients and moments in bf16, rounded to the nearest{suffix}", count)
-        build.claim(Slot.OPTIMIZER, functools.partial(self._optimizer, build), self.name())
+        build.claim(Slot.OPTIMIZER, functools.partial(self._build_optimizer, build), self.name())
         if self.mode == "bf16_weights":
             return Change(f"weights and gradients in bf16, rounded stochastically; moments in fp32{suffix}", count)
         scaled = ", loss scaled" if half == torch.float16 else ""
@@ -427,7 +427,7 @@ class MixedPrecision(Searchable):
         # In the checkpoint: a resumed run continues with the scale that it had found.
         build.state.saved[self.name()] = scale
 
-    def _optimizer(self, build: Build, groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
+    def _build_optimizer(self, build: Build, groups: ParamsT, **settings: Any) -> torch.optim.Optimizer:
         from preheat.ops.cuda_kernels import is_plain
 
         # Only if the weights themselves are on the GPU: an offloaded optimizer runs on the host.

@@ -65,21 +65,21 @@ class Muon(Technique):
     def apply(self, build: Build, part: nn.Module) -> Change:
         import torch
 
-        from preheat.hardware.probe import quick_half
-        from preheat.models.hf import ends
+        from preheat.hardware.probe import fastest_half_dtype
+        from preheat.models.hf import end_weights
 
         # The iteration tolerates bf16; a CPU without fast bf16 iterates in fp32.
-        dtype = quick_half() if build.device.kind == "cpu" else torch.bfloat16
+        dtype = fastest_half_dtype() if build.device.kind == "cpu" else torch.bfloat16
 
         def make(groups: ParamsT, **settings: Unpack[AdamSettings]) -> torch.optim.Optimizer:
             # Read when the optimizer is created: pipeline stages have replaced the parts by then.
-            others = [weight for trained in build.trained for weight in ends(trained)]
+            others = [weight for trained in build.trained for weight in end_weights(trained)]
             return muon_optimizer(
                 groups, by_adamw=others, momentum=self.momentum, steps=self.ns_steps, dtype=dtype, **settings
             )
 
         build.claim(Slot.OPTIMIZER, make, self.name())
-        others = {id(weight) for weight in ends(part)}
+        others = {id(weight) for weight in end_weights(part)}
         # AdamW updates all others: embedding, head, norms and biases.
         count = sum(p.requires_grad and p.ndim == 2 and id(p) not in others for p in part.parameters())
         full = ", which iterates in fp32 on this CPU" if dtype == torch.float32 else ""

@@ -19,16 +19,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat.core import Build, Change, Numerics, Searchable, Stage, Tag, Trials
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["Nf4", "from_nf4", "to_nf4"]
+__all__ = ["Nf4", "dequantize_from_nf4", "quantize_to_nf4"]
 
 
-def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tuple[str, ...] = ()) -> list[str]:
+def quantize_to_nf4(
+    model: nn.Module, *, double_quantization: bool = True, keep: str | tuple[str, ...] = ()
+) -> list[str]:
     """Quantizes a transformers model's linear layers, except its head, to NF4, in place; on meta only their shapes.
 
     They cannot be trained any more: add an adapter next.
@@ -60,26 +62,26 @@ def to_nf4(model: nn.Module, *, double_quantization: bool = True, keep: str | tu
     last = head(model)  # type: ignore[arg-type]
     maps = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not last}
     try:
-        excluded = {name for name in maps if _matches(name, keep)}
+        excluded = {name for name in maps if _is_matching(name, keep)}
     except re.error as error:
-        raise ValueError(f"keep: {quoted(keep)} is not a regular expression ({error})") from None
+        raise ValueError(f"keep: {quote_value(keep)} is not a regular expression ({error})") from None
     if keep and not excluded:
-        raise ValueError(f"keep: {quoted(keep)} matches no linear map of the model")
+        raise ValueError(f"keep: {quote_value(keep)} matches no linear map of the model")
     chosen = {name: m for name, m in maps.items() if name not in excluded}
     if not chosen:
-        raise ValueError(f"keep: {quoted(keep)} leaves no linear map to quantize")
+        raise ValueError(f"keep: {quote_value(keep)} leaves no linear map to quantize")
     # [out, in] weights become packed bytes and scales, two values in a byte.
     pack_(list(chosen.values()), double=double_quantization)
     return list(chosen)
 
 
-def _matches(name: str, keep: str | tuple[str, ...]) -> bool:
+def _is_matching(name: str, keep: str | tuple[str, ...]) -> bool:
     if isinstance(keep, str):
         return bool(keep) and re.fullmatch(keep, name) is not None
     return any(name == part or name.endswith(f".{part}") for part in keep)
 
 
-def from_nf4(model: nn.Module) -> int:
+def dequantize_from_nf4(model: nn.Module) -> int:
     """Dequantizes every NF4 layer to a plain one in fp32, in place. Returns their number."""
     from preheat.ops.quantization.nf4 import PackedMap, unpack_
 
@@ -110,10 +112,10 @@ class Nf4(Searchable):
 
     def apply(self, build: Build, part: PreTrainedModel) -> Change:
         from preheat.errors import RecipeError
-        from preheat.ops.adapters.peft_layers import parameter_counts
+        from preheat.ops.adapters.peft_layers import count_parameters
 
         try:
-            names = to_nf4(part, double_quantization=self.double_quantization, keep=self.keep)
+            names = quantize_to_nf4(part, double_quantization=self.double_quantization, keep=self.keep)
         except ValueError as error:
             raise RecipeError(f"techniques.nf4.{error}") from None
         modules = [part.get_submodule(name) for name in names]
@@ -122,7 +124,7 @@ class Nf4(Searchable):
         # The original shapes, which the packed parameters no longer have.
         weights = sum(m.nf4_shape[0] * m.nf4_shape[1] for m in modules)
         packed_bytes = sum(p.nbytes for m in modules for key, p in m.named_parameters() if key.startswith("nf4_"))
-        rest = parameter_counts(part)[1] - weights
+        rest = count_parameters(part)[1] - weights
         return Change(
             f"{len(names)} linear maps in NF4: {weights:,} weights at "
             f"{packed_bytes / weights:.3f} bytes; {rest:,} stay as they are",

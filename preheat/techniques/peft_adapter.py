@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from preheat.core import Build, Change, Context, Numerics, Stage, Tag, Technique, Trials
 from preheat.errors import SettingError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ def configure(
     from peft import PeftConfig, __version__
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    from preheat.errors import nearest
+    from preheat.errors import suggest_nearest
 
     # peft's own registry, so that a method needs no import here.
     classes = {kind.value.lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -109,7 +109,7 @@ def configure(
             reason = _REFUSED.get(method, f"is new in peft {__version__} and has not been tested")
             why = f"preheat does not train this method of peft: it {reason}"
         else:
-            why = f"no such method; {nearest(method, list(METHODS))}"
+            why = f"no such method; {suggest_nearest(method, list(METHODS))}"
         raise ValueError(f"method: {method}: {why}; there are {', '.join(METHODS)}")
     if method not in classes:
         raise ValueError(f"method: {method}: peft {__version__} does not have it; pip install --upgrade peft")
@@ -120,7 +120,7 @@ def configure(
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited]
     for key in settings:
         if key not in known:
-            hint = "set target_modules next to settings" if key == "target_modules" else nearest(key, known)
+            hint = "set target_modules next to settings" if key == "target_modules" else suggest_nearest(key, known)
             raise ValueError(f"settings.{key}: {method} has no such setting; {hint}")
         # LoHa and LoKr draw one random number per layer and read it back.
         if key == "module_dropout" and settings[key]:
@@ -224,18 +224,18 @@ class PeftAdapter(Technique):
         from preheat.models import configs
         from preheat.models.adapter_targets import describe
         from preheat.models.text_part import name_in_text
-        from preheat.models.vision import without_adapters
-        from preheat.ops.adapters.peft_io import begin
-        from preheat.ops.adapters.peft_layers import parameter_counts
+        from preheat.models.vision import exclude_adapters_pattern
+        from preheat.ops.adapters.peft_io import register_initial_values
+        from preheat.ops.adapters.peft_layers import count_parameters
 
         # With `vision_tower` in the recipe, the tower gets no adapters.
-        exclude = without_adapters(part, tower=Tag.NO_TOWER_ADAPTERS in build.tags)
+        exclude = exclude_adapters_pattern(part, tower=Tag.NO_TOWER_ADAPTERS in build.tags)
         try:
             config, names = _add(part, self.method, self.settings, self.target_modules, exclude)
         except ValueError as error:
-            on = f"{self.method} on {quoted(self.target_modules)}"
+            on = f"{self.method} on {quote_value(self.target_modules)}"
             raise RecipeError(f"techniques.peft_adapter: {on}: {str(error).splitlines()[0][:200]}") from None
-        start_note = begin(
+        start_note = register_initial_values(
             build.weights,
             part,
             config,
@@ -244,9 +244,9 @@ class PeftAdapter(Technique):
             path=build.recipe.model.path,
             knob="techniques.peft_adapter.start",
             called={},
-            rename=name_in_text if configs.wrapper(build.recipe) is not None else None,
+            rename=name_in_text if configs.wrapper_config(build.recipe) is not None else None,
         )
-        trained, total = parameter_counts(part)
+        trained, total = count_parameters(part)
         return Change(
             f"{self.method} on {describe(part, names)}{start_note}: {trained:,} of "
             f"{total:,} parameters trained ({trained / total:.1%})",

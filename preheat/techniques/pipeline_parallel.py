@@ -89,7 +89,7 @@ def split_into_stages(
 
     course = pipeline_split.observe(model.config, length)
     # With recomputation a layer costs four forward passes, the head and loss still three.
-    cuts = pipeline_split.balance(
+    cuts = pipeline_split.balance_stages(
         course.each, count, before=course.before, after=course.after * (0.75 if recompute else 1)
     )
     return [pipeline_split.cut(model, course, cuts, number) for number in range(count)]
@@ -156,13 +156,15 @@ class _Runner:
         )
 
     def forward_backward(self, build: Build, batches: Sequence[Batch], global_weight: Tensor | float) -> LossSum:
-        from preheat.ops.distributed.pipelining import alike
+        from preheat.ops.distributed.pipelining import pad_micro_batches
 
-        moved = [build.transformed(batch) for batch in batches]
+        moved = [build.transform_batch(batch) for batch in batches]
         # At least 1: a global batch without labels must not divide by zero.
         weight = max(global_weight, 1) if isinstance(global_weight, int | float) else global_weight
         # torch's schedules need micro-batches of one shape, and as many of them as were announced.
-        return LossSum(self.pipeline.step(alike(moved, build.state.accumulation), weight, cut=self.cut), global_weight)
+        return LossSum(
+            self.pipeline.step(pad_micro_batches(moved, build.state.accumulation), weight, cut=self.cut), global_weight
+        )
 
     def forward(self, build: Build, batch: Batch) -> LossSum:
         """Computes the loss of a transformed batch without gradients. It is the same on all devices of the pipeline."""
@@ -223,7 +225,7 @@ class PipelineParallel(Searchable):
                 f"{context.model.family} has experts, whose cost a dry run cannot see and whose balancing loss stages "
                 "do not pass on; use fsdp, with expert_parallel"
             )
-        problems += self._batch_problems(context)
+        problems += self._find_batch_problems(context)
         if self.schedule == "zbv" and context.model.tied:
             problems.append(
                 "schedule: zbv puts first and last stage on one device, which would hold a tied embedding twice; use "
@@ -267,7 +269,7 @@ class PipelineParallel(Searchable):
         ]
         return problems
 
-    def _batch_problems(self, context: Context) -> list[str]:
+    def _find_batch_problems(self, context: Context) -> list[str]:
         """Returns what is wrong with the number of micro-batches."""
         accumulation: Any = context.recipe.techniques.get("gradient_accumulation")
         if accumulation is not None and self.micro_batches is not None:
@@ -353,7 +355,7 @@ class PipelineParallel(Searchable):
             course = pipeline_split.observe(config, recipe.batch.seq_len, trust=recipe.model.trust_remote_code)
             # A backward pass costs two forward passes; with recomputation the layers cost three.
             after = course.after * (0.75 if Tag.RECOMPUTATION in tags else 1)
-            cuts = pipeline_split.balance(course.each, count, before=course.before, after=after)
+            cuts = pipeline_split.balance_stages(course.each, count, before=course.before, after=after)
         except ValueError as error:
             raise RecipeError(f"techniques.{self.name()}: {error}") from None
         costs = [sum(course.each[layer] for layer in cut) + (course.before if cut.start == 0 else 0) for cut in cuts]
@@ -361,9 +363,9 @@ class PipelineParallel(Searchable):
         return _Split(course, cuts, costs, ranks_of(count, self.degree, self.schedule))
 
     def micro_batches_in_flight(self, micro_batches: int) -> float:
-        return self._in_flight(0, micro_batches)
+        return self._count_in_flight(0, micro_batches)
 
-    def _in_flight(self, device: int, micro_batches: int) -> float:
+    def _count_in_flight(self, device: int, micro_batches: int) -> float:
         """Returns the micro-batches whose activations a device holds at most.
 
         With interleaved as many as its forward passes before the first backward pass, each of one of its stages
@@ -386,7 +388,7 @@ class PipelineParallel(Searchable):
         micros = math.prod(t.micro_batch_count() for t in context.recipe.techniques.values())
         layers = [split.layers(device) for device in range(self.degree)]
         # Activations, in those of a layer and micro-batch.
-        activations = [count * self._in_flight(device, micros) for device, count in enumerate(layers)]
+        activations = [count * self._count_in_flight(device, micros) for device, count in enumerate(layers)]
         # An embedding in layers of 12 width^2 weights: attention (4) and a feed-forward part (8).
         embedding = context.model.vocabulary / (12 * context.model.width)
         # Later devices with more activations or more weights than the first one, which has the embedding.

@@ -196,14 +196,14 @@ class Preference(Technique):
             count = sum(p.numel() for p in reference_model.parameters())
             summary += f"; the reference is a frozen copy of {count:,} parameters"
         build.claim(Slot.ROW_LOSS, CrossEntropy(), self.name())  # log-probabilities are compared without regularization
-        build.claim(Slot.OBJECTIVE, self._objective(build, part), self.name())
-        build.loss.scores = _scores
+        build.claim(Slot.OBJECTIVE, self._build_objective(build, part), self.name())
+        build.loss.scores = _compute_scores
         return Change(summary, count)
 
-    def _objective(self, build: Build, part: nn.Module) -> Callable[..., LossSum]:
+    def _build_objective(self, build: Build, part: nn.Module) -> Callable[..., LossSum]:
         import torch
 
-        from preheat.ops.adapters.peft_layers import adapters_disabled
+        from preheat.ops.adapters.peft_layers import disable_adapters
         from preheat.ops.losses.cross_entropy import Recorded, WeightedCrossEntropy
         from preheat.ops.losses.preference import AnswerIndex
 
@@ -233,7 +233,7 @@ class Preference(Technique):
             training = part.training
             part.eval()  # without dropout
             try:
-                with adapters_disabled(part):
+                with disable_adapters(part):
                     return logp(build.slot(Slot.HIDDEN)(part, batch), batch, answers, over_logits, part)
             # Restored even after an error: recovery from one retries the step.
             finally:
@@ -263,7 +263,7 @@ class Preference(Technique):
                 logps = logp(states.detach(), batch, answers, over_logits, part)
             # The losses are tiny functions of [answers] numbers: autograd differentiates them by the log-probabilities.
             with torch.set_grad_enabled(training):
-                losses, metrics = self._losses(logps.requires_grad_(training), reference_logps, answers, batch)
+                losses, metrics = self._compute_losses(logps.requires_grad_(training), reference_logps, answers, batch)
             total = losses.sum()
             if not training:
                 return LossSum(total, batch.weight, metrics)
@@ -279,7 +279,7 @@ class Preference(Technique):
 
         return objective
 
-    def _losses(
+    def _compute_losses(
         self, logps: Tensor, reference_logps: Tensor, answers: AnswerIndex, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses of the examples, differentiable by `logps`, and the summed metrics."""
@@ -324,7 +324,7 @@ class Preference(Technique):
         return losses, metrics
 
 
-def _scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
+def _compute_scores(metrics: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Returns the means over the pairs; for single answers, the mean rewards of liked and of disliked ones."""
     if "desirable" not in metrics:
         # For pairs, `weight` is their number.

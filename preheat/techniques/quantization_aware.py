@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from preheat.ops.quantization.fake_quant import Grid
 
-__all__ = ["QuantizationAware", "grids_of", "round_weights"]
+__all__ = ["QuantizationAware", "choose_grids", "round_weights"]
 
 
-def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, Grid]:
+def choose_grids(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, Grid]:
     """Returns the rounding grid of each linear layer of a model's blocks, by name.
 
     Raises:
@@ -43,7 +43,7 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
     from preheat.models.sensitive_modules import layer_names, roles
     from preheat.ops.quantization.fake_quant import Grid
     from preheat.ops.quantization.linear import map_weight
-    from preheat.ops.quantization.module_filter import group_of, kept_names
+    from preheat.ops.quantization.module_filter import group_of, select_kept
 
     # Of the blocks only: embedding and head are not rounded in training.
     layers = tuple(f"{name}." for name in layer_names(model))
@@ -57,7 +57,7 @@ def grids_of(model: PreTrainedModel, settings: QuantizationAware) -> dict[str, G
         if type(m) in (nn.Linear, Conv1D) and not name.startswith(inside_adapters)
     } | bases
     # The same rule as in `preheat compress`, so that it converts exactly these layers.
-    excluded = kept_names(maps, settings.keep, roles(model))
+    excluded = select_kept(maps, settings.keep, roles(model))
     grids = {}
     for name, module in maps.items():
         if not name.startswith(layers):
@@ -78,7 +78,7 @@ def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = N
         The numbers of layers in four bits and in eight bits.
 
     Raises:
-        ValueError: see `grids_of`; an adapter that is not a plain LoRA, or has dropout.
+        ValueError: see `choose_grids`; an adapter that is not a plain LoRA, or has dropout.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,10 +88,10 @@ def round_weights(model: PreTrainedModel, settings: QuantizationAware | None = N
         >>> round_weights(LlamaForCausalLM(config))
         (7, 14)
     """
-    from preheat.ops.quantization.fake_quant import fake_
+    from preheat.ops.quantization.fake_quant import add_fake_quantization
 
-    grids = grids_of(model, settings or QuantizationAware())
-    fake_(model, grids)
+    grids = choose_grids(model, settings or QuantizationAware())
+    add_fake_quantization(model, grids)
     four = sum(grid.bits == 4 for grid in grids.values())
     return four, len(grids) - four
 

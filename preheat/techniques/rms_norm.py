@@ -44,7 +44,7 @@ def layer_norm_to_rms_norm(model: nn.Module) -> list[str]:
 
     # Copies: folding a bias reads other parameters, which may have been changed already.
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = architecture.to_rms_norm(model, fold=True)
+    names = architecture.replace_layer_norms(model, fold=True)
     tied = "lm_head.weight" not in before  # a shared parameter has one name, its first
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -73,7 +73,7 @@ class RmsNorm(Technique):
 
         # A new model has nothing to fold: its norms begin as plain RMSNorms.
         read = build.weights.folder is not None
-        names = architecture.to_rms_norm(part, fold=read)
+        names = architecture.replace_layer_norms(part, fold=read)
         if not read:
             return Change(f"{len(names)} LayerNorms are RMSNorms", len(names))
 

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from preheat.recipe import Recipe
 
-__all__ = ["RopeScaling", "kind_for", "scale_rope"]
+__all__ = ["RopeScaling", "choose_kind", "scale_rope"]
 
 # The largest factor in YaRN's paper.
 YARN_UP_TO = 32.0
 
 
-def kind_for(factor: float) -> str:
+def choose_kind(factor: float) -> str:
     """Returns the scaling that suits a factor if training follows.
 
     Example:
@@ -114,7 +114,7 @@ class RopeScaling(Technique):
         }
         # A vision model's positions are those of its text part.
         original = self.original_length or config.get_text_config().max_position_embeddings
-        kind, factor = self._chosen(recipe, original)
+        kind, factor = self._choose_kind(recipe, original)
         # Only yarn has these settings; with another kind they would be ignored silently.
         if given and kind != "yarn":
             raise ValueError(f"{next(iter(given))}: is yarn's; remove it, or use kind: yarn")
@@ -128,12 +128,12 @@ class RopeScaling(Technique):
         if recipe.batch.seq_len > reach:
             raise ValueError(
                 f"factor: {factor:g} takes the model's {original:,} positions to {reach:,}, but "
-                f"batch.seq_len is {recipe.batch.seq_len:,}; use factor: {_needed(recipe, original):g}"
+                f"batch.seq_len is {recipe.batch.seq_len:,}; use factor: {_find_factor(recipe, original):g}"
             )
 
-    def _chosen(self, recipe: Recipe, original: int) -> tuple[str, float]:
-        factor = _needed(recipe, original) if self.factor == "auto" else float(self.factor)
-        return (kind_for(factor) if self.kind == "auto" else self.kind), factor
+    def _choose_kind(self, recipe: Recipe, original: int) -> tuple[str, float]:
+        factor = _find_factor(recipe, original) if self.factor == "auto" else float(self.factor)
+        return (choose_kind(factor) if self.kind == "auto" else self.kind), factor
 
     def apply(self, build: Build, part: nn.Module) -> Change:
         from preheat.models.configs import of
@@ -141,16 +141,16 @@ class RopeScaling(Technique):
         # The model's own configuration has the new number of positions by now.
         config = of(build.recipe, build.model.vocabulary).get_text_config()  # the configuration before scaling
         original = self.original_length or config.max_position_embeddings
-        kind, factor = self._chosen(build.recipe, original)
+        kind, factor = self._choose_kind(build.recipe, original)
         summary = f"{kind} by {factor:g}: {original:,} positions reach {build.model.positions:,}"
         if self.kind == "auto":
             summary += f" ({kind} suits factors {'up to' if factor <= YARN_UP_TO else 'above'} {YARN_UP_TO:g})"
-        needed = _needed(build.recipe, original)
+        needed = _find_factor(build.recipe, original)
         if needed < factor:
             summary += f"; batch.seq_len {build.recipe.batch.seq_len:,} needs only {needed:g}"
         return Change(summary, build.model.layers)
 
 
-def _needed(recipe: Recipe, original: int) -> float:
+def _find_factor(recipe: Recipe, original: int) -> float:
     """Returns the smallest factor that reaches batch.seq_len, rounded up to hundredths."""
     return max(math.ceil(100 * recipe.batch.seq_len / original) / 100, 1.0)

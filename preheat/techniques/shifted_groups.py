@@ -55,14 +55,14 @@ def add_shifted_groups(model: PreTrainedModel, *, group: int) -> int:
         raise ValueError(f"group: {group} must be at least 2")
 
     # A partial, not a closure: after a deep copy, it checks the training mode of the copy.
-    return limit_layers(model, functools.partial(_while_training, model, group), attend=attend_any)
+    return limit_layers(model, functools.partial(_limit_to_training, model, group), attend=attend_any)
 
 
-def _while_training(model: PreTrainedModel, group: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from preheat.ops.attention.patterns import in_shifted_groups
+def _limit_to_training(model: PreTrainedModel, group: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from preheat.ops.attention.patterns import limit_to_shifted_groups
 
     # Checked in each call: the same model trains and is evaluated in between.
-    return in_shifted_groups(kernel, group) if model.training else kernel
+    return limit_to_shifted_groups(kernel, group) if model.training else kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,15 @@ class ShiftedGroups(Technique):
     group_size: Literal["auto"] | Annotated[int, Bound(2)] = "auto"
     """Tokens per group; auto: a quarter of batch.seq_len."""
 
-    def _tokens(self, context: Context | Build) -> int:
+    def _group_tokens(self, context: Context | Build) -> int:
         return max(2, context.recipe.batch.seq_len // 4) if self.group_size == "auto" else int(self.group_size)
 
     def check(self, context: Context) -> list[str]:
         problems, length = [], context.recipe.batch.seq_len
-        if self._tokens(context) >= length:
+        if self._group_tokens(context) >= length:
             problems.append(
-                f"group_size: {self._tokens(context)} of {length} tokens splits nothing; use less than batch.seq_len"
+                f"group_size: {self._group_tokens(context)} of {length} tokens splits nothing; use less than "
+                "batch.seq_len"
             )
         # Both halves must have equally many heads.
         if context.model.heads % 2:
@@ -97,7 +98,7 @@ class ShiftedGroups(Technique):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        group = self._tokens(build)
+        group = self._group_tokens(build)
         count = add_shifted_groups(part, group=group)
         return Change(
             f"{count} layers attend in groups of {group} tokens while "

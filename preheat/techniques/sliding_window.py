@@ -49,7 +49,7 @@ def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None
     """
     from preheat.models.attention_patch import limit_layers
     from preheat.ops.attention.multihead import attend_any
-    from preheat.ops.attention.patterns import within_window
+    from preheat.ops.attention.patterns import limit_to_window
 
     if window < 1:
         raise ValueError(f"window: {window} must be at least 1")
@@ -57,7 +57,7 @@ def add_sliding_window(model: PreTrainedModel, *, window: int, every: int | None
     if every is not None and every < 2:
         raise ValueError(f"every: {every} would leave every layer full; use 2 or more")
     # A wrapper of the kernel, not a mask: kernels with windows skip the blocks outside of it.
-    return limit_layers(model, functools.partial(within_window, window=window), attend=attend_any, every=every)
+    return limit_layers(model, functools.partial(limit_to_window, window=window), attend=attend_any, every=every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,14 @@ class SlidingWindow(Technique):
     every: Annotated[int, Bound(2)] | None = None
     """Every n-th layer stays full (Gemma 3: 6); all are limited by default."""
 
-    def _tokens(self, context: Context | Build) -> int:
+    def _window_tokens(self, context: Context | Build) -> int:
         return max(1, context.recipe.batch.seq_len // 4) if self.window == "auto" else int(self.window)
 
     def check(self, context: Context) -> list[str]:
         problems, length = [], context.recipe.batch.seq_len
-        if self._tokens(context) >= length:
+        if self._window_tokens(context) >= length:
             problems.append(
-                f"window: {self._tokens(context)} of {length} tokens hides "
+                f"window: {self._window_tokens(context)} of {length} tokens hides "
                 "nothing; use less than batch.seq_len, or leave it out"
             )
         if self.every is not None and self.every > context.model.layers:
@@ -91,7 +91,7 @@ class SlidingWindow(Technique):
         return problems
 
     def apply(self, build: Build, part: nn.Module) -> Change:
-        window = self._tokens(build)
+        window = self._window_tokens(build)
         count = add_sliding_window(part, window=window, every=self.every)
         return Change(f"{count} of {build.model.layers} layers see {window} tokens back", count)
 

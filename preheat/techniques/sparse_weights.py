@@ -69,7 +69,7 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
     from transformers.pytorch_utils import Conv1D
 
     from preheat.ops.distributed.dtensor_utils import local
-    from preheat.ops.pruning_scores import two_of_four
+    from preheat.ops.pruning_scores import mask_two_of_four
 
     for module in maps:
         weight: Any = local(module.weight.detach())  # type: ignore[union-attr,operator,arg-type]
@@ -80,7 +80,7 @@ def zero_two_of_four(maps: Sequence[nn.Module]) -> None:
                 f"prune: 2:4 needs inputs in groups of four, and a map has {weight.shape[1]} (on one device)"
             )
         # In place, through the transposed view too.
-        weight.masked_fill_(two_of_four(weight.abs()), 0.0)
+        weight.masked_fill_(mask_two_of_four(weight.abs()), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

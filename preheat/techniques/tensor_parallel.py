@@ -66,8 +66,8 @@ def parallelize(
     from preheat.models import hf, tp_plan
     from preheat.ops.distributed import tensor_parallel
 
-    facts = hf.facts(model.config)
-    problems = tp_plan.problems(
+    facts = hf.read_facts(model.config)
+    problems = tp_plan.find_problems(
         facts.family, heads=facts.heads, kv_heads=facts.kv_heads, experts=facts.experts > 0, degree=mesh.size()
     )
     if problems:
@@ -135,7 +135,7 @@ class TensorParallel(Searchable):
             return [
                 "shards matrices across devices, and there is one; start several with --nproc (or plan with --count)"
             ]
-        problems = tp_plan.problems(
+        problems = tp_plan.find_problems(
             model.family, heads=model.heads, kv_heads=model.kv_heads, experts=model.experts > 0, degree=degree
         )
         if self.regather and not self.sequence_parallel:
@@ -189,14 +189,14 @@ class TensorParallel(Searchable):
 
         degree = build.mesh.size(Axis.TENSOR)
         # Embedding and head are split by rows of the vocabulary, both or neither.
-        divides = all(weight.shape[0] % degree == 0 for weight in hf.ends(part))
+        divides = all(weight.shape[0] % degree == 0 for weight in hf.end_weights(part))
         vocabulary = divides and Tag.CLASSIFICATION_HEAD not in build.tags
-        _without_dropout(part)
+        _reject_dropout(part)
         try:
-            layers, whole_mixers = tp_plan.coverage(part, tp_plan.tp_styles(part))
+            layers, whole_mixers = tp_plan.count_coverage(part, tp_plan.tp_styles(part))
             count = parallelize(
                 part,
-                build.mesh.sub(Axis.TENSOR),
+                build.mesh.submesh(Axis.TENSOR),
                 sequence=self.sequence_parallel,
                 vocabulary=vocabulary,
                 regather=self.regather,
@@ -206,14 +206,16 @@ class TensorParallel(Searchable):
         if self.loss_parallel:
             # The loss multiplies by the head's shard itself, so an adapter on the head would be ignored.
             hf.require_plain_head(part, self.name())
-            build.claim(Slot.OVER_LOGITS, functools.partial(tensor_parallel.shared_logits, rows=self.rows), self.name())
+            build.claim(
+                Slot.OVER_LOGITS, functools.partial(tensor_parallel.sum_sharded_loss, rows=self.rows), self.name()
+            )
         # The hook covers all parameters; the technique applies once for each part.
         finish = (Finish.REDUCE, _finish)
         if finish not in build.hooks.finish_gradients:
             build.hooks.finish_gradients.append(finish)
         parts = [f"{count} matrices sharded across {degree} devices"]
         if whole_mixers:
-            total = len(hf.anatomy(part).layers)
+            total = len(hf.find_anatomy(part).layers)
             parts.append(f"{layers} of {total} layers split, {whole_mixers} token mixers computed whole on each device")
         parts += ["activations between blocks split along the sequence"] * self.sequence_parallel
         parts += ["gathered again in backward"] * self.regather
@@ -237,11 +239,11 @@ def _finish(build: Build) -> None:
     from preheat.ops.distributed.tensor_parallel import broadcast_replicated, sum_partial
 
     # In this order: sums are equal on all ranks, and replicated from then on.
-    broadcast_replicated((p for _, p in build.parameters()), build.mesh.sub(Axis.TENSOR))
+    broadcast_replicated((p for _, p in build.parameters()), build.mesh.submesh(Axis.TENSOR))
     sum_partial(p for _, p in build.parameters())
 
 
-def _without_dropout(model: PreTrainedModel) -> None:
+def _reject_dropout(model: PreTrainedModel) -> None:
     """Raises an error if a module uses dropout: the ranks would drop different elements than one device would."""
     from torch import nn
 

@@ -85,7 +85,7 @@ class TiedEmbeddings(Technique):
         embedding, head = (names[id(m)] for m in (part.get_input_embeddings(), part.get_output_embeddings()))
 
         def tie(name: str, value: Tensor) -> Tensor:
-            return architecture.tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
+            return architecture.merge_tied_value(value, build.weights.read(f"{head}.weight"), self.keep)
 
         build.weights.map(rf"^{embedding}\.weight$", tie)
         source = "the mean of both" if self.keep == "mean" else f"the loaded {self.keep}"

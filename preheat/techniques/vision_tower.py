@@ -77,8 +77,8 @@ class VisionTower(Technique):
     def apply(self, build: Build, part: nn.Module) -> Change:
         from torch import nn
 
-        from preheat.models.vision import vision_part
+        from preheat.models.vision import find_vision_modules
 
-        modules, projectors = vision_part(part)  # type: ignore[arg-type]
+        modules, projectors = find_vision_modules(part)  # type: ignore[arg-type]
         trained, total = train_tower(nn.ModuleDict(modules), self.train, projectors)
         return Change(f"vision tower: {trained:,} of {total:,} parameters trained ({self.train})", total)

@@ -72,7 +72,7 @@ class Zero1(Searchable):
     def apply(self, build: Build, part: nn.Module) -> Change:
         # All devices whose gradients are equal after the reduction.
         across = [axis for axis in (Axis.REPLICATE, Axis.CONTEXT) if build.mesh.size(axis) > 1]
-        mesh = build.mesh.sub(*across)
+        mesh = build.mesh.submesh(*across)
 
         def sharded(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., ShardedOptimizer]:
             def make_sharded(groups: list[ParamGroup], **settings: Unpack[AdamSettings]) -> ShardedOptimizer:

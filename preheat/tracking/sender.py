@@ -29,7 +29,7 @@ from preheat.core.run_records import (
     Unevaluated,
     Unsaved,
 )
-from preheat.files import strict, to_json
+from preheat.files import to_json, to_plain_data
 from preheat.run.reader import Reader, read_event, read_metrics, read_system
 from preheat.sanitize import shorten
 from preheat.tracking.progress import SentState
@@ -57,7 +57,7 @@ def start_of(run: Reader, settings: Tracking, tracker: str) -> Start:
     Raises:
         RunError: the folder holds no readable run.
     """
-    values, _ = run.raw_recipe()
+    values, _ = run.read_raw_recipe()
     environment = {"device": run.environment.device, **(run.environment.versions or {})}
     parameters = dict(flatten(values)) | {f"environment.{key}": value for key, value in environment.items()}
     if (plan := run.plan) is not None:
@@ -95,7 +95,7 @@ def finite_numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def _training(line: StepMetrics) -> dict[str, float]:
-    figures = finite_numbers(strict(line))
+    figures = finite_numbers(to_plain_data(line))
     del figures["step"]
     # Trackers draw an axis per name: bytes could not be compared with GiB of the plan.
     if "memory" in figures:
@@ -111,19 +111,19 @@ def _evaluation(line: EvaluationMetrics) -> dict[str, float]:
 
 
 def _figures(event: Event) -> dict[str, float]:
-    figures = finite_numbers(strict(event))
+    figures = finite_numbers(to_plain_data(event))
     figures.pop("time", None)
     return figures
 
 
 def _details(event: Event) -> str:
-    values: JsonObject = strict(event)
+    values: JsonObject = to_plain_data(event)
     return shorten(to_json({key: value for key, value in values.items() if key not in ("time", "kind", "step")}), 500)
 
 
 def _event_row(event: Event) -> tuple[str, str, str, str]:
     time = datetime.fromtimestamp(event.time or 0, UTC).isoformat(timespec="seconds")
-    return time, str(strict(event).get("step", "")), event.kind, _details(event)
+    return time, str(to_plain_data(event).get("step", "")), event.kind, _details(event)
 
 
 def _prompt(prompt: Prompt) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from preheat import plugins
-from preheat.errors import RecipeError, nearest
-from preheat.sanitize import quoted, shorten
+from preheat.errors import RecipeError, suggest_nearest
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.schema import Tracking
@@ -166,7 +166,7 @@ def find(name: str) -> type[Tracker]:
     modules |= {own: f"preheat.tracking.{own}" for own in _OWN}
     if name not in _REGISTRY and name not in modules:
         known = sorted({*modules, *_REGISTRY})
-        raise RecipeError(f"tracking.to: {quoted(name)}: there is no such tracker; {nearest(name, known)}")
+        raise RecipeError(f"tracking.to: {quote_value(name)}: there is no such tracker; {suggest_nearest(name, known)}")
     if name not in _REGISTRY:
         try:
             importlib.import_module(modules[name])

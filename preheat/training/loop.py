@@ -19,21 +19,21 @@ import torch
 from preheat import recipe as recipes
 from preheat import remote_code
 from preheat.core import Batch, Build, Phase, Shape, Tag, run_records
-from preheat.data import baselines
-from preheat.data.loader import evaluation_rows, rows_consumed
+from preheat.data import compute_baselines
+from preheat.data.loader import choose_evaluation_rows, count_consumed_rows
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saved
 from preheat.engine.checkpoint import Progress
 from preheat.engine.evaluate import Measured
-from preheat.engine.step import gradients, read_step_stats, update
+from preheat.engine.step import accumulate_gradients, read_step_stats, update
 from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.evaluation.best import Evaluated, Verdict, criterion_of, judge, scores_given, unknown_score
-from preheat.files import strict
+from preheat.files import to_plain_data
 from preheat.hardware.cpu_allocator import release_small, release_unused
 from preheat.hardware.deterministic import explain_lacking
 from preheat.hardware.interrupts import Interrupted, check
 from preheat.hardware.probe import reset_peak
-from preheat.model_folder import vocabulary_size
+from preheat.model_folder import count_embedding_rows
 from preheat.recipe import Recipe
 from preheat.run.layout import MEMORY_KEYS
 from preheat.run.reader import Reader
@@ -98,7 +98,7 @@ def train(
     """
     if profile is not None and profile < 1:
         raise RecipeError(f"--profile {profile}: must be at least 1, the number of steps to profile")
-    with remote_code.trusting(trust_remote_code):
+    with remote_code.trust_remote_code(trust_remote_code):
         seen_by = watch or (Logged() if progress else Watch())
         return _train(recipe, out, resume=resume, force=force, watch=seen_by, rates=rates, profile=profile)
 
@@ -135,7 +135,7 @@ def _train(
         explained = explain_lacking(error) or session.ranks.explained(error, session.progress.step)
         # SystemExit means that all ranks restart with a fallback: the run has not failed.
         if not isinstance(error, SystemExit):
-            session.writer.event(run_records.Failed(reason=str(explained) or type(explained).__name__))
+            session.writer.write_event(run_records.Failed(reason=str(explained) or type(explained).__name__))
         if explained is not error:
             raise explained from None
         raise
@@ -262,7 +262,7 @@ class _Loop:
             evaluated = -1
         if step and evaluated < 0 and _died_again(run.events(), step):
             evaluated = step
-            self.writer.event(run_records.Unevaluated(step=step))
+            self.writer.write_event(run_records.Unevaluated(step=step))
             self.watch.notice(
                 f"step {step}: its evaluation is skipped, since it ended the run twice; evaluate it with preheat eval"
             )
@@ -350,7 +350,7 @@ class _Loop:
         return True
 
     def _stopping(self) -> None:
-        self.writer.event(run_records.Stopping(signal=self.stopped, step=self.progress.step))
+        self.writer.write_event(run_records.Stopping(signal=self.stopped, step=self.progress.step))
         self.watch.notice(f"{self.stopped}: saving step {self.progress.step} and ending")
 
     def _say_early_end(self) -> None:
@@ -434,7 +434,7 @@ class _Loop:
         lr = self.session.peak_lr * lr_factor(self.recipe.schedule, self.progress.updates, self.session.total)
         self._enter(step, Phase.GRADIENTS)
         # `lr` is passed to both verbs: a build that steps in backward needs it with the gradients.
-        loss = gradients(self.build, batch, lr)
+        loss = accumulate_gradients(self.build, batch, lr)
         # Between the two verbs, while the gradients are queued on the device and the host is free.
         self._read_ahead(stream)
         self._enter(step, Phase.UPDATE)
@@ -466,7 +466,7 @@ class _Loop:
         # 4. Commit. An error before this line repeats the step on the same rows, because `samples` decides which rows
         # come next.
         p = self.progress
-        p.samples += rows_consumed(shape, self.recipe.batch.seq_len)
+        p.samples += count_consumed_rows(shape, self.recipe.batch.seq_len)
         p.step += 1
         tokens = shape.rows * shape.length  # on all devices
         p.tokens += tokens
@@ -491,8 +491,8 @@ class _Loop:
             loss_scale=scale if scaling else None,
             scores=self.build.loss.scores(metrics, weight) | self._drain_events(),
         )
-        self.writer.metric(line)
-        figures = {**strict(line), "gradient_norm": norm, "mfu": self.meter.mfu(tokens / seconds)}
+        self.writer.write_metric(line)
+        figures = {**to_plain_data(line), "gradient_norm": norm, "mfu": self.meter.mfu(tokens / seconds)}
         self.watch.step(figures, self.session.total)
 
     def _count_skipped(self, skipped: bool, scale: float) -> None:
@@ -506,7 +506,7 @@ class _Loop:
         p.skipped += 1
         p.skipped_in_a_row += 1
         self.build.state.skipped = p.skipped
-        self.writer.event(run_records.Overflow(step=p.step, loss_scale=scale))
+        self.writer.write_event(run_records.Overflow(step=p.step, loss_scale=scale))
         self.watch.notice(
             f"step {p.step}: the scaled gradients overflowed: step skipped, loss scale lowered to {scale:,.0f}"
         )
@@ -516,7 +516,7 @@ class _Loop:
             _is_alarming(count, at, updated=updated) for count, at in ((in_a_row - 1, 2 * scale), (in_a_row, scale))
         )
         if now and not before:
-            self.writer.event(run_records.Overflows(step=p.step, steps=in_a_row, loss_scale=scale))
+            self.writer.write_event(run_records.Overflows(step=p.step, steps=in_a_row, loss_scale=scale))
             # Every rank counts the same, so one says it.
             if self.session.ranks.lead:
                 lower = f", or a lower optimizer.lr (it is {self.session.peak_lr:.2e})" if updated else ""
@@ -589,7 +589,7 @@ class _Loop:
         """Logs the pending events of the build's techniques and returns their counters."""
         while self.build.state.events:
             event = self.build.state.events.pop(0)
-            self.writer.event(event if event.step is not None else replace(event, step=self.progress.step))
+            self.writer.write_event(event if event.step is not None else replace(event, step=self.progress.step))
             if isinstance(event, run_records.Notice):
                 self.watch.notice(event.message)
         return {name: count() for name, count in self.build.state.counters.items()}
@@ -624,7 +624,7 @@ class _Loop:
 
     def _log_checkpoints(self, saved: list[Saved]) -> None:
         for save in saved:
-            self.writer.event(save.event(self.writer.path))
+            self.writer.write_event(save.event(self.writer.path))
             self.complete.add(save.step)
         if saved:
             self._mark_best()
@@ -655,7 +655,7 @@ class _Loop:
         self.verdict = self._judged()
         best = self._best()
         if best is not None and best != self.recorded_best:
-            self.writer.event(run_records.NewBest(step=best.step, score=best.name, value=best.value))
+            self.writer.write_event(run_records.NewBest(step=best.step, score=best.name, value=best.value))
             self.recorded_best = best
         self._mark_best()
 
@@ -721,7 +721,7 @@ class _Loop:
         # Measured before the samples: the predicted peak covers training and evaluation only.
         measured = self.meter.measured(self._drain_events())
         if self.meter.speeds:  # a session without a step has no measurements to compare with the plan
-            self.writer.event(measured)
+            self.writer.write_event(measured)
         # `finished` is the last event of a complete run: launchers read it to decide against another restart.
         if complete and self._unless_stopped(self._afterwards):
             end = run_records.Finished(
@@ -734,12 +734,12 @@ class _Loop:
                 reason=self._reason(),
                 best=self._best(),
             )
-            self.writer.event(end)
+            self.writer.write_event(end)
         # A signal interrupted the evaluation, the baselines or the samples, after all steps.
         elif complete or stopped is None:
-            self.writer.event(run_records.Stopping(signal=self.stopped, step=p.step))
+            self.writer.write_event(run_records.Stopping(signal=self.stopped, step=p.step))
             self.watch.notice(f"{self.stopped}: ending; all steps are done and saved, the figures after them are not")
-        figures = strict(measured)
+        figures = to_plain_data(measured)
         summary = {
             "run": str(self.writer.path),
             "steps": p.step,
@@ -767,11 +767,11 @@ class _Loop:
     def _baselines(self) -> None:
         if self.recipe.evaluate.baselines:
             self.watch.stage("counting a unigram and a bigram model")
-            losses = baselines(
-                self.session.data, evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
+            losses = compute_baselines(
+                self.session.data, choose_evaluation_rows(len(self.session.data.validation), self.recipe.evaluate.rows)
             )
-            vocabulary = vocabulary_size(self.session.data.tokenizer)
-            self.writer.event(run_records.Baseline(vocabulary=vocabulary, **losses))
+            vocabulary = count_embedding_rows(self.session.data.tokenizer)
+            self.writer.write_event(run_records.Baseline(vocabulary=vocabulary, **losses))
 
     def _samples(self) -> None:
         if self.session.samples.prompts:

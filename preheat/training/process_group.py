@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.child_processes import all_here, launched_store, local_group, store_address
+from preheat.hardware.child_processes import connect_launched_store, is_single_host, local_group, store_address
 from preheat.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        if all_here():  # all processes are on this host: keep their traffic on the loopback interface
+        if is_single_host():  # all processes are on this host: keep their traffic on the loopback interface
             os.environ.update(local_group())
         # The device is set before the group exists: NCCL communicators belong to the current device.
         device = torch.device("cuda", self._gpu()) if kind == "cuda" else None
@@ -223,7 +223,7 @@ def rendezvous(recipe: Recipe) -> Ranks:
             raise RunError(lost.format(why))
     try:
         # The probe above may have used most of the patience; the store gets the rest.
-        store = launched_store(max(1.0, patience - (time.monotonic() - start)))
+        store = connect_launched_store(max(1.0, patience - (time.monotonic() - start)))
         number = int(rank)
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         raise RunError(lost.format(str(error).splitlines()[0][:120])) from None

@@ -14,17 +14,17 @@ from preheat import recipe as recipes
 from preheat.core import Build, Searchable
 from preheat.core.run_records import BestScore, Damaged
 from preheat.engine import checkpoint
-from preheat.engine.builder import alone
+from preheat.engine.builder import to_single_device
 from preheat.errors import RunError
 from preheat.evaluation.best import criterion_of, judge
-from preheat.files import strict
-from preheat.hardware.deterministic import is_exact, repeats
+from preheat.files import to_plain_data
+from preheat.hardware.deterministic import describe_exactness, is_exact
 from preheat.recipe import Recipe
-from preheat.recipe.paths import anchored, published
+from preheat.recipe.paths import anchor_paths, shorten_paths
 from preheat.run.layout import MEMORY_KEYS
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 from preheat.training.observer import Watch
 
 if TYPE_CHECKING:
@@ -63,12 +63,14 @@ def compare(recipe: Recipe, before: str) -> bool:
         True if memory-saving techniques changed, which keep the losses up to rounding.
     """
     # Files and folders may have moved: names are compared here, contents by the checkpoint's fingerprints.
-    was_recipe = published(anchored(recipes.parse(before, where="recipe.yaml of the run")))
-    recipe = published(anchored(recipe))
+    was_recipe = shorten_paths(anchor_paths(recipes.parse(before, where="recipe.yaml of the run")))
+    recipe = shorten_paths(anchor_paths(recipe))
     # Compared apart: techniques that save memory may change, since they keep the losses up to rounding.
     milder, milder_before = (_of_techniques(r, memory_saving=True) for r in (recipe, was_recipe))
     # The number of devices and the parallel layout do not affect the losses.
-    old, new = (recipes.as_values(_of_techniques(alone(r), memory_saving=False)) for r in (was_recipe, recipe))
+    old, new = (
+        recipes.to_values(_of_techniques(to_single_device(r), memory_saving=False)) for r in (was_recipe, recipe)
+    )
     changed = [
         key for key in _leaves(old).keys() | _leaves(new).keys() if _leaves(old).get(key) != _leaves(new).get(key)
     ]
@@ -77,7 +79,7 @@ def compare(recipe: Recipe, before: str) -> bool:
     if changed:
         was, now = _leaves(old), _leaves(new)
         changes = ", ".join(
-            f"{key} (was {quoted(was.get(key))}, is {quoted(now.get(key))})" for key in changed[:_NAMED]
+            f"{key} (was {quote_value(was.get(key))}, is {quote_value(now.get(key))})" for key in changed[:_NAMED]
         )
         changes += f" and {len(changed) - _NAMED} more keys" if len(changed) > _NAMED else ""
         raise RunError(
@@ -133,7 +135,7 @@ def resumed(
     assert of_rank_0 is not None, "rank 0 has looked for checkpoints"
     newest, damaged = of_rank_0
     for path, problem in damaged:
-        writer.event(Damaged(checkpoint=path.name, problem=problem))
+        writer.write_event(Damaged(checkpoint=path.name, problem=problem))
         watch.notice(f"{path}: damaged ({problem}); it is passed over")
     # Starting anew over damaged checkpoints would silently discard the work of the run.
     if newest is None:
@@ -165,7 +167,8 @@ def resumed(
         )
     if not is_exact(build.device.kind, build.recipe.hardware.deterministic):
         watch.notice(
-            f"resumed, and losses will agree {repeats(build.device.kind, build.recipe.hardware.deterministic)}"
+            "resumed, and losses will agree "
+            f"{describe_exactness(build.device.kind, build.recipe.hardware.deterministic)}"
         )
     progress = checkpoint.load(build, newest)
     # The recipe of this session: it may have other fallbacks than the checkpoint's.
@@ -190,13 +193,13 @@ def summary_of_finished(run: Reader, looked: Looked, recipe: Recipe, total: int 
     done = late or (total is not None and progress.step >= total) or _ends_early(run, recipe, progress.step)
     if end.steps != progress.step or not done:
         return None
-    measured, plan, page = strict(run.measured()), run.plan, run.path / "report.html"
+    measured, plan, page = to_plain_data(run.measured()), run.plan, run.path / "report.html"
     summary = {
         "run": str(run.path),
         "steps": progress.step,
         **({} if end.skipped_steps is None else {"skipped_steps": end.skipped_steps}),
-        "loss": strict(end.loss),
-        "validation_loss": strict(end.validation_loss),
+        "loss": to_plain_data(end.loss),
+        "validation_loss": to_plain_data(end.validation_loss),
         "tokens_per_second": measured.get("tokens_per_second"),
         **{key: measured.get(key) for key in MEMORY_KEYS if key == "peak_gib" or key in measured},
         "predicted": plan.predicted.known() if plan else {"peak_gib": None, "tokens_per_second": None},
@@ -225,13 +228,13 @@ def early_stopping(
     Args:
         tokens, seconds: of the whole run.
     """
-    keys: JsonObject = {} if best is None else {"best": strict(best)}
+    keys: JsonObject = {} if best is None else {"best": to_plain_data(best)}
     # The run ends where it reaches the target, so its own figures are those until then.
     if summary["reason"] == "target_loss":
         keys["target"] = {
             "loss": recipe.stop.target_loss,
             "steps": summary["steps"],
             "tokens": tokens,
-            "seconds": strict(seconds),
+            "seconds": to_plain_data(seconds),
         }
     return keys

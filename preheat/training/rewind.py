@@ -44,7 +44,7 @@ def rewind(recipe: Recipe, out: Path, choice: str, say: Callable[[str], None]) -
         if (checkpoint.best_step(folder) or 0) > step:
             (folder / checkpoint.BEST).unlink()
         if names := checkpoint.set_aside(folder, after=step):
-            writer.event(SetAside(step=step, checkpoints=tuple(names)))
+            writer.write_event(SetAside(step=step, checkpoints=tuple(names)))
             say(f"continuing from step {step:,}: later checkpoints are set aside as {', '.join(names)}")
     finally:
         writer.close()

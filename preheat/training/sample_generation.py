@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from preheat.core.run_records import SampleEvent
 from preheat.errors import RecipeError
 from preheat.inference.load import load_draft_model
-from preheat.inference.text_generation import Prompt, Tokens, prompt_tokens, write_texts
+from preheat.inference.text_generation import Prompt, Tokens, tokenize_prompt, write_texts
 from preheat.run.reader import Reader
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Samples:
         self.expected = [*(None for _ in recipe.sample.prompts), *(answer for _, answer in pairs)]
         # The tokens are discarded: this only checks each prompt before training, rather than after hours of it.
         for number, prompt in enumerate(recipe.sample.prompts, 1):
-            prompt_tokens(tokenizer, prompt, template, positions=positions, where=f"sample.prompts: prompt {number}")
+            tokenize_prompt(tokenizer, prompt, template, positions=positions, where=f"sample.prompts: prompt {number}")
 
     @property
     def before(self) -> bool:
@@ -81,10 +81,10 @@ class Samples:
         )
         for prompt, text, expected in zip(self.prompts, texts, self.expected, strict=True):
             shown = prompt.text if isinstance(prompt, Tokens) else prompt
-            writer.event(
+            writer.write_event(
                 SampleEvent(step=step, prompt=shown, text=text.text, ended=text.finish_reason, expected=expected)
             )
-        writer.json("samples.json", Reader(writer.path).samples())
+        writer.write_json("samples.json", Reader(writer.path).samples())
 
 
 def questions(

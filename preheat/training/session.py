@@ -16,28 +16,28 @@ from preheat.core.plan import Plan
 from preheat.core.run_records import Event, Resumed, Started
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
-from preheat.engine.builder import build, peak_learning_rate, require_model
+from preheat.engine.builder import build, find_peak_learning_rate, require_model
 from preheat.engine.device import resolve_device
 from preheat.errors import DoesNotFit, RecipeError
 from preheat.evaluation.best import criterion_of
 from preheat.evaluation.run_evaluator import RunEvaluator
-from preheat.files import read_record, strict
+from preheat.files import read_record, to_plain_data
 from preheat.hardware.cpu_allocator import install_heap, release_small, release_unused
-from preheat.hardware.deterministic import repeats
+from preheat.hardware.deterministic import describe_exactness
 from preheat.hardware.gpu_memory import limit_memory
 from preheat.hardware.interrupts import check
-from preheat.hardware.oom import in_use_bytes
+from preheat.hardware.oom import read_reserved_bytes
 from preheat.hardware.probe import reset_peak, resident_bytes
-from preheat.inference.text_generation import chat_template
-from preheat.model_folder import vocabulary_size
+from preheat.inference.text_generation import load_chat_template
+from preheat.model_folder import count_embedding_rows
 from preheat.models import configs, hf, presets
-from preheat.planning.image_counts import with_images
-from preheat.planning.plan import plan, resolve_auto, steps_of
-from preheat.planning.plan_request import data_of, in_use, rates_of_run, row_count
+from preheat.planning.image_counts import add_image_counts
+from preheat.planning.plan import count_steps, plan, resolve_auto
+from preheat.planning.plan_request import choose_run_rates, count_rows, data_of, read_bytes_in_use
 from preheat.planning.request import Request
-from preheat.planning.search.result import falls_short, fragmentation_hint
+from preheat.planning.search.result import describe_shortfall, hint_fragmentation
 from preheat.recipe import Recipe
-from preheat.recipe.paths import anchored
+from preheat.recipe.paths import anchor_paths
 from preheat.run.reader import Reader
 from preheat.run.writer import Silent, Writer, check_folder
 from preheat.tracking import follower as tracking
@@ -130,7 +130,7 @@ class Session:
     @property
     def total(self) -> int | None:
         """Optimizer steps of the whole run; None if only time limits it."""
-        return steps_of(self.recipe, row_count(self.data))
+        return count_steps(self.recipe, count_rows(self.data))
 
     def assemble(self, *, resume: bool) -> None:
         """Builds the effective recipe and loads the checkpoint that the run resumes from.
@@ -164,11 +164,11 @@ class Session:
             progress = resumed(new_build, folder, progress, self.scan, self.writer, self.watch, self.threads)
         # Assigned only after loading succeeded: recovery and the failure handler look at `assembled`.
         self.build, self.progress, self.assembled = new_build, progress, True
-        self.peak_lr = peak_learning_rate(new_build)
+        self.peak_lr = find_peak_learning_rate(new_build)
         # -1: step 0 has no checkpoint, although the progress says 0.
         self.saving = Saving(new_build, folder / "checkpoints", last_step=progress.step or -1)
         check()
-        self.writer.json("changes.json", new_build.changes)
+        self.writer.write_json("changes.json", new_build.changes)
         # Last, because the row order depends on the loaded progress, and dataset passes on the loaded weights.
         self.read()
 
@@ -179,14 +179,14 @@ class Session:
         self.shape = lambda step: current.slot(Slot.BATCH_SHAPE)(step / total if total else 0.0)
         self.order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
         if self.build.hooks.dataset_passes:
-            from preheat.data.loader import rows_consumed
+            from preheat.data.loader import count_consumed_rows
 
             steps = range(self.progress.step, self.total or 0)
-            left = sum(rows_consumed(self.shape(step), self.recipe.batch.seq_len) for step in steps)
+            left = sum(count_consumed_rows(self.shape(step), self.recipe.batch.seq_len) for step in steps)
             # A second iterator of the same order: the passes must not consume the one that training reads.
             order = _order(self.build, self.data.train, self.progress.samples, self.shape, self.total)
             # A run that only time limits may read every row.
-            remaining = itertools.islice(order, left) if self.total else range(row_count(self.data) or 0)
+            remaining = itertools.islice(order, left) if self.total else range(count_rows(self.data) or 0)
             self.build.run_dataset_passes(self.data.train, remaining, self.watch.progress)
 
     def rows(self) -> Generator[list[Batch], None, None]:
@@ -259,7 +259,7 @@ def open_session(
         ready = prepared
         # The others build the recipe that rank 0 chose: a dry run on their side might resolve other settings.
         request, expected = ready.request, ready.expected
-        ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": strict(expected)})
+        ranks.publish("prepared", {"recipe": recipes.dump(request.recipe), "plan": to_plain_data(expected)})
         data, probes, samples = ready.data, ready.probes, ready.samples
     else:
         message = ranks.fetch("prepared")
@@ -268,9 +268,9 @@ def open_session(
             return Finished(message["finished"])
         built = recipes.parse(message["recipe"], where="the recipe of rank 0")
         expected = read_record(Plan, message["plan"])
-        source_config = configs.source(recipe)
+        source_config = configs.source_config(recipe)
         data, probes, samples = read_data(recipe, source_config, watch)  # rank 0 has checked the recipe
-        vocabulary = vocabulary_size(data.tokenizer)
+        vocabulary = count_embedding_rows(data.tokenizer)
         request = Request(built, device, vocabulary=vocabulary, world=ranks.world, source_config=source_config)
     # 3. All ranks must train the same thing: versions decide kernels, and the data's fingerprint decides the rows.
     ranks.require_equal({"recipe": digest(recipes.dump(recipe)), "data": data.fingerprint, **versions()})
@@ -283,7 +283,7 @@ def open_session(
     writer = Writer(out, resume=resume) if ranks.lead else Silent(out)
     try:
         # Taken just before the build, so that the run's memory is counted without that of imports, data and plan.
-        imports, claimed = reset_memory_baseline(device), in_use_bytes(device.kind)
+        imports, claimed = reset_memory_baseline(device), read_reserved_bytes(device.kind)
         session = Session(
             recipe=recipe,
             resolved=ready.resolved if ready else request.recipe,
@@ -308,22 +308,22 @@ def open_session(
             watch.notice(device.notice)
         # Events of fallbacks that `_prepare` chose; they were held back until the folder was open.
         for event in ready.events if ready else ():
-            writer.event(event)
+            writer.write_event(event)
         # 5. Build, and load the checkpoint.
         session.assemble(resume=resume)
         # 6. Record what is needed to inspect and resume the run.
         if ranks.lead and not resume:
-            writer.folder("tokenizer", lambda folder: _save_tokenizer(data, folder, watch))
+            writer.write_folder("tokenizer", lambda folder: _save_tokenizer(data, folder, watch))
         if ranks.lead:
-            writer.json("data.json", replace(data.record(), chat=samples.template is not None))
-        writer.json("plan.json", expected)
-        writer.json(
+            writer.write_json("data.json", replace(data.record(), chat=samples.template is not None))
+        writer.write_json("plan.json", expected)
+        writer.write_json(
             "environment.json",
-            environment(device, threads, ranks.world, repeats(device.kind, recipe.hardware.deterministic)),
+            environment(device, threads, ranks.world, describe_exactness(device.kind, recipe.hardware.deterministic)),
         )
-        writer.text("recipe.yaml", recipes.dump(anchored(recipe)))  # last: a folder with a recipe is a run
+        writer.write_text("recipe.yaml", recipes.dump(anchor_paths(recipe)))  # last: a folder with a recipe is a run
         step = session.progress.step
-        writer.event(Resumed(step=step) if resume else Started(step=step))
+        writer.write_event(Resumed(step=step) if resume else Started(step=step))
         # Writing the tokenizer takes several times its size, which would stay resident beside every step.
         release_small(device.kind)
     except BaseException:
@@ -365,7 +365,7 @@ def read_data(
     """Reads the data and prepares the evaluations and samples of the run, if its model can be trained there.
 
     Args:
-        source_config: what `configs.source` gave for the recipe's model.
+        source_config: what `configs.source_config` gave for the recipe's model.
         device: the device that the recipe is for: before the data is read, which may take minutes, its folder is
             compared with its model, and its techniques are tried on the model without values. None: they are not.
         world: as in `data_of`.
@@ -385,14 +385,14 @@ def read_data(
             f"padding: {1 - text:.0%} of the positions hold none of the data, and tokens/s and MFU count them; lower "
             "batch.seq_len if few examples need it"
         )
-    model = hf.facts(hf.configure(recipe, vocabulary_size(data.tokenizer), source_config))
+    model = hf.read_facts(hf.configure(recipe, count_embedding_rows(data.tokenizer), source_config))
     require_examples(recipe, data, encoder=model.encoder)
     if recipe.sample.rows and model.encoder:
         raise RecipeError("sample.rows: is for decoders; give an encoder-decoder its questions in sample.prompts")
     samples = Samples(
         recipe,
         data.tokenizer,
-        template=chat_template(data.layout),
+        template=load_chat_template(data.layout),
         positions=model.positions,
         validation=data.validation,
     )
@@ -423,7 +423,7 @@ def _prepare(
     if run is not None:
         looked = checkpoint.find(out / "checkpoints", run=run.id)
         # Without epochs the number of steps is known before the data is read, so a finished run answers at once.
-        if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, steps_of(recipe, None))):
+        if not recipe.stop.epochs and (summary := summary_of_finished(run, looked, recipe, count_steps(recipe, None))):
             return Finished(summary)
     if changed:
         watch.notice(
@@ -432,12 +432,12 @@ def _prepare(
     # Weights that are missing are reported before the data is read.
     presets.require_weights(recipe)
     watch.stage("reading data")
-    source_config = configs.source(recipe)
+    source_config = configs.source_config(recipe)
     data, probes, samples = read_data(recipe, source_config, watch, device=device, world=ranks.world)
     if data.account.left_out:
         watch.notice(data.text())
     # Again for epochs, whose steps depend on the number of rows.
-    total = steps_of(recipe, row_count(data))
+    total = count_steps(recipe, count_rows(data))
     if run is not None and looked is not None and (summary := summary_of_finished(run, looked, recipe, total)):
         return Finished(summary)
     if profile is not None and total is not None:
@@ -446,15 +446,15 @@ def _prepare(
     # A library may swallow the exception of a signal: ask between the long stages.
     check()
     request = Request(
-        with_images(recipe, data, source_config),
+        add_image_counts(recipe, data, source_config),
         device=device,
-        vocabulary=vocabulary_size(data.tokenizer),
+        vocabulary=count_embedding_rows(data.tokenizer),
         world=ranks.world,
-        rows=row_count(data),
-        in_use=in_use(device),
+        rows=count_rows(data),
+        in_use=read_bytes_in_use(device),
         source_config=source_config,
     )
-    rates = rates or rates_of_run(request, threads, _Measuring(watch))
+    rates = rates or choose_run_rates(request, threads, _Measuring(watch))
     check()
     watch.stage("planning")
     request = resolve_auto(replace(request, rates=rates))
@@ -464,16 +464,16 @@ def _prepare(
         # Fallbacks of earlier out-of-memory errors are part of the plan of a resumed run.
         built, events = apply_fallbacks(request, out, looked[0], afresh=changed)
         request = replace(request, recipe=built)
-        for line in run.all_damaged():
+        for line in run.find_damage():
             watch.notice(line)
     expected = plan(request)
     watch.planned(expected)
     if not expected.fits and not force:
         hint = (
-            fragmentation_hint(expected)
+            hint_fragmentation(expected)
             or "use smaller micro-batches or techniques that save memory (preheat techniques lists them)"
         )
-        raise DoesNotFit(f"{falls_short(expected)}; {hint}, or train all the same with --force")
+        raise DoesNotFit(f"{describe_shortfall(expected)}; {hint}, or train all the same with --force")
     return _Ready(data, probes, samples, resolved, request, expected, looked, events)
 
 
@@ -506,10 +506,10 @@ def _order(
 
     Called before the folder becomes a run, because the scores that some orders read may be invalid.
     """
-    from preheat.data.loader import rows_consumed
+    from preheat.data.loader import count_consumed_rows
 
     def samples(step: int) -> int:
-        return rows_consumed(shape(step), current.recipe.batch.seq_len)
+        return count_consumed_rows(shape(step), current.recipe.batch.seq_len)
 
     all_samples = None
     if total is not None:  # with a constant shape, one multiplication replaces the sum over all steps
@@ -536,7 +536,7 @@ def reset_memory_baseline(device: Device) -> int:
     if device.kind == "cuda":
         limit_memory(device)
         reset_peak("cuda")
-        return in_use(device)
+        return read_bytes_in_use(device)
     install_heap()
     reset_peak()
     return resident_bytes()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from preheat.hardware.interrupts import Interrupted, end_at_once, heeded
+from preheat.hardware.interrupts import Interrupted, end_at_once, handled_signals
 
 __all__ = ["Signals", "under_agent"]
 
@@ -46,7 +46,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
             # SIGUSR1 in every case, although `heeded` lists it under a launcher only: its default action would end the
             # run.
-            for number in {*heeded(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
+            for number in {*handled_signals(), *([] if sys.platform == "win32" else [signal.SIGUSR1])}:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

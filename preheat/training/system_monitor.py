@@ -35,7 +35,7 @@ class SystemMonitor:
         meter, wait = SystemMeter(self._writer.path), _FIRST
         while not self._ended.wait(wait):
             try:
-                self._writer.system(self._step(), meter.sample())
+                self._writer.write_system(self._step(), meter.sample())
             except (RunError, OSError):  # a full disk ends the run when the loop writes there
                 return
             wait = _EVERY

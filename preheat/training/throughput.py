@@ -11,7 +11,7 @@ import torch
 
 from preheat.core import MachineUse, Slot
 from preheat.core.run_records import MachineLoad, Measured
-from preheat.hardware.gpu_memory import memory_peak
+from preheat.hardware.gpu_memory import read_memory_peak
 from preheat.hardware.machine_use import UseMeter
 from preheat.hardware.probe import resident_bytes
 from preheat.hardware.rates import note_run
@@ -58,7 +58,7 @@ class ThroughputMeter:
         Args:
             counters: of techniques.
         """
-        peak = memory_peak(self.session.device.kind, self.session.imports).figures()
+        peak = read_memory_peak(self.session.device.kind, self.session.imports).figures()
         figures = Measured(
             peak_gib=peak["peak_gib"],
             allocated_gib=peak.get("allocated_gib"),

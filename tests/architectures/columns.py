@@ -25,13 +25,13 @@ from preheat import recipe as recipes
 from preheat.cli import main
 from preheat.core import Batch
 from preheat.engine.builder import build
-from preheat.engine.step import gradients
+from preheat.engine.step import accumulate_gradients
 from preheat.errors import PreheatError
 from preheat.inference.load import load_model
 from preheat.models import configs, hf, moe
-from preheat.models.token_mixers import attentions_of, recurrent_mixers
+from preheat.models.token_mixers import find_attentions, find_recurrent_mixers
 from preheat.run.reader import Reader
-from preheat.sanitize import clean
+from preheat.sanitize import escape_control_characters
 
 from ..conftest import DEVICE, difference, uneven
 from .tiny import create_model, tiny_config
@@ -109,7 +109,7 @@ class Subject:
         self.config = config or tiny_config(name, **more)
         if config is None and getattr(self.config, "vocab_size_per_layer_input", 0):
             self.config = tiny_config(name, **more, vocab_size_per_layer_input=VOCABULARY)
-        configs.without_dropout(self.config)
+        configs.disable_dropout(self.config)
         if name in BALANCED:
             self.config.router_aux_loss_coef = 0.0
         self.model = create_model(self.config)
@@ -154,7 +154,7 @@ class Subject:
         if double:
             build_.trained[0].double()
         with Double() if double else contextlib.nullcontext():
-            loss = gradients(build_, [self.batch])
+            loss = accumulate_gradients(build_, [self.batch])
         grads = {key: p.grad for key, p in build_.trained[0].named_parameters() if p.grad is not None}
         return float(loss.total.detach() / loss.weight), grads
 
@@ -227,10 +227,10 @@ class Subject:
         tokens = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(5))
         with torch.no_grad():
             expected = theirs(input_ids=tokens, use_cache=False).logits.float()
-        logits = hf.plain_logits(ours, tokens)
+        logits = hf.compute_reference_logits(ours, tokens)
         worst = float((logits - expected).norm() / expected.norm())
         assert worst < 1e-5, f"logits differ by {worst:.1e}"
-        before = hf.plain_logits(self.model, tokens)
+        before = hf.compute_reference_logits(self.model, tokens)
         assert float((before - expected).norm()) > 1e-3 * float(expected.norm()), "training changed nothing"
 
 
@@ -278,7 +278,7 @@ def generation(subject: Subject) -> None:
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     tokens = model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=True)
     expected = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
-    assert clean(text) == clean(expected), f"{text!r} is not {expected!r}"
+    assert escape_control_characters(text) == escape_control_characters(expected), f"{text!r} is not {expected!r}"
 
 
 def lora(subject: Subject) -> None:
@@ -307,9 +307,9 @@ def token_mixers(model: Any) -> list[str]:
     count = model.config.num_hidden_layers
     stacks = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     for layer in next(stacks):
-        for mixer in recurrent_mixers(layer):
+        for mixer in find_recurrent_mixers(layer):
             kinds.append(_recurrent(type(mixer).__name__, mixer._parameters))
-        for mixer in attentions_of(layer):
+        for mixer in find_attentions(layer):
             config: Any = mixer.config  # type: ignore[attr-defined]
             number = getattr(mixer, "layer_idx", 0)
             kind = (getattr(config, "layer_types", None) or [""] * (number + 1))[number]

@@ -61,12 +61,12 @@ def test_alone_chunked_loss() -> None:
 
 
 def test_alone_mixed_precision() -> None:
-    from preheat.techniques.mixed_precision import autocast, stochastic_adamw, to_bf16
+    from preheat.techniques.mixed_precision import autocast, cast_to_bf16, stochastic_adamw
 
     model, tokens = by_hand()
     with autocast("cpu"):
         assert model(tokens).logits.dtype == torch.bfloat16
-    to_bf16(model)
+    cast_to_bf16(model)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     falls(model, tokens, stochastic_adamw(model.parameters(), lr=0.01), plain_backward)
 

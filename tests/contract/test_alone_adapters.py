@@ -30,11 +30,11 @@ def test_alone_lora_variants(variant: str) -> None:
 def test_alone_nf4() -> None:
     from preheat import add_lora
     from preheat.techniques.lora import merge_lora
-    from preheat.techniques.nf4 import from_nf4, to_nf4
+    from preheat.techniques.nf4 import dequantize_from_nf4, quantize_to_nf4
 
     model, tokens = by_hand()
     base = model(tokens).logits.detach()
-    assert len(to_nf4(model)) == 21
+    assert len(quantize_to_nf4(model)) == 21
     rounded = model(tokens).logits.detach()
     assert 0.01 < float((rounded - base).norm() / base.norm()) < 0.3
     add_lora(model, rank=8)
@@ -42,11 +42,11 @@ def test_alone_nf4() -> None:
     falls(model, tokens, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), plain_backward)
     tuned = model(tokens).logits.detach()
     assert merge_lora(model) == 21
-    assert from_nf4(model) == 0, "merging made them full"
+    assert dequantize_from_nf4(model) == 0, "merging made them full"
     assert float((model(tokens).logits - tuned).norm() / tuned.norm()) < 1e-5
     other, _ = by_hand()
-    to_nf4(other, double_quantization=False, keep=r".*mlp.*")
-    assert from_nf4(other) == 12
+    quantize_to_nf4(other, double_quantization=False, keep=r".*mlp.*")
+    assert dequantize_from_nf4(other) == 12
     assert all(p.dtype == torch.float32 for p in other.parameters())
 
 

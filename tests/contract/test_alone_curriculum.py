@@ -52,7 +52,7 @@ def test_alone_difficulty_curriculum() -> None:
 
 
 def test_alone_dynamic_batch() -> None:
-    from preheat.techniques.dynamic_batch import MicroBatch, regrouped
+    from preheat.techniques.dynamic_batch import MicroBatch, regroup_batches
 
     model, tokens = by_hand()
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
@@ -60,7 +60,7 @@ def test_alone_dynamic_batch() -> None:
     state = MicroBatch(1, 4, limit=10, alarm=12, floor=1)
     found = []
     for peak in (2, 3, 5):
-        for batch in regrouped([whole], state.rows):
+        for batch in regroup_batches([whole], state.rows):
             logits = model(batch.tokens, use_cache=False).logits.flatten(0, 1)
             (torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / 60).backward()
         found.append((state.rows, {n: p.grad.clone() for n, p in model.named_parameters()}))

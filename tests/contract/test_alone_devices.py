@@ -99,14 +99,14 @@ def test_alone_pipeline_parallel() -> None:
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_alone_context_parallel(mesh: Any, kind: Any) -> None:
     from preheat.ops.attention.sdpa import reference_attention
-    from preheat.techniques.context_parallel import cut_rows, exchanged
+    from preheat.techniques.context_parallel import cut_rows, shard_attention
 
     batch = uneven(2, 12)
     mine = cut_rows(batch, 1, 0, zigzag=kind == "ring")
     assert torch.equal(mine.tokens, batch.tokens)
     q, k, v = (torch.randn(2, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     mask = MaskSpec(documents=batch.mask.documents)
-    out = exchanged(reference_attention, mesh.get_group(), kind=kind)(q, k, v, mask, 0.3)
+    out = shard_attention(reference_attention, mesh.get_group(), kind=kind)(q, k, v, mask, 0.3)
     assert torch.allclose(out, reference_attention(q, k, v, mask, 0.3), atol=1e-5)
 
 

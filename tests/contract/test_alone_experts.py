@@ -26,7 +26,7 @@ def mixtral(**more: Any) -> Any:
 
 
 def test_alone_expert_balancing() -> None:
-    from preheat.models.moe import record_routers, routed, routers
+    from preheat.models.moe import read_router_records, record_routers, routers
     from preheat.techniques.expert_balancing import add_bias, move_bias
 
     model, tokens = mixtral(), torch.randint(96, (16, 32))
@@ -42,7 +42,7 @@ def test_alone_expert_balancing() -> None:
     class Balanced(torch.optim.AdamW):
         def step(self, closure: Any = None) -> None:
             super().step()
-            counts = routed(model)[0]
+            counts = read_router_records(model)[0]
             assert counts.sum(1).tolist() == [16 * 32 * 2] * 2  # no token is dropped
             loads.append(float((counts.max(1).values / counts.mean(1)).max()))
             move_bias(biases, counts, 0.01)

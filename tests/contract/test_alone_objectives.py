@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from preheat.techniques.classification import accuracy_and_f1, classify, confusion
+from preheat.techniques.classification import compute_accuracy_and_f1, confusion_matrix, replace_head
 from preheat.techniques.distillation import distillation_loss, hidden_distance
 from preheat.techniques.preference import preference_loss
 
@@ -48,7 +48,7 @@ def test_alone_preference() -> None:
 
 def test_alone_classification() -> None:
     model = _model()
-    classify(model, 3)
+    replace_head(model, 3)
     tokens, truth = torch.randint(0, 32, (12, 8)), torch.arange(12) % 3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(30):
@@ -56,7 +56,7 @@ def test_alone_classification() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = accuracy_and_f1(confusion(model(tokens).logits[:, -1].argmax(1), truth, 3))
+    found = compute_accuracy_and_f1(confusion_matrix(model(tokens).logits[:, -1].argmax(1), truth, 3))
     assert found == {"accuracy": 1.0, "macro_f1": 1.0}
 
 

@@ -190,7 +190,7 @@ def test_train_with_gradient_accumulation_refuses() -> None:
 
 
 def test_alone_quantization_aware() -> None:
-    from preheat.ops.quantization.fake_quant import Grid, rounded
+    from preheat.ops.quantization.fake_quant import Grid, round_weight
     from preheat.techniques.quantization_aware import QuantizationAware, round_weights
 
     model, tokens = by_hand()
@@ -200,7 +200,7 @@ def test_alone_quantization_aware() -> None:
     name = "model.layers.1.mlp.down_proj"
     plain = model.get_submodule(name)
     x = torch.randn(2, plain.in_features, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(plain(x), x @ rounded(plain.weight, Grid(4, 8)).t())
+    assert torch.equal(plain(x), x @ round_weight(plain.weight, Grid(4, 8)).t())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), (
         "the weights that are trained stay full"
     )

@@ -22,13 +22,13 @@ from preheat import recipe as recipes
 from preheat.core import STEP, Build, Phase, ProblemCode, Searchable, Slot, Tag, Technique, conflicts_of, registry
 from preheat.data.rows.example_kinds import examples_of
 from preheat.engine import checkpoint
-from preheat.engine.builder import build, context_of
-from preheat.engine.step import gradients, update
+from preheat.engine.builder import build, build_context
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.models.hf import configure
 from preheat.planning import dispatch_recorder
 from preheat.planning import dry_run as observing
-from preheat.planning.phases import fake_batch, track_phases
+from preheat.planning.phases import build_fake_batch, track_phases
 from preheat.planning.request import Request
 from preheat.recipe import field_docs
 
@@ -72,7 +72,7 @@ def step(b: Build, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     kept: dict[str, torch.Tensor] = {}
     freed = b.parameters() if Tag.STEP_IN_BACKWARD in b.tags else []
     hooks = [p.register_hook(lambda g, name=name: kept.update({name: g.clone()})) for name, p in freed]
-    loss = gradients(b, split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])))
+    loss = accumulate_gradients(b, split(batch, [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])))
     for hook in hooks:
         hook.remove()
     return float(loss.total / loss.weight), kept or {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
@@ -143,15 +143,15 @@ def test_what_the_dry_run_sees_is_what_a_real_step_does(name: str, settings: dic
             recorder.phase = Phase.FORWARD
             rows, micro = 4, -(-4 // real.state.accumulation)
             shapes = [micro] * (rows // micro) + ([rows % micro] if rows % micro else [])
-            batches = [fake_batch(r, n) for n in shapes]
+            batches = [build_fake_batch(r, n) for n in shapes]
             for batch in batches:
                 for t in (batch.tokens, batch.labels, batch.positions):
                     t.zero_()
             recorder.kernels.clear()
-            gradients(real, batches)
+            accumulate_gradients(real, batches)
             recorder.begin(Phase.UPDATE)
             update(real, 1e-3)
-    peak = observing.highest(recorder)
+    peak = observing.peak_by_phase(recorder)
     assert {phase: seen.peak[phase] for phase in STEP} == {phase: peak[phase] for phase in STEP}
     assert sum(seen.flops.values()) == sum(k.flops * n for k, n in recorder.kernels.items())
 
@@ -200,7 +200,7 @@ def test_what_cannot_run_here_says_so_and_why(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RUNS_HERE if issubclass(registry()[name], Searchable)])
 def test_its_options_and_fallbacks_are_settings_of_it(name: str) -> None:
     r = tiny()
-    context = context_of(r, configure(r, 96), DEVICE)
+    context = build_context(r, configure(r, 96), DEVICE)
     technique = registry()[name]()
     assert isinstance(technique, Searchable)
     for other in (*technique.options(context), *technique.fallbacks(context)):
@@ -324,7 +324,7 @@ def test_check_says_no(techniques: str, words: str) -> None:
 def test_two_owners_of_a_slot_are_both_named() -> None:
     chunked, attention = registry()["chunked_loss"](), registry()["efficient_attention"]()
     r = tiny()
-    context = context_of(r, configure(r, 96), DEVICE)
+    context = build_context(r, configure(r, 96), DEVICE)
     other = dataclasses.make_dataclass(
         "Other",
         [],

@@ -39,7 +39,7 @@ def _recipes() -> dict[str, dict[str, Any]]:
     found = {}
     for name in recipes.built_in():
         try:
-            values = recipes.as_values(recipes.load(name))["techniques"]
+            values = recipes.to_values(recipes.load(name))["techniques"]
         except RecipeError:
             continue  # a chain of `compress`
         found[name] = {key: settings for key, settings in values.items() if key not in CANNOT_RUN_HERE}

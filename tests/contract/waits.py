@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from preheat.core import Batch, Build, Order
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.ops import grouped_mm
 
 __all__ = ["ALLOWED", "Waits", "waits_of", "watched"]
@@ -180,7 +180,7 @@ def watched() -> Iterator[Waits]:
         'Tensor.item'
     """
     plain: Callable[..., Any] = torch.from_numpy
-    native = grouped_mm._native
+    native = grouped_mm._has_native_kernel
 
     def from_numpy(array: Any) -> Tensor:
         made: Tensor = plain(array)
@@ -190,8 +190,8 @@ def watched() -> Iterator[Waits]:
     with (
         patch.object(torch, "from_numpy", from_numpy),
         # As on CUDA: torch's grouped product takes bf16 alone, and the host does not know where an expert's rows end.
-        patch.object(grouped_mm, "_native", lambda *ts: ts[0].dtype == torch.bfloat16 and native(*ts)),
-        patch.object(grouped_mm, "_reads_at_once", lambda ends: False),
+        patch.object(grouped_mm, "_has_native_kernel", lambda *ts: ts[0].dtype == torch.bfloat16 and native(*ts)),
+        patch.object(grouped_mm, "_can_read_bounds", lambda ends: False),
         Waits() as waits,
         _Calls(waits),
     ):
@@ -211,9 +211,9 @@ def waits_of(b: Build, batches: list[Batch]) -> list[tuple[str, str]]:
     b.hooks.transforms = [pair for pair in b.hooks.transforms if pair not in on_host]
     for _, change in on_host:
         batches = [change(batch) for batch in batches]
-    gradients(b, batches, 0.01)
+    accumulate_gradients(b, batches, 0.01)
     update(b, 0.01)
     with watched() as seen:
-        gradients(b, batches, 0.01)
+        accumulate_gradients(b, batches, 0.01)
         update(b, 0.01)
     return [(what, place) for what, place in seen.found if place.rpartition(":")[0] not in ALLOWED]

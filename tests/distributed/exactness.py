@@ -14,7 +14,7 @@ from preheat import recipe as recipes
 from preheat.core import DATA, Batch
 from preheat.data.rows.example_kinds import examples_of
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import PreheatError
 from preheat.ops.distributed.dtensor_utils import full_tensor, local
 
@@ -75,7 +75,7 @@ def train(recipe: recipes.Recipe, *, devices: int) -> dict[str, Any]:
         batch = uneven(rows=ROWS, seed=step, examples=examples_of(recipe))
         shares = _shares(batch, made.mesh.size(*DATA) if made.mesh.world > 1 else devices, made.state.accumulation)
         mine = shares[made.mesh.index(*DATA)] if made.mesh.world > 1 else [b for share in shares for b in share]
-        loss = gradients(made, mine, 1e-2)
+        loss = accumulate_gradients(made, mine, 1e-2)
         losses.append(float(made.mesh.add(loss.total.detach().clone(), *DATA)) / batch.weight)
         norms.append(float(update(made, 1e-2)[0]))
     weights = {name: full_tensor(made.parallel.full_parameter(p)).clone() for name, p in made.parameters()}

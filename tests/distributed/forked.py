@@ -15,7 +15,7 @@ import torch
 from preheat import recipe as recipes
 from preheat.core import DATA, Build
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import PreheatError
 from preheat.ops.distributed.dtensor_utils import local
 
@@ -69,7 +69,7 @@ def train(recipe: recipes.Recipe, look: Callable[[Build], Any] | None, steps: in
         rows = ROWS // devices
         mine = split(batch, [rows] * devices)[made.mesh.index(*DATA)]
         micro = -(-rows // made.state.accumulation)
-        loss = gradients(made, split(mine, [micro] * (rows // micro)), 1e-2)
+        loss = accumulate_gradients(made, split(mine, [micro] * (rows // micro)), 1e-2)
         if not step:
             first = {name: whole(p.grad) for name, p in made.parameters()}
             seen = look(made) if look else None

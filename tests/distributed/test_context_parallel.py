@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preheat import recipe as recipes
 from preheat.core import DATA, Axis, Build, MaskSpec, Mesh, ModelFacts, Slot
 from preheat.engine.builder import build
-from preheat.engine.evaluate import eval_mode, likeliest, token_scores
-from preheat.engine.step import forward, gradients, transform, update
+from preheat.engine.evaluate import find_likeliest, score_tokens, set_eval_mode
+from preheat.engine.step import accumulate_gradients, forward, transform, update
 from preheat.errors import RecipeError
-from preheat.ops.attention.blockwise import blocked_attention
-from preheat.ops.attention.sdpa import allowed, packed, reference_attention, sdpa_attention
+from preheat.ops.attention.blockwise import attend_blockwise
+from preheat.ops.attention.sdpa import build_dense_mask, is_packed, reference_attention, sdpa_attention
 from preheat.ops.distributed import ring_attention_blocks
 from preheat.ops.distributed.context_parallel import cut_rows, local_positions, ulysses_bytes
 from preheat.ops.distributed.ring_attention import ring_bytes
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
-from preheat.techniques.context_parallel import exchanged
+from preheat.techniques.context_parallel import shard_attention
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from ..unit.ops.test_attention import random_documents
@@ -81,8 +81,8 @@ KERNELS: dict[str, tuple[Any, MaskSpec, float | None]] = {
     "flash of documents": (sdpa_attention, _PACKED, None),
     "flash of random documents": (sdpa_attention, _DRAWN, None),
     "plain": (reference_attention, _PACKED, None),
-    "window": (blocked_attention, MaskSpec(window=13), 3.0),
-    "window in documents": (blocked_attention, MaskSpec(window=7, documents=_CUTS, global_tokens=2), None),
+    "window": (attend_blockwise, MaskSpec(window=13), 3.0),
+    "window in documents": (attend_blockwise, MaskSpec(window=7, documents=_CUTS, global_tokens=2), None),
     "both ways": (reference_attention, MaskSpec(causal=False, window=9), None),
 }
 HEADS = {
@@ -108,20 +108,20 @@ def train(case: str, *, several: bool) -> tuple[dict[str, list[Any]], dict[str, 
         batch = uneven(rows=ROWS, length=length, seed=step, padded=family.endswith("moe"))
         mine = split(batch, [ROWS // shares] * shares)[place]
         micro = -(-len(mine.rows) // b.state.accumulation)
-        loss = gradients(
+        loss = accumulate_gradients(
             b,
             split(mine, [micro] * (len(mine.rows) // micro) + [len(mine.rows) % micro] * bool(len(mine.rows) % micro)),
         )
         losses.append(float(b.mesh.add(loss.total.clone(), *SPREAD)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
     held_out = uneven(rows=ROWS, length=length, seed=STEPS)
-    with eval_mode(b):
+    with set_eval_mode(b):
         total = forward(b, transform(b, split(held_out, [ROWS // shares] * shares)[place])).total
     losses.append(float(b.mesh.add(total.clone(), *SPREAD)) / held_out.weight)
     # Single tokens: the first place twice, so that devices have different numbers of them.
     places = torch.tensor([0, length - 1, length + length // 2, ROWS * length - 2, 0])
-    most = likeliest(b, held_out, places)
-    scores, best = token_scores(b, held_out, places, torch.where(places == 0, (most + 1) % 96, most))
+    most = find_likeliest(b, held_out, places)
+    scores, best = score_tokens(b, held_out, places, torch.where(places == 0, (most + 1) % 96, most))
     judged = {"scores": scores.tolist(), "best": best.tolist(), "likeliest": most.tolist()}
     weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in b.parameters()}
     return {"losses": losses, "norms": norms} | judged, {n: w.detach().clone() for n, w in weights.items()}
@@ -160,7 +160,7 @@ def attend(name: str, kind: Any, rank: int) -> dict[str, Any]:
     tensors = [t.requires_grad_() for t in (q, k, v)]
     stated = mask if mask.documents else MaskSpec(mask.causal, mask.window, ((64,),) * 4, mask.global_tokens)
     with Sent() as sent:
-        out = exchanged(kernel, dist.group.WORLD, kind=kind)(*tensors, stated, 0.3, **extra)
+        out = shard_attention(kernel, dist.group.WORLD, kind=kind)(*tensors, stated, 0.3, **extra)
         forward = sent.bytes
         found = [out.detach(), *torch.autograd.grad(out, tensors, slope)]
     apart = max(float((a - b[:, :, places]).norm() / b[:, :, places].norm()) for a, b in zip(found, made, strict=True))
@@ -262,14 +262,14 @@ def test_the_pieces_of_a_ring_are_the_mask_and_all_devices_have_as_much_to_do(do
     for rank, source in itertools.product(range(degree), repeat=2):
         mine, theirs = (torch.from_numpy(local_positions(48, degree, n, zigzag=True)) for n in (rank, source))
         pairs = 0
-        for rows, queries, keys, causal in ring_attention_blocks.rectangles(documents, degree, rank, source):
+        for rows, queries, keys, causal in ring_attention_blocks.visible_tiles(documents, degree, rank, source):
             q, k = mine[queries, None], theirs[None, keys]
             inside = (q >= k) if causal else torch.ones(q.shape[0], k.shape[1], dtype=torch.bool)
             seen[rows, q, k] += inside.long()
             pairs += int(inside.sum())
         work.append(pairs)
     assert torch.equal(
-        seen.bool(), allowed(MaskSpec(documents=documents), len(documents), 48, torch.device("cpu"))[:, 0]
+        seen.bool(), build_dense_mask(MaskSpec(documents=documents), len(documents), 48, torch.device("cpu"))[:, 0]
     )
     assert seen.max() == 1
     if documents == ((48,),):
@@ -330,7 +330,7 @@ def test_auto_takes_what_heads_and_lengths_suit(length: int, heads: int, kernel:
 
 def test_a_ring_refuses_a_kernel_without_statistics() -> None:
     with pytest.raises(ValueError, match="kernel efficient does not return; flash and blocks do"):
-        ring_attention_blocks.tiles_for_kernel(functools.partial(sdpa_attention, kernel="efficient"))
+        ring_attention_blocks.choose_tiles(functools.partial(sdpa_attention, kernel="efficient"))
 
 
 def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:
@@ -341,5 +341,5 @@ def test_rows_of_no_such_length_are_made_longer_where_nothing_sees_it() -> None:
     assert sum(int((~s.padding).sum()) for s in shares if s.padding is not None) == int((~batch.padding).sum())
     assert all(sum(cuts) == 28 for cuts in shares[0].mask.documents or ())
     assert int(shares[0].positions.max()) <= int(batch.positions.max())  # a table of learned positions may end there
-    assert packed(shares[0].mask)
+    assert is_packed(shares[0].mask)
     assert shares[0].weight == batch.weight

@@ -12,7 +12,7 @@ from preheat import recipe as recipes
 from preheat.core import STEP, Device
 from preheat.models.hf import configure
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import _layer_counts, fullest_ranks, observe_few_layers
+from preheat.planning.layer_extrapolation import _choose_layer_counts, find_fullest_ranks, observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
@@ -163,9 +163,9 @@ def test_layers_that_are_told_apart_are_all_observed() -> None:
         "{fsdp: {}, activation_checkpointing: {every: 3}}",
     ):
         recipe = recipes.override(tiny(), "model.num_layers=13", f"techniques={techniques}")
-        assert _layer_counts(recipe, configure(recipe, 96)) is None, techniques
+        assert _choose_layer_counts(recipe, configure(recipe, 96)) is None, techniques
     alike = recipes.override(tiny("{fsdp: {}}"), "model.num_layers=13")
-    assert _layer_counts(alike, configure(alike, 96)) == (4, 5)
+    assert _choose_layer_counts(alike, configure(alike, 96)) == (4, 5)
 
 
 GPU = Device("cuda", "H100", 80 * 2**30, (9, 0), at_hand=False)
@@ -184,8 +184,8 @@ def test_layers_that_differ_by_a_pattern_are_carried_on_by_its_turns() -> None:
     config = configure(recipe, None)
     assert (
         config.get_text_config().num_hidden_layers,
-        _layer_counts(recipe, config),
-        _layer_counts(recipe, config, 8, 4),
+        _choose_layer_counts(recipe, config),
+        _choose_layer_counts(recipe, config, 8, 4),
     ) == (
         34,
         (4, 10),
@@ -207,7 +207,7 @@ def test_experts_after_dense_layers_are_carried_on_from_as_many_layers_as_elsewh
     )
     request = Request(recipe, GPU)
     few, whole = observe_few_layers(request, quick=True), observe(request)
-    assert _layer_counts(recipe, configure(recipe, None)) == (7, 8)
+    assert _choose_layer_counts(recipe, configure(recipe, None)) == (7, 8)
     assert few.peak == pytest.approx(whole.peak, rel=1e-3)
     assert few.categories["backward"] == pytest.approx(whole.categories["backward"], rel=1e-2, abs=2**16)
 
@@ -217,7 +217,7 @@ def test_shards_that_are_made_when_read_are_those_of_torch(world: int, monkeypat
     """On 96 devices some shards of 128 rows are empty."""
     recipe = recipes.override(tiny("{fsdp: {}}", rows=world), f"parallel.devices={world}")
     lazy = [observe(Request(recipe, GPU, vocabulary=96), rank=rank) for rank in (0, world - 1)]
-    monkeypatch.setattr("preheat.planning.dry_run.sharding_lazily", contextlib.nullcontext)
+    monkeypatch.setattr("preheat.planning.dry_run.shard_lazily", contextlib.nullcontext)
     for rank, mine in zip((0, world - 1), lazy, strict=True):
         reference = observe(Request(recipe, GPU, vocabulary=96), rank=rank)
         assert (mine.peak, mine.categories, mine.kernels) == (reference.peak, reference.categories, reference.kernels)
@@ -271,7 +271,7 @@ def test_the_devices_of_a_pipeline_are_dry_run_that_may_need_the_most(
     model = f"model={{family: llama, num_layers: {layers}, hidden_size: 128, num_heads: 4, vocab_size: {vocabulary}}}"
     spread = f"{{pipeline_parallel: {{degree: {degree}, {settings}}}}}"
     recipe = recipes.override(tiny(spread, rows=16), model, f"parallel.devices={degree}")
-    assert fullest_ranks(Request(recipe, DEVICE, vocabulary=96)) == sorted(devices)
+    assert find_fullest_ranks(Request(recipe, DEVICE, vocabulary=96)) == sorted(devices)
 
 
 def test_waiting_for_a_collective_and_naming_a_range_of_the_profiler_are_no_kernels() -> None:
@@ -301,7 +301,9 @@ def test_what_building_takes_is_carried_on_where_optimizer_and_drawing_change_pl
 
 def test_many_micro_batches_of_a_pipeline_take_no_more_than_those_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own stages keep what every micro-batch of a step receives, of activations and gradients, which a plan by few micro-batches did not see."""
-    monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)  # all are run
+    monkeypatch.setattr(
+        "preheat.planning.dry_run._count_needed_micro_batches", lambda made, micros: micros
+    )  # all are run
     wide = "model={family: llama, num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, vocab_size: 96}"
 
     def peaks(micro: int) -> dict[str, int]:
@@ -335,7 +337,7 @@ def test_few_micro_batches_of_a_pipeline_take_what_all_take(schedule: str, monke
         return {phase: one.peak[phase] for phase in ("forward", "backward")}, moved, one.model_flops
 
     few_peaks, few_moved, few_flops = planned()
-    monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)
+    monkeypatch.setattr("preheat.planning.dry_run._count_needed_micro_batches", lambda made, micros: micros)
     peaks, moved, flops = planned()
     assert peaks == pytest.approx(few_peaks, rel=0.01)
     assert few_flops == flops
@@ -369,7 +371,7 @@ def test_gradients_are_summed_as_often_as_in_a_step_of_all_micro_batches(
         return dict(found)
 
     few = sent()
-    monkeypatch.setattr("preheat.planning.dry_run._enough", lambda made, micros: micros)
+    monkeypatch.setattr("preheat.planning.dry_run._count_needed_micro_batches", lambda made, micros: micros)
     assert few == sent() != {}
 
 

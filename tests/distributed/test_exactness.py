@@ -229,13 +229,13 @@ def test_the_whole_matrix(tmp_path: Path) -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     from preheat.core import conflicts_of
-    from preheat.engine.builder import context_of, techniques_of
+    from preheat.engine.builder import build_context, list_techniques
     from preheat.models.hf import configure
 
     def refusal(techniques: str, more: str = "") -> str:
         recipe = tiny(techniques, rows=8, more=f"parallel: {{devices: 2{more}}}")
-        context = context_of(recipe, configure(recipe, 96), DEVICE)
-        return "; ".join(map(str, conflicts_of(techniques_of(recipe), context)))
+        context = build_context(recipe, configure(recipe, 96), DEVICE)
+        return "; ".join(map(str, conflicts_of(list_techniques(recipe), context)))
 
     for name, why in (
         ("adafactor", "per-matrix-states"),

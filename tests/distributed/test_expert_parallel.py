@@ -10,8 +10,8 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.core import DATA, Device, conflicts_of
-from preheat.engine.builder import build, context_of
-from preheat.engine.step import gradients, update
+from preheat.engine.builder import build, build_context
+from preheat.engine.step import accumulate_gradients, update
 from preheat.models import hf
 from preheat.models.moe import biases
 from preheat.planning.dry_run import observe
@@ -65,7 +65,7 @@ def train(family: str, techniques: str, micro: int) -> dict[str, Any]:
     for step in range(STEPS):
         batch = uneven(rows=ROWS, seed=step, padded=True)
         mine = split(batch, [ROWS // devices] * devices)[index]
-        loss = gradients(b, split(mine, [ROWS // devices // micro] * micro), 0.01)
+        loss = accumulate_gradients(b, split(mine, [ROWS // devices // micro] * micro), 0.01)
         losses.append(float(b.mesh.add(loss.total.clone(), *DATA)) / batch.weight)
         norms.append(float(update(b, 0.01)[0]))
         tokens += float(b.mesh.add(loss.metrics["expert_tokens"].sum(), *DATA))
@@ -123,7 +123,7 @@ def problems(techniques: str, devices: int, family: str = "qwen3_moe", rows: int
     recipe = recipes.override(
         tiny(family=family), f"techniques={techniques}", f"parallel.devices={devices}", f"batch.size={rows}"
     )
-    context = context_of(recipe, hf.configure(recipe, 96), DEVICE)
+    context = build_context(recipe, hf.configure(recipe, 96), DEVICE)
     return "; ".join(map(str, conflicts_of(recipe.techniques.values(), context)))
 
 
@@ -156,7 +156,7 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils.flop_counter import FlopCounterMode
 
-    from preheat.planning.phases import fake_batch
+    from preheat.planning.phases import build_fake_batch
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
@@ -167,7 +167,7 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
             b = build(recipe, vocabulary=96, device=DEVICE, dry=mode)
             b.mesh.group(*DATA)
             with mode, FlopCounterMode(display=False) as counter:
-                gradients(b, [fake_batch(recipe, 1)], 0.01)
+                accumulate_gradients(b, [build_fake_batch(recipe, 1)], 0.01)
                 update(b, 0.01)
             counted.append(counter.get_total_flops())
             held = [p.to_local().numel() for n, p in b.parameters() if ".experts." in n]  # type: ignore[attr-defined]
@@ -178,14 +178,17 @@ def test_it_is_dry_run_with_all_experts_loaded_alike() -> None:
 
 
 def test_what_is_read_from_such_a_run_is_built_on_one_device() -> None:
-    from preheat.engine.builder import alone
+    from preheat.engine.builder import to_single_device
 
     for techniques in (
         "{fsdp: {}, expert_parallel: {}, chunked_loss: {}}",
         "{data_parallel: {}, zero1: {}, chunked_loss: {}}",
     ):
         recipe = recipes.override(tiny(techniques, family="qwen3_moe", rows=ROWS), "parallel.devices=2")
-        assert list(build(alone(recipe), vocabulary=96, device=DEVICE).changes) == ["experts", "chunked_loss"]
+        assert list(build(to_single_device(recipe), vocabulary=96, device=DEVICE).changes) == [
+            "experts",
+            "chunked_loss",
+        ]
 
 
 @pytest.mark.parametrize("gather", ["own", "bf16"])

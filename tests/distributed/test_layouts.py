@@ -19,7 +19,7 @@ from preheat.core import DATA, Build
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, read_step_stats, update
+from preheat.engine.step import accumulate_gradients, read_step_stats, update
 from preheat.hardware.child_processes import local_group
 
 from ..conftest import DEVICE, split, tiny, uneven
@@ -90,7 +90,7 @@ def steps(b: Build, first: int, count: int) -> list[float]:
         rows = ROWS // devices
         mine = split(uneven(rows=ROWS, length=LENGTH, seed=step), [rows] * devices)[b.mesh.index(*DATA)]
         micro = -(-rows // b.state.accumulation)
-        loss = gradients(b, split(mine, [micro] * (rows // micro)), 0.01)
+        loss = accumulate_gradients(b, split(mine, [micro] * (rows // micro)), 0.01)
         stats = update(b, 0.01)
         total, _, weight, *_ = read_step_stats(
             b, loss, torch.stack([*stats, torch.zeros_like(stats[0])]), (False, False)

@@ -17,7 +17,7 @@ from preheat.core.nettest import CollectiveRow, Expected, Measurement
 from preheat.errors import RecipeError, RunError
 from preheat.hardware import collective_bench
 from preheat.hardware.link_rates import LinkRate, bus_factor, load_links, seconds_of, store_links
-from preheat.hardware.nettest import expected, sizes_of
+from preheat.hardware.nettest import find_expected_links, parse_sizes
 from preheat.hardware.rates import load
 
 from ..fork_server import Fork
@@ -50,7 +50,7 @@ def test_all_ranks_compare_sizes_with_the_smallest_memory(monkeypatch: pytest.Mo
     place = collective_bench._Topology(0, 2, 1, (0, 1), ("a", "b"))
     task = collective_bench.Task(("all_reduce",), (1 << 20,), "gloo")
     with pytest.raises(RecipeError, match=r"--sizes: .* of 0\.0 GiB"):
-        collective_bench._room(task, place, torch.device("cpu"))
+        collective_bench._check_room(task, place, torch.device("cpu"))
 
 
 def test_processes_of_two_hosts_are_measured_told_apart_and_kept_for_plans(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_process_that_fails_ends_the_others_and_says_why(monkeypatch: pytest.M
 
     monkeypatch.setattr(nettest.sys, "executable", "/bin/false")
     with pytest.raises(RunError, match=r"rank 0 failed \(exit 1\)"):
-        nettest.nettest(nettest.Task(("all_reduce",), (1024,), "gloo"), processes=2, port=None)
+        nettest.run_nettest(nettest.Task(("all_reduce",), (1024,), "gloo"), processes=2, port=None)
 
 
 def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,16 +183,16 @@ def test_seconds_of_a_collective_follow_from_what_was_measured(tmp_path: Path, m
 def test_what_is_measured_is_held_against_the_catalogue() -> None:
     rows = tuple(CollectiveRow("all_reduce", "nccl", 8, 1, 4, 1.0, 1.0, 1.0, 1.0, bus) for bus in (300e9, 360e9))
     here = Measurement("NVIDIA H100 80GB HBM3", "2", "nccl", 8, 1, ("h",), rows, (), 1.0)
-    assert expected(here) == Expected(450e9, 50e9, {"all_reduce": 0.8})
-    assert expected(replace(here, hosts=2)).share["all_reduce"] == pytest.approx(7.2)
-    assert expected(replace(here, backend="gloo")).share == {"all_reduce": None}
-    assert expected(replace(here, hardware="a GPU that nobody knows")).in_host is None
+    assert find_expected_links(here) == Expected(450e9, 50e9, {"all_reduce": 0.8})
+    assert find_expected_links(replace(here, hosts=2)).share["all_reduce"] == pytest.approx(7.2)
+    assert find_expected_links(replace(here, backend="gloo")).share == {"all_reduce": None}
+    assert find_expected_links(replace(here, hardware="a GPU that nobody knows")).in_host is None
 
 
 def test_sizes() -> None:
     from preheat.errors import RecipeError
 
-    assert sizes_of("1KiB-8KiB") == (1024, 4096, 8192)
+    assert parse_sizes("1KiB-8KiB") == (1024, 4096, 8192)
     for text in ("8KiB-1KiB", "1", "-", "1KiB,"):
         with pytest.raises(RecipeError, match="--sizes"):
-            sizes_of(text)
+            parse_sizes(text)

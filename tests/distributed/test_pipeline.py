@@ -16,7 +16,7 @@ from preheat import recipe as recipes
 from preheat.core import DATA, Axis, Build
 from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.techniques.pipeline_parallel import record_timeline
 
@@ -85,13 +85,13 @@ def run(case: Case, folder: Path, name: str, *, rank: int = 0, world: int = 1) -
         rows = split(whole, [case.rows // shares] * shares)[mine]
         micro = -(-len(rows.tokens) // made.state.accumulation)
         sizes = [min(micro, len(rows.tokens) - start) for start in range(0, len(rows.tokens), micro)]
-        loss = gradients(made, split(rows, sizes), 0.01)
+        loss = accumulate_gradients(made, split(rows, sizes), 0.01)
         total = made.mesh.add(loss.total.clone(), Axis.PIPELINE, *DATA)
         found["losses"].append(float(total) / whole.weight)
         found["norms"].append(update(made, 0.01).tolist()[0])
     if name == "1f1b" and world > 1:
         with record_timeline(made) as spans:
-            gradients(made, split(uneven(rows=8), [2] * 4))
+            accumulate_gradients(made, split(uneven(rows=8), [2] * 4))
         made.optimizer.zero_grad()
         found["spans"] = [tuple(vars(span).values()) for span in spans]
     found["evaluated"] = measure(made, [uneven(rows=3, seed=9), uneven(rows=4, seed=10)]).loss

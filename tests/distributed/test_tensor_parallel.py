@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preheat import recipe as recipes
 from preheat.core import Axis, Batch, Build, Finish
 from preheat.engine.builder import build
-from preheat.engine.evaluate import likeliest, measure, token_scores
-from preheat.engine.step import gradients, update
+from preheat.engine.evaluate import find_likeliest, measure, score_tokens
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.models import hf
 from preheat.ops.distributed.dtensor_utils import local
@@ -38,12 +38,12 @@ WHOLE = "tensor_parallel: {degree: 2, loss_parallel: false}"
 def evaluated(made: Build) -> list[float]:
     """What an evaluation says: the mean loss, scores of single tokens, and the likeliest ones."""
     batch, places = uneven(seed=7), torch.tensor([3, 40, 100])
-    scores, best = token_scores(made, batch, places, torch.tensor([5, 6, 7]))
+    scores, best = score_tokens(made, batch, places, torch.tensor([5, 6, 7]))
     return [
         measure(made, [batch]).loss,
         *scores.tolist(),
         *best.float().tolist(),
-        *likeliest(made, batch, places).tolist(),
+        *find_likeliest(made, batch, places).tolist(),
     ]
 
 
@@ -261,7 +261,7 @@ def step_under_fake_tensors(techniques: str, kind: str, rows: int = 4) -> tuple[
         batch = Batch(tokens, labels, positions, real.mask, real.weight, real.rows)
         for _ in range(2):  # the first may do more
             with Sent() as sent:
-                gradients(made, [batch], 1e-2)
+                accumulate_gradients(made, [batch], 1e-2)
                 assert isinstance(update(made, 1e-2), Tensor)
     return made, sent.found
 

@@ -11,7 +11,7 @@ import torch
 from preheat.core import DATA, Shape
 from preheat.data.loader import batches
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.recipe import Recipe, parse
 from preheat.training.session import data_of
 
@@ -49,7 +49,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     for _ in range(STEPS):
         step = next(read)
         blank += sum(not len(batch.images.positions) for batch in step if batch.images is not None)
-        loss = gradients(b, step, 0.01)
+        loss = accumulate_gradients(b, step, 0.01)
         losses.append(float(b.mesh.add(loss.total.detach().clone(), *DATA)) / float(loss.weight))
         norms.append(float(update(b, 0.01)[0]))
     read.close()

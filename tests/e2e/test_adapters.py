@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from preheat.inference.load import load_model
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.ops.quantization import nf4
 
 from .conftest import Command
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return plain_logits(model, ids)
+    return compute_reference_logits(model, ids)
 
 
 def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_qlora_from_training_to_transformers_and_peft(preheat: Command, data_fol
     )
     for name in json.loads((here / "alone/preheat_base.json").read_text())["nf4"]["modules"]:
         weight: Any = model.get_submodule(f"base_model.model.{name}").base_layer.weight.data  # type: ignore[union-attr]
-        weight.copy_(nf4.dequantize(nf4.quantize(weight), tuple(weight.shape), torch.float32, nf4.tables()))
+        weight.copy_(nf4.dequantize(nf4.quantize(weight), tuple(weight.shape), torch.float32, nf4.build_tables()))
     assert float((logits(model.get_base_model(), ids) - wanted).abs().max()) < 1e-4
 
     _, error = preheat.here("export", "runs/tune", "--to", "peft", "--out", "alone", code=1)

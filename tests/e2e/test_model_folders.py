@@ -101,7 +101,7 @@ def test_the_report_on_neox_trains_the_model_that_transformers_reads(
         model: Any = load_model(Path(ours)).build.trained[0].eval()
         with torch.no_grad():
             hidden = hf.hidden_states(model, tokens, torch.arange(32)[None], MaskSpec(), reference_attention)
-            found = {"logits": hf.logits(model, hidden)}
+            found = {"logits": hf.compute_logits(model, hidden)}
             assert difference(found, {"logits": plain(input_ids=tokens, use_cache=False).logits}) < 1e-5
 
 

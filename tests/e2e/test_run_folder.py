@@ -26,7 +26,7 @@ from preheat.errors import PreheatError, RecipeError, RunError
 from preheat.files import parse_json, to_json, write_generated
 from preheat.inference.load import load_model
 from preheat.report import write as write_report
-from preheat.run.layout import MARK, claim
+from preheat.run.layout import MARK, claim_folder
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
 from preheat.training.recovery.fallback_log import effective, oom_records
@@ -121,11 +121,11 @@ def test_a_run_begins_only_in_a_new_or_empty_folder(command: Command) -> None:
 def test_an_interrupted_beginning_does_not_block_the_next_try(command: Command) -> None:
     half = command.folder / "half"
     writer = Writer(half)
-    writer.folder("tokenizer", lambda folder: (folder / "tokenizer.json").write_text("{}"))
+    writer.write_folder("tokenizer", lambda folder: (folder / "tokenizer.json").write_text("{}"))
     (half / "tokenizer.writing").mkdir()
     (half / "tokenizer.writing" / "cut").write_text("{")
     (half / "plan.json.0123abcd.writing").write_text("{")
-    writer.event(Fallback(step=0, changed=(), set=()))
+    writer.write_event(Fallback(step=0, changed=(), set=()))
     writer.close()
     (half / "tokenizer" / "notes.txt").write_text("mine")
     assert "(tokenizer)" in command.here("train", "r.yaml", "--out", "half", code=1)[1]
@@ -183,12 +183,12 @@ def test_pages_and_folders_of_results_replace_only_their_own(command: Command) -
     assert {(command.folder / name).read_text() for name in ("p.html", "p.yaml", "s.jsonl")} == {"mine: 1\n"}
     for _ in range(2):
         command.here("data", "r.yaml", "--html", "own.html")
-    claim(command.folder / "bench", "bench", ("bench.json", "bench.html"))
-    claim(command.folder / "bench", "bench", ("bench.json", "bench.html"))
+    claim_folder(command.folder / "bench", "bench", ("bench.json", "bench.html"))
+    claim_folder(command.folder / "bench", "bench", ("bench.json", "bench.html"))
     with pytest.raises(RunError, match="holds a bench of preheat"):
-        claim(command.folder / "bench", "inference", ("inference.json",))
+        claim_folder(command.folder / "bench", "inference", ("inference.json",))
     with pytest.raises(RunError, match=r"holds files that preheat did not write \(0\.txt"):
-        claim(command.folder / "text", "bench", ("bench.json",))
+        claim_folder(command.folder / "text", "bench", ("bench.json",))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_pages_and_folders_of_results_replace_only_their_own(command: Command) -
 )
 def test_a_name_does_not_lead_out_of_its_folder(name: Any) -> None:
     with pytest.raises(RecipeError, match=r"name|NUL") as caught:
-        recipes.parse(json.dumps({**recipes.as_values(recipes.parse(RECIPE)), "name": name}))
+        recipes.parse(json.dumps({**recipes.to_values(recipes.parse(RECIPE)), "name": name}))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
     assert "\x1b" not in str(caught.value)
@@ -322,8 +322,8 @@ def test_a_finished_run_is_left_as_it_is(command: Command) -> None:
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
-    writer.event(OtherEvent(kind="odd", values={"loss": math.nan, "parts": [math.inf, {"x": -math.inf}]}))
-    writer.json("plan.json", {"peak_gib": math.nan, "name": "\ud800"})
+    writer.write_event(OtherEvent(kind="odd", values={"loss": math.nan, "parts": [math.inf, {"x": -math.inf}]}))
+    writer.write_json("plan.json", {"peak_gib": math.nan, "name": "\ud800"})
     writer.close()
     for name in ("events.jsonl", "plan.json"):
         json.loads((tmp_path / "run" / name).read_text(), parse_constant=lambda word: pytest.fail(word))
@@ -428,7 +428,7 @@ def resumes(run: Path) -> None:
     found, _ = checkpoint.find(run / "checkpoints", run=reader.id)
     effective(recipe, reader.events(), 6)
     oom_records(run)
-    reader.all_damaged()
+    reader.find_damage()
     if found is not None:
         checkpoint.read_progress(found)
 

@@ -12,7 +12,7 @@ import torch
 from preheat.data import Rows, evaluation_batches, prepare
 from preheat.engine.evaluate import evaluate
 from preheat.inference.load import load_model
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.recipe import Data, parse
 from preheat.training.loop import train
 
@@ -49,7 +49,7 @@ def test_its_loss_is_that_of_plain_transformers_and_near_the_published_one(
     total, count = 0.0, 0
     for part in dict.fromkeys(parts):
         ids = torch.tensor([[*opened.tokenizer.encode(part), opened.tokenizer.eos_token_id][:512]])
-        logits = plain_logits(opened.build.trained[0], ids)  # type: ignore[arg-type]
+        logits = compute_reference_logits(opened.build.trained[0], ids)  # type: ignore[arg-type]
         total += float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
         count += ids.numel() - 1
     assert tokens == pytest.approx(count, rel=0.005)

@@ -17,7 +17,7 @@ from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
 from preheat.errors import RunError
 from preheat.inference.load import load_model
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.recipe import Recipe, parse
 from preheat.training.loop import train
 
@@ -68,7 +68,7 @@ def test_pooled_heads_recover_and_the_export_is_a_plain_llama(
     )
     tokens = torch.randint(512, (1, 900), generator=torch.Generator().manual_seed(0))
     ours = load_model(tmp_path / "run").build.trained[0]
-    assert torch.equal(plain_logits(loaded, tokens), plain_logits(ours, tokens))  # type: ignore[arg-type]
+    assert torch.equal(compute_reference_logits(loaded, tokens), compute_reference_logits(ours, tokens))  # type: ignore[arg-type]
 
 
 def test_a_gpt2_of_rms_norms_goes_on_and_is_not_exported(

@@ -48,17 +48,17 @@ def test_an_adapter_of_a_text_part_is_for_the_published_class(
 
     tokens = torch.arange(3, 35)[None]
     ours: Any = load_model(run).build.trained[0]
-    wanted = hf.plain_logits(ours, tokens)
+    wanted = hf.compute_reference_logits(ours, tokens)
     (kind,) = json.loads((home / "model/config.json").read_text())["architectures"]
     published = getattr(transformers, kind).from_pretrained(home / "model", dtype=torch.float32)
-    before = hf.plain_logits(published, tokens)
+    before = hf.compute_reference_logits(published, tokens)
     adapted = peft.PeftModel.from_pretrained(published, out)
-    logits = hf.plain_logits(adapted.get_base_model(), tokens)  # type: ignore[arg-type]
+    logits = hf.compute_reference_logits(adapted.get_base_model(), tokens)  # type: ignore[arg-type]
     assert float((logits - wanted).norm() / wanted.norm()) < 1e-5
     assert float((logits - before).norm() / before.norm()) > 1e-2, "the adapter does nothing"
     if settings != "{}":  # preheat reads no adapters of experts
         return
     again: Any = load_model(out).build.trained[0]
-    assert float((hf.plain_logits(again, tokens) - wanted).norm() / wanted.norm()) < 1e-5
+    assert float((hf.compute_reference_logits(again, tokens) - wanted).norm() / wanted.norm()) < 1e-5
     with contextlib.chdir(home):
         preheat.here("train", str(recipe), "--out", "more", "--set", f"techniques.lora={{start: {out}}}")

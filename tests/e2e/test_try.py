@@ -87,8 +87,8 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, at: Container[int]) -> None:
             build.parameters()[0][1].grad.fill_(float("inf"))
         return loss
 
-    real = loop.gradients
-    monkeypatch.setattr(loop, "gradients", gradients)
+    real = loop.accumulate_gradients
+    monkeypatch.setattr(loop, "accumulate_gradients", gradients)
 
 
 def test_a_run_goes_on_after_an_overflow_and_trains_as_a_plain_loop_does(
@@ -97,13 +97,15 @@ def test_a_run_goes_on_after_an_overflow_and_trains_as_a_plain_loop_does(
     """torch's own scaler, AdamW and schedule, which the loop steps only if the scaler has not skipped the update."""
     from preheat.engine.builder import build
     from preheat.engine.step import forward
-    from preheat.ops.optim.optimizers import decay_groups
+    from preheat.ops.optim.optimizers import group_by_decay
     from preheat.training import loop
     from preheat.training.lr_schedule import lr_factor
 
     read: list[list[Batch]] = []
-    real = loop.gradients
-    monkeypatch.setattr(loop, "gradients", lambda b, batches, lr: read.append(batches) or real(b, batches, lr))
+    real = loop.accumulate_gradients
+    monkeypatch.setattr(
+        loop, "accumulate_gradients", lambda b, batches, lr: read.append(batches) or real(b, batches, lr)
+    )
     recipe = fp16(1e9, "stop.max_steps=24", "optimizer.max_grad_norm=0.5")
     result = loop.train(recipe, out="whole")
 
@@ -111,7 +113,7 @@ def test_a_run_goes_on_after_an_overflow_and_trains_as_a_plain_loop_does(
     reference = build(plain, vocabulary=300, device=DEVICE)
     model, decay = reference.trained[0], recipe.optimizer.weight_decay
     optimizer = torch.optim.AdamW(
-        decay_groups(model.named_parameters(), decay), lr=0.01, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps
+        group_by_decay(model.named_parameters(), decay), lr=0.01, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=1e9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: lr_factor(recipe.schedule, n, 24))
@@ -153,7 +155,7 @@ def test_a_run_that_dies_amid_or_after_skipped_steps_resumes_bit_for_bit(
     loop.train(recipe, out="whole")
     skipped = [event["step"] for event in events("whole", "overflow")]
     assert {5, 6, 7} < set(skipped) < set(range(20))
-    real, died = loop.gradients, [7, 22]
+    real, died = loop.accumulate_gradients, [7, 22]
 
     def dying(build: Build, batches: list[Batch], lr: float) -> LossSum:
         if build.state.step in died:
@@ -161,7 +163,7 @@ def test_a_run_that_dies_amid_or_after_skipped_steps_resumes_bit_for_bit(
             raise RuntimeError("dies")
         return real(build, batches, lr)
 
-    monkeypatch.setattr(loop, "gradients", dying)
+    monkeypatch.setattr(loop, "accumulate_gradients", dying)
     for resume in (False, True):
         with pytest.raises(RuntimeError, match="dies"):
             loop.train(recipe, out="died", resume=resume)

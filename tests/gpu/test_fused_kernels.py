@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from preheat.ops import rowwise_cuda
 from preheat.ops.distributed.dtensor_utils import Runs
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, sum_chunked_loss
 from preheat.ops.optim.half_adamw import half_adamw_
 from preheat.ops.optim.half_precision import MasterAdamW
 from preheat.ops.optim.optimizers import StochasticAdamW
@@ -35,10 +35,10 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("shape", [(4096, 1024), (5, 7), (300, 60)])
 def test_nf4_is_dequantized_as_on_a_cpu(double: bool, shape: tuple[int, int]) -> None:
     packed = nf4.quantize(draw(*shape) * 0.02, double=double)
-    there = [None if t is None else t.cuda() for t in (*packed, *nf4.tables())]
+    there = [None if t is None else t.cuda() for t in (*packed, *nf4.build_tables())]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        plain = nf4.dequantize(packed, shape, dtype, nf4.tables())
-        out = nf4.by_triton(*there, dtype)[: plain.numel()].view(shape).cpu()  # type: ignore[arg-type]
+        plain = nf4.dequantize(packed, shape, dtype, nf4.build_tables())
+        out = nf4.dequantize_by_triton(*there, dtype)[: plain.numel()].view(shape).cpu()  # type: ignore[arg-type]
         assert torch.equal(out, plain), "products and sums are rounded apart, as on a CPU"
 
 
@@ -78,10 +78,10 @@ def test_rotary_embedding_is_that_of_fp64(angles: torch.dtype) -> None:
 def test_adapters_together_are_as_close_to_fp32_as_each_alone(four_bits: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from preheat.ops.adapters.peft_layers import under_autocast
+    from preheat.ops.adapters.peft_layers import prevent_fp32_cast
     from preheat.techniques.fused_operators import fuse_operators
     from preheat.techniques.lora import add_lora
-    from preheat.techniques.nf4 import to_nf4
+    from preheat.techniques.nf4 import quantize_to_nf4
 
     config = LlamaConfig(
         hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512,
@@ -93,7 +93,7 @@ def test_adapters_together_are_as_close_to_fp32_as_each_alone(four_bits: bool) -
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(config)
         if four_bits:
-            to_nf4(model)
+            quantize_to_nf4(model)
         add_lora(model, rank=8)
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -102,7 +102,7 @@ def test_adapters_together_are_as_close_to_fp32_as_each_alone(four_bits: bool) -
                 p.data = p.data.bfloat16()
         model.cuda()
         if kind != "fp32":
-            under_autocast(model)
+            prevent_fp32_cast(model)
         if kind == "together":
             fuse_operators(model, rotary=True, adapters=True, device="cuda")
         with torch.autocast("cuda", torch.bfloat16, enabled=kind != "fp32"):
@@ -206,7 +206,7 @@ def test_the_heads_gradient_is_summed_in_fp32() -> None:
     logits = functional.linear(hidden.bfloat16().double(), exact.bfloat16().double())
     (truth,) = torch.autograd.grad(functional.cross_entropy(logits, labels, reduction="sum"), exact)
     for cuda in (True, False):
-        loss = functools.partial(chunked_logits, rows=500, cuda=cuda)
+        loss = functools.partial(sum_chunked_loss, rows=500, cuda=cuda)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             total = loss(hidden, head, CrossEntropy(), labels)
         (grad,) = torch.autograd.grad(total, head.weight)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from preheat.engine.builder import build
-from preheat.engine.step import gradients
+from preheat.engine.step import accumulate_gradients
 
 from ..conftest import difference, tiny, uneven
 from .conftest import copy_weights
@@ -34,6 +34,6 @@ def test_a_step_agrees_with_the_plain_one(techniques: str) -> None:
     other, plain = (build(tiny(t), vocabulary=96, device=probe("cuda")) for t in (techniques, "{}"))
     copy_weights(plain, other)
     for b in (other, plain):
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
     bound = 0.05 if "mixed_precision" in techniques else 1e-3
     assert difference({n: p.grad for n, p in other.parameters()}, {n: p.grad for n, p in plain.parameters()}) < bound

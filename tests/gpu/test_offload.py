@@ -72,14 +72,14 @@ def test_the_hosts_adamw_is_the_devices() -> None:
 @pytest.mark.parametrize("techniques", ["{activation_offload: {least_kib: 0}}", "{optimizer_offload: {weights: bf16}}"])
 def test_a_recipe_trains_with_it(techniques: str) -> None:
     from preheat.engine.builder import build
-    from preheat.engine.step import gradients, update
+    from preheat.engine.step import accumulate_gradients, update
     from preheat.hardware.probe import probe
 
     from ..conftest import tiny, uneven
 
     made, losses = build(tiny(techniques), vocabulary=96, device=probe("cuda")), []
     for _ in range(12):
-        loss = gradients(made, [uneven()], 0.01)
+        loss = accumulate_gradients(made, [uneven()], 0.01)
         losses.append(float(loss.total / loss.weight))
         assert update(made, 0.01).tolist()[1] == 1
     assert losses[-1] < losses[0] - 0.15

@@ -7,7 +7,7 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 
 from ..conftest import DEVICE, difference, tiny, uneven
 from .conftest import copy_weights
@@ -39,6 +39,6 @@ def test_a_step_agrees_with_fp32_on_the_cpu(techniques: str, bound: float) -> No
     cpu = build(recipes.override(recipe, "techniques={}"), vocabulary=96, device=DEVICE)
     copy_weights(cpu, cuda)
     for b in (cuda, cpu):
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
     assert difference({n: p.grad.cpu() for n, p in cuda.parameters()}, {n: p.grad for n, p in cpu.parameters()}) < bound
     assert update(cuda, 0.01).tolist()[1] == 1

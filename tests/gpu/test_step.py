@@ -7,7 +7,7 @@ import torch
 
 from preheat.data.rows.example_kinds import examples_of
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 
 from ..conftest import DEVICE, difference, split, tiny, uneven
 from .conftest import copy_weights
@@ -31,7 +31,7 @@ def test_a_step_agrees_with_the_cpu(techniques: str) -> None:
     cuda, cpu = (build(tiny(techniques), vocabulary=96, device=d) for d in (probe("cuda"), DEVICE))
     copy_weights(cpu, cuda)
     for b in (cuda, cpu):
-        gradients(b, [uneven(examples=examples_of(b.recipe))])
+        accumulate_gradients(b, [uneven(examples=examples_of(b.recipe))])
     bound = 0.05 if "mixed" in techniques else 1e-3  # TF32 is off by default; bf16 kernels round differently
     assert difference({n: p.grad.cpu() for n, p in cuda.parameters()}, {n: p.grad for n, p in cpu.parameters()}) < bound
     assert update(cuda, 0.01).tolist()[1] == 1
@@ -53,6 +53,6 @@ def test_micro_batches_copied_ahead_give_the_same() -> None:
         for n in range(3):
             batches = split(uneven(seed=n), [1] * 4)
             b.begin(batches[0])
-            losses.append(float(gradients(b, batches).total))
+            losses.append(float(accumulate_gradients(b, batches).total))
         found.append(losses)
     assert found[0] == pytest.approx(found[1], rel=1e-5)

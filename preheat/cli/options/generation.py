@@ -140,23 +140,23 @@ class Watched:
         self.seconds += time.perf_counter() - self._begun
 
     def figures(self) -> dict[str, float | bool | None]:
-        from preheat.hardware.gpu_memory import memory_peak
+        from preheat.hardware.gpu_memory import read_memory_peak
 
         return {
             "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
-            "peak_gib": memory_peak(self.kind).total / 2**30,
+            "peak_gib": read_memory_peak(self.kind).total / 2**30,
             "compiled": self.compiled,
         }
 
     def summary(self) -> str:
         from preheat.cli.views.console import rate
-        from preheat.hardware.gpu_memory import memory_peak
-        from preheat.sanitize import memory
+        from preheat.hardware.gpu_memory import read_memory_peak
+        from preheat.sanitize import format_memory
 
-        speed, peak = rate(self.tokens / self.seconds), memory_peak(self.kind).total / 2**30
+        speed, peak = rate(self.tokens / self.seconds), read_memory_peak(self.kind).total / 2**30
         return (
             f"{self.tokens:,} tokens in {self.seconds:.2f} s, {speed} tokens/s, "
-            f"peak memory {memory(peak)}{', compiled for single tokens' if self.compiled else ''}"
+            f"peak memory {format_memory(peak)}{', compiled for single tokens' if self.compiled else ''}"
         )
 
 

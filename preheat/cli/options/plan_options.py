@@ -73,7 +73,7 @@ def parse_price(text: str) -> Price:
         (Price(per_hour=2.5, currency='USD'), Price(per_hour=1.0, currency='EUR'))
     """
     from preheat.errors import RecipeError
-    from preheat.sanitize import quoted
+    from preheat.sanitize import quote_value
 
     match = re.fullmatch(
         # Commas between thousands only: 1,5 may be a decimal comma.
@@ -86,7 +86,8 @@ def parse_price(text: str) -> Price:
     # One currency, before or after the amount.
     if match is None or bool(match[1]) == bool(match[3]):
         raise RecipeError(
-            f"--price: {quoted(text)}: must be an amount with its currency and time, such as --price 2.5USD/h (of one "
+            f"--price: {quote_value(text)}: must be an amount with its currency and time, such as --price 2.5USD/h "
+            "(of one "
             "device)"
         )
     currency = match[1] or match[3]

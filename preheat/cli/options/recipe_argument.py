@@ -73,7 +73,7 @@ def _may_be_model(what: str) -> bool:
 def _is_model(what: str) -> bool:
     from preheat.errors import RecipeError
     from preheat.models import presets
-    from preheat.models.hub_config import folder_on_hub
+    from preheat.models.hub_config import find_hub_folder
 
     file = Path(what)
     if file.name == "config.json" or file.is_dir():
@@ -81,7 +81,7 @@ def _is_model(what: str) -> bool:
     if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
         return True
     try:
-        presets.on_hub(what)
+        presets.resolve_hub_name(what)
     except RecipeError:
-        return folder_on_hub(what) is not None
+        return find_hub_folder(what) is not None
     return True

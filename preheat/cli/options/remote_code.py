@@ -34,7 +34,7 @@ def opens_models(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
         if trust_remote_code:
             os.environ[remote_code.VARIABLE] = "1"  # for child processes; `main` restores it
-        with remote_code.trusting(trust_remote_code):
+        with remote_code.trust_remote_code(trust_remote_code):
             return function(*args, **kwargs)
 
     # typer reads options from the signature, so the wrapper must show them all, with types instead of strings.

@@ -13,7 +13,7 @@ from preheat import recipe as recipes
 from preheat.errors import RecipeError
 from preheat.model_folder import read_object
 from preheat.models import configs, presets
-from preheat.models.hub_config import folder_on_hub
+from preheat.models.hub_config import find_hub_folder
 from preheat.recipe import Recipe
 from preheat.recipe.yaml_io import write
 from preheat.sanitize import shorten
@@ -160,10 +160,10 @@ def _model(what: str | None) -> tuple[JsonObject, int | None, str | None]:
     if re.fullmatch(r"\d+(\.\d+)?[KMB]", what):
         return {"size": what}, None, None
     try:
-        name, checkpoint = presets.on_hub(what)
+        name, checkpoint = presets.resolve_hub_name(what)
     except RecipeError:
         # The configuration alone: a plan downloads no weights.
-        if (folder := folder_on_hub(what)) is None:
+        if (folder := find_hub_folder(what)) is None:
             raise
         return {"path": str(folder)}, _positions(folder / "config.json"), what
     return {"preset": name}, presets.find(name).text.get("max_position_embeddings"), checkpoint

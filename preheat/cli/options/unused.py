@@ -24,7 +24,7 @@ from preheat.core.json_types import JsonObject
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe
 from preheat.recipe.unused_keys import non_default_keys
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 __all__ = ["FOR_ANOTHER_DEVICE", "MODES", "SERVING", "Command", "Mode", "note_unread"]
 
@@ -252,7 +252,7 @@ class Command(typer.core.TyperCommand):
                     )
                     # Of a repeatable option, the first value.
                     value = value[0] if isinstance(value, list | tuple) and value else value
-                    shown_value = "" if isinstance(value, bool) else f" {quoted(value, 40)}"
+                    shown_value = "" if isinstance(value, bool) else f" {quote_value(value, 40)}"
                     raise RecipeError(f"{shown}{shown_value}: would change nothing: {mode.why}; leave one of them out")
             # An override on the command line was typed for this command, so it is refused like an option.
             _refuse_keys(context.params.get("set") or (), mode)
@@ -262,7 +262,7 @@ class Command(typer.core.TyperCommand):
 def _refuse_keys(overrides: Sequence[str], mode: Mode) -> None:
     for item in overrides:
         if not mode.reads(item.partition("=")[0].strip()):
-            message = f"--set {quoted(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
+            message = f"--set {quote_value(item, 60)}: would change nothing: {mode.why}; {mode.readable}"
             if not mode.named:
                 raise RecipeError(message)
             say(f"warning: {message}", error=True)

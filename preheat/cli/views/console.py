@@ -14,7 +14,7 @@ from preheat.cli.views.plan_answer import Answer
 from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.plan import Plan
 from preheat.files import to_json
-from preheat.sanitize import memory
+from preheat.sanitize import format_memory
 from preheat.training.observer import Watch
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Live(Alarms):
             left = (total - step) * seconds / len(self._recent) if total else None
         line = (
             f"step {step:,}{f'/{total:,}' if total else ''}  loss {metrics['loss']:.3f}{self._validation}  "
-            f"{speed}  {memory(metrics['memory'] / 2**30)}"
+            f"{speed}  {format_memory(metrics['memory'] / 2**30)}"
             + (f"  {experts(metrics)}" if "expert_load" in metrics else "")
             + (f"  {duration(left)} left" if left is not None else "")
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from preheat.sanitize import clean
+from preheat.sanitize import escape_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,12 +30,12 @@ __all__ = ["bar", "console", "passing", "say", "write_text"]
 def say(text: object = "", *, end: str = "\n", error: bool = False) -> None:
     """Prints text with its control characters escaped, on standard output or standard error."""
     # Flushed at once: a pipe would hold the text until the process ends.
-    print(clean(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
+    print(escape_control_characters(text), end=end, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def write_text(text: str, end: str = "") -> None:
     """Prints generated text: with control characters escaped on a terminal, unchanged into a pipe or a file."""
-    print(clean(text) if sys.stdout.isatty() else text, end=end, flush=True)
+    print(escape_control_characters(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def passing(text: str = "") -> None:
@@ -46,7 +46,7 @@ def passing(text: str = "") -> None:
     if sys.stderr.isatty():
         # Cut to the terminal's width: a wrapped line could not be cleared, since only the last row is.
         width = min(shutil.get_terminal_size().columns - 1, 100)
-        print(f"\r\x1b[2K{clean(text)[:width]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[2K{escape_control_characters(text)[:width]}", end="", file=sys.stderr, flush=True)
     # Not a terminal: each line stays, as in a log.
     elif text:
         say(text, error=True)
@@ -94,14 +94,14 @@ def _class() -> type[PlainConsole]:
 
         # Plain strings that rich turns into text.
         def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
-            return super().render_str(clean(text), **options)
+            return super().render_str(escape_control_characters(text), **options)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 # rich's own cursor movements stay; text within tables and progress bars is escaped too.
-                yield segment if segment.control else segment._replace(text=clean(segment.text))
+                yield segment if segment.control else segment._replace(text=escape_control_characters(segment.text))
 
     def _plain(status: RenderableType | None) -> RenderableType | None:
-        return Text(clean(status)) if isinstance(status, str) else status
+        return Text(escape_control_characters(status)) if isinstance(status, str) else status
 
     return PlainConsole  # type: ignore[return-value]  # declared above for type checkers

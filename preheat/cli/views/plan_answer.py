@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.cli.views.units import duration, gflops, rate
 from preheat.core.mesh import DATA, Axis, sizes_of
 from preheat.core.plan import Alternative, Cost, Energy, Plan, SpeedNow, Verdict
-from preheat.sanitize import clean, memory, percent, shorten, three_digits
+from preheat.sanitize import escape_control_characters, format_memory, format_percent, format_three_digits, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -85,7 +85,7 @@ class Answer:
         from rich.text import Text
 
         for line, style in self.lines(min(options.max_width, WIDTH)):
-            yield Text(clean(line), style=style, no_wrap=True, overflow="ellipsis")
+            yield Text(escape_control_characters(line), style=style, no_wrap=True, overflow="ellipsis")
 
     def lines(self, width: int = WIDTH) -> list[tuple[str, str]]:
         """Returns (line, style) of each line."""
@@ -122,8 +122,8 @@ class Answer:
         room = width - len(model) - len(verdict_text) - 9
         place = shorten(where, max(room - 8, 8))
         about = f"{shorten(self.name, max(room - len(place), 8))} ({model}) on {place}"
-        low, high = (memory(gib) for gib in plan.peak_gib_interval)
-        has, needs = memory(plan.available_gib), memory(plan.peak_gib)
+        low, high = (format_memory(gib) for gib in plan.peak_gib_interval)
+        has, needs = format_memory(plan.available_gib), format_memory(plan.peak_gib)
         if plan.available_gib * 1024 < 1:
             needed = f"needs {needs}, and the process itself takes all that is there"
         elif plan.fits:
@@ -160,7 +160,7 @@ class Answer:
             entries.append(_Entry("assumed", ", ".join(self.assumed), most=3, order=3))
         if longest := plan.longest_context:
             reached = (
-                f"{longest.length:,} tokens a sequence fit ({memory(longest.peak_gib)})"
+                f"{longest.length:,} tokens a sequence fit ({format_memory(longest.peak_gib)})"
                 if longest.peak_gib is not None
                 else "no sequence fits"
             )
@@ -203,10 +203,10 @@ def _bars(plan: Plan, width: int, small: float = _SMALL) -> list[tuple[str, str]
     # Scaled to the device's memory; if that is far more than the peak, its bar is cut off.
     far = has >= 2.5 * peak
     scale = (room - 4) / max(peak, 1e-9) if far else room / max(peak, has, 1e-9)
-    lines = [(f"  {c:<{label}}{memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
+    lines = [(f"  {c:<{label}}{format_memory(gib):>10}  {'█' * round(gib * scale) or '▏'}", "") for c, gib in rows]
     if plan.fits and has - peak >= _SMALL / 4 * has:
         left = "░ …" if far else "░" * max(room - round(peak * scale), 0)
-        lines.append((f"  {'free':<{label}}{memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
+        lines.append((f"  {'free':<{label}}{format_memory(has - peak):>10}  {' ' * round(peak * scale)}{left}", "dim"))
     return lines
 
 
@@ -263,10 +263,10 @@ def page_texts(plan: Plan, *, assumed: Sequence[str] = (), command: Sequence[str
 def _speed(plan: Plan) -> str:
     low, high = plan.tokens_per_second_interval
     peak = plan.matrix_rate
-    flops = f"{three_digits(peak / 1e12)} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
+    flops = f"{format_three_digits(peak / 1e12)} TFLOP/s" if peak >= 1e12 else f"{gflops(peak)} GFLOP/s"
     # Of a catalogue's device the rate is that of its data sheet.
     of = f"the {flops} measured here" if plan.device.kind == "cpu" else f"the device's {flops}"
-    return f"{rate(plan.tokens_per_second)} tokens/s ({rate(low)} to {rate(high)}), {percent(plan.mfu)} of {of}"
+    return f"{rate(plan.tokens_per_second)} tokens/s ({rate(low)} to {rate(high)}), {format_percent(plan.mfu)} of {of}"
 
 
 def _at_present(now: SpeedNow, contended: bool) -> str:
@@ -319,8 +319,10 @@ def _money(amount: float) -> str:
 
 
 def _energy(energy: Energy) -> str:
-    run = f"{three_digits(energy.run)} kWh for the run, " if energy.run else ""
-    return f"{run}at most {three_digits(energy.million_tokens * 1000)} kWh per billion tokens, boards at full power"
+    run = f"{format_three_digits(energy.run)} kWh for the run, " if energy.run else ""
+    return (
+        f"{run}at most {format_three_digits(energy.million_tokens * 1000)} kWh per billion tokens, boards at full power"
+    )
 
 
 def _batch(recipe: Recipe, plan: Plan) -> str:
@@ -361,10 +363,10 @@ def _short_by(plan: Plan) -> str:
     searched, peak, has = plan.searched, plan.peak_gib, plan.available_gib
     least = f", the least of {searched.candidates:,} candidates" if searched.candidates else ""
     if searched.interrupted:
-        return f"{memory(peak - has)}; a candidate that was not tried yet may fit"
+        return f"{format_memory(peak - has)}; a candidate that was not tried yet may fit"
     if has * 1024 < 1:
-        return f"{memory(peak)}{least}; the limit must exceed what the process takes"
-    text = f"{memory(peak - has)}{least}; would fit in {memory(peak)}"
+        return f"{format_memory(peak)}{least}; the limit must exceed what the process takes"
+    text = f"{format_memory(peak - has)}{least}; would fit in {format_memory(peak)}"
     if any("--count" in alternative.options for alternative in plan.alternatives):
         return text  # the number of devices that suffice is known
     # At best, all memory divides by the devices.
@@ -418,7 +420,7 @@ def _alternative(alternative: Alternative, plan: Plan, recipe: Recipe | None) ->
     """Describes what an alternative gives up and what it changes in the best recipe."""
     if options := alternative.options:
         return (
-            f"{' '.join(options)}: fits in {memory(alternative.peak_gib)}, "
+            f"{' '.join(options)}: fits in {format_memory(alternative.peak_gib)}, "
             f"{rate(alternative.tokens_per_second)} tokens/s; {alternative.tradeoff}"
         )
     if recipe is None:
@@ -458,20 +460,20 @@ def _export(plan: Plan) -> str:
     if needs <= plan.available_gib:
         return ""
     if plan.device.kind == "cpu":
-        return f"does not fit here: a later preheat export needs {memory(needs)}"
-    return f"runs on the host: a later preheat export needs {memory(needs)} of its memory"
+        return f"does not fit here: a later preheat export needs {format_memory(needs)}"
+    return f"runs on the host: a later preheat export needs {format_memory(needs)} of its memory"
 
 
 def warnings_of(plan: Plan) -> list[str]:
     """Returns the doubts about a plan, none of which changes its verdict."""
-    from preheat.planning.search.result import fragmentation_hint
+    from preheat.planning.search.result import hint_fragmentation
 
-    warnings = [hint] if (hint := fragmentation_hint(plan)) else []
+    warnings = [hint] if (hint := hint_fragmentation(plan)) else []
     # Cached memory that is released in time takes nothing from the chance.
     if plan.is_tight and (chance := plan.chance) < _LIKELY:
         smaller = any(a.peak_gib < plan.peak_gib for a in plan.alternatives)
         advice = "an alternative is safer" if smaller else "shorter sequences are safer"
-        warnings.append(f"little room: the chance to fit is {percent(chance)}; {advice}")
+        warnings.append(f"little room: the chance to fit is {format_percent(chance)}; {advice}")
     if quicker := plan.fp32_rate:
         warnings.append(
             f"{plan.device.name} is slow in bf16: {gflops(plan.matrix_rate)} GFLOP/s, and {gflops(quicker)} "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from preheat.cli.views.units import rate
 from preheat.core.json_types import JsonObject
 from preheat.core.plan import Plan, Rejection, Verdict
-from preheat.sanitize import memory, three_digits
+from preheat.sanitize import format_memory, format_three_digits
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -47,7 +47,7 @@ def _overhead(plan: Plan) -> list[Text]:
     from rich.text import Text
 
     return [
-        Text(f"  {what}: {memory(gib)}: {plan.overhead_sources[what]}", style="dim")
+        Text(f"  {what}: {format_memory(gib)}: {plan.overhead_sources[what]}", style="dim")
         for what, gib in plan.overhead.items()
     ]
 
@@ -102,8 +102,8 @@ def _alternatives(plan: Plan) -> Table:
     table.add_column("gives up", min_width=15)
     table.add_column("techniques", min_width=25, overflow="fold")
     for a in plan.alternatives:
-        cost = [three_digits(a.cost.million_tokens)] if a.cost else []
-        table.add_row(memory(a.peak_gib), rate(a.tokens_per_second), *cost, a.tradeoff, a.what)
+        cost = [format_three_digits(a.cost.million_tokens)] if a.cost else []
+        table.add_row(format_memory(a.peak_gib), rate(a.tokens_per_second), *cost, a.tradeoff, a.what)
     return table
 
 
@@ -130,9 +130,9 @@ def serving_picture(result: JsonObject) -> Group:
         table.add_row(
             f["weights"],
             f["cache"],
-            memory(f["weights_gib"]),
+            format_memory(f["weights_gib"]),
             # of one sequence of `length` tokens
-            memory(f["cache_gib_per_row"]),
+            format_memory(f["cache_gib_per_row"]),
             f"{f['rows']:,}",
             "-" if not f["rows"] else f"{f['longest_context']:,}" if f["longest_context"] < 1 << 30 else "any",
             "-" if first is None else f"{first * 1e3:,.0f} ms" if first < 1 else f"{first:,.1f} s",
@@ -149,7 +149,7 @@ def serving_picture(result: JsonObject) -> Group:
         Text(
             (
                 f"{result['model']}: {result['parameters']:,} parameters{active}, served on {many}{d['name']} of "
-                f"{memory(d['memory_gib'])}"
+                f"{format_memory(d['memory_gib'])}"
             ),
             style="bold",
         ),

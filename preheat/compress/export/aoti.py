@@ -24,7 +24,7 @@ from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain
 from preheat.compress.export.trace import Logits, trace
 from preheat.errors import RunError
-from preheat.models.hf import facts
+from preheat.models.hf import read_facts
 
 if TYPE_CHECKING:
     from preheat.core.export import ExportResult
@@ -64,13 +64,13 @@ def write(
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.pt2"
-            positions = facts(model.model.config).positions
+            positions = read_facts(model.model.config).positions
             # Loaded again in that dtype: `model.to(dtype)` would also cast the rotary frequencies.
             cast = AutoModelForCausalLM.from_pretrained(
                 model.folder,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
-                trust_remote_code=remote_code.allowed(),
+                trust_remote_code=remote_code.is_allowed(),
             )
             # `Logits` drops the cache, which a compiled graph would have to return.
             compile_package(Logits(cast), file, positions)

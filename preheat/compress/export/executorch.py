@@ -25,8 +25,8 @@ from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import refused
 from preheat.core.export import ExportResult
 from preheat.errors import RecipeError, RunError
-from preheat.models.hf import facts, head
-from preheat.models.torchao_import import quiet_torchao
+from preheat.models.hf import head, read_facts
+from preheat.models.torchao_import import silence_torchao
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ def write(
     bound = verify.bound_of("executorch", dtype, tolerance)
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
-            positions = facts(model.model.config).positions
+            positions = read_facts(model.model.config).positions
             length = length or min(positions or _LENGTH, _LENGTH)
             if positions and length > positions:
                 raise RecipeError(f"--length: {length:,} is more than the model's {positions:,} positions")
@@ -123,7 +123,7 @@ def quantize(model: PreTrainedModel) -> tuple[int, list[str]]:
     Raises:
         RunError: that is all of them.
     """
-    with quiet_torchao():
+    with silence_torchao():
         from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
         from torchao.quantization.granularity import PerGroup
         from torchao.utils import unwrap_tensor_subclass

@@ -23,7 +23,7 @@ from preheat.compress.export.gguf_tokenizer import add_vocabulary, ends_left
 from preheat.compress.export.merged_model import Plain, configuration_of, plain, require
 from preheat.core.export import ExportResult, LlamaCppComparison
 from preheat.errors import RunError
-from preheat.hardware.child_processes import tethered
+from preheat.hardware.child_processes import wrap_in_parent_death
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -164,7 +164,9 @@ def _tool(dtype: str) -> str:
 
 
 def _quantize(tool: str, source: Path, file: Path, dtype: str) -> None:
-    process = subprocess.run(tethered([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True)
+    process = subprocess.run(
+        wrap_in_parent_death([tool, str(source), str(file), dtype.upper()]), capture_output=True, text=True
+    )
     if process.returncode or not file.is_file():
         # The tool logs its progress first; the reason is in the last line.
         message = ((process.stderr or process.stdout).strip().splitlines() or ["no output"])[-1]

@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING
 
 from preheat.errors import RunError
-from preheat.model_folder import beginning
+from preheat.model_folder import beginning_tokens
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -124,7 +124,7 @@ def _add_marks(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, ends: lis
         writer.add_pad_token_id(tokenizer.pad_token_id)
     # The tokenizer's behaviour decides: flags in its files may be ignored.
     encoded = tokenizer.encode("a")
-    writer.add_add_bos_token(bool(beginning(tokenizer)))
+    writer.add_add_bos_token(bool(beginning_tokens(tokenizer)))
     writer.add_add_eos_token(encoded[-1] == tokenizer.eos_token_id)
     if tokenizer.chat_template:
         template = tokenizer.chat_template

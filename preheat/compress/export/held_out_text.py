@@ -17,7 +17,7 @@ from preheat.core import Tag
 from preheat.core.export import HeldOutPerplexity, Perplexity
 from preheat.errors import DataError, RecipeError
 from preheat.inference.load import LoadedModel
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class HeldOutText:
 
     def by(self, model: PreTrainedModel, difference: Difference) -> HeldOutPerplexity:
         """Returns `perplexities` for a transformers model."""
-        return self.perplexities(difference, lambda rows: [plain_logits(model, row) for row in rows])
+        return self.perplexities(difference, lambda rows: [compute_reference_logits(model, row) for row in rows])
 
     def _perplexity(self, replay: Replay) -> float:
         total, count = 0.0, 0
@@ -121,8 +121,8 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
     """
     from preheat.core import Slot
     from preheat.data import Rows, prepare
-    from preheat.data.loader import evaluation_rows
-    from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
+    from preheat.data.loader import choose_evaluation_rows
+    from preheat.evaluation.perplexity import count_token_bytes, measure_text
 
     recipe, build = opened.recipe, opened.build
     if opened.step is None:
@@ -146,11 +146,11 @@ def _held_out_text(opened: LoadedModel) -> HeldOutText:
     if not isinstance(rows, Rows) or not len(rows):
         return HeldOutText(f"{SAMPLES}, since the run has no validation data")
     limit = min(recipe.evaluate.rows, max(1, _TOKENS // rows.length))
-    sizes = bytes_of_tokens(opened.tokenizer)
+    sizes = count_token_bytes(opened.tokenizer)
     measured = measure_text(build, rows, micro=min(8, recipe.batch.size), limit=limit, sizes=sizes)
     documents = []
     # The rows of the run's evaluations, so that the perplexities can be compared with its own.
-    for number in evaluation_rows(len(rows), limit):
+    for number in choose_evaluation_rows(len(rows), limit):
         row, start = rows.row(number), 0
         # Unpacked: other runtimes have no mask between the documents of a packed row.
         for length in row.documents:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from preheat.compress.front_matter import FOLDER_NOTE, hub_name
 from preheat.errors import RecipeError, RunError
 from preheat.files import parse_json, read_bytes, read_record, read_value, to_json
-from preheat.hardware.connectivity import hub_reachable
-from preheat.sanitize import quoted, shorten
+from preheat.hardware.connectivity import is_hub_reachable
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -124,7 +124,7 @@ def require_name(repository: str) -> None:
     except HFValidationError as error:
         problem = shorten(str(error), 200)
     if problem:
-        raise RecipeError(f"--push {quoted(repository)}: {problem}; write OWNER/NAME, such as --push me/my-model")
+        raise RecipeError(f"--push {quote_value(repository)}: {problem}; write OWNER/NAME, such as --push me/my-model")
 
 
 def require_format(to: str) -> None:
@@ -142,7 +142,7 @@ def require_access() -> None:
         raise RunError(f"--push: HF_HUB_OFFLINE is set, so nothing can be sent; unset it, {later}")
     if get_token() is None:
         raise RunError("--push: there is no token for the hub; run `hf auth login` or set HF_TOKEN, or " + later)
-    if not hub_reachable():
+    if not is_hub_reachable():
         raise RunError(f"--push: {constants.ENDPOINT} cannot be reached; {later}")
 
 

@@ -16,16 +16,16 @@ from preheat.compress.front_matter import pipeline_of
 from preheat.compress.special_tokens import end_texts, name_ends, require_same_tokens
 from preheat.core import Tag
 from preheat.core.export import FolderResult
-from preheat.data.tokenizer import rebuilt_by_transformers
+from preheat.data.tokenizer import describe_rebuild
 from preheat.errors import RunError
 from preheat.inference.load import load_model
-from preheat.models.configs import runs_code
-from preheat.models.conversions.architecture import beyond_transformers
+from preheat.models.configs import is_remote_code
+from preheat.models.conversions.architecture import describe_unsupported_modules
 from preheat.models.hf import auto_class, head
 from preheat.models.moe import biases, has_bias
-from preheat.models.vision import copy_processor, drawn_image
+from preheat.models.vision import copy_processor, draw_image
 from preheat.ops.adapters.peft_layers import merge, names_of
-from preheat.ops.classification_head import ClassHead, as_sequence_classifier, pad_for
+from preheat.ops.classification_head import ClassHead, convert_to_sequence_classifier, pad_for
 from preheat.ops.quantization.fake_quant import unfake_
 from preheat.ops.quantization.serialization import is_compressed
 from preheat.run.reader import Reader
@@ -98,7 +98,7 @@ def write_held(
     require_new(out, run)
     opened = load_model(run, base=base)
     model: PreTrainedModel = opened.build.trained[0]
-    if beyond := beyond_transformers(model):
+    if beyond := describe_unsupported_modules(model):
         raise RunError(
             f"{run}: has {' and '.join(beyond)}, which no class of transformers can load; evaluate and "
             "generate from the run itself"
@@ -131,7 +131,7 @@ def write_held(
     if pad is not None:  # transformers' classifiers read the last non-padding token
         opened.tokenizer.pad_token_id = pad
         rows = [row[row != pad][None] for row in rows]
-    image_rows = [] if vision is None else [drawn_image(vision)]
+    image_rows = [] if vision is None else [draw_image(vision)]
     # Before merging, so that the comparison covers the merge as well.
     wanted = verify.logits(model, rows, image_rows)
     merged = merge(model) if names_of(model) else 0
@@ -155,7 +155,7 @@ def write_held(
     ends = name_ends(model, opened)
     tokenizer = end_texts(opened.tokenizer) if classifies else ends.tokenizer
     notes += [] if classifies else ends.notes
-    runs = runs_code(model.config, opened.recipe.model.trust_remote_code)
+    runs = is_remote_code(model.config, opened.recipe.model.trust_remote_code)
     name = str(saved_dtype).removeprefix("torch.")
     with NewFolder(out) as folder:
         # `write` returns why the layout cannot represent the model; then the text part alone is saved.
@@ -169,7 +169,7 @@ def write_held(
         notes += [text_note] if text_note else []
         tokenizer.save_pretrained(folder)
         require_same_tokens(tokenizer, folder)
-        notes += [note] if final and (note := rebuilt_by_transformers(folder)) else []
+        notes += [note] if final and (note := describe_rebuild(folder)) else []
         if vision is not None and opened.build.weights.folder is not None:
             copy_processor(opened.build.weights.folder, folder)
         # After saving, which sets config.architectures.
@@ -234,7 +234,7 @@ def _pad(tokenizer: PreTrainedTokenizerFast, run: str | Path) -> int:
 def _classifier(model: PreTrainedModel, pad: int, run: str | Path) -> PreTrainedModel:
     """Returns transformers' classifier of the family, with the names of the run's classes."""
     try:
-        classifier = as_sequence_classifier(model, pad=pad)
+        classifier = convert_to_sequence_classifier(model, pad=pad)
     except ValueError as error:
         raise RunError(f"{run}: cannot be exported: {error}") from None
     names = Reader(run).data.classes if (Path(run) / "recipe.yaml").is_file() else None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from preheat.compress.export import trace, verify
 from preheat.compress.export.merged_model import require
-from preheat.models.torchao_import import quiet_torchao
+from preheat.models.torchao_import import silence_torchao
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,7 +152,7 @@ def to_executorch(
 
 def _observed(program: torch.export.ExportedProgram, images: Tensor) -> nn.Module:
     """Quantizes the graph's weights, and its activations with ranges calibrated on the images."""
-    with quiet_torchao():
+    with silence_torchao():
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
             XNNPACKQuantizer,
             get_symmetric_quantization_config,

@@ -21,8 +21,8 @@ from preheat.compress.export.held_out_text import HeldOutText, Replay
 from preheat.core.export import ExportResult
 from preheat.data.tokenizer import load_tokenizer
 from preheat.errors import RunError
-from preheat.model_folder import read_object, vocabulary_size
-from preheat.models.hf import configure, facts
+from preheat.model_folder import count_embedding_rows, read_object
+from preheat.models.hf import configure, read_facts
 from preheat.recipe import Model, Recipe, Stop
 from preheat.run.reader import Reader
 
@@ -74,7 +74,7 @@ class Plain:
             step: lines that compute `logits` [1, n, vocabulary] for the tokens `ids + answer`.
             positions: maximum sequence length of the file; 0: the model's.
         """
-        positions = positions or facts(self.model.config).positions
+        positions = positions or read_facts(self.model.config).positions
         prompt = 'tokenizer.encode("Once upon a time")'
         if self.chats:
             prompt = (
@@ -151,18 +151,18 @@ def plain(run: str | Path, parent: Path, *, base: str | None = None) -> Iterator
         if summary.before.perplexity is None:
             raise RunError(f"{run}: is a classifier, and this format is for language models; use --to hf")
         if AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=remote_code.allowed()
+            folder, local_files_only=True, trust_remote_code=remote_code.is_allowed()
         ).is_encoder_decoder:
             raise RunError(f"{run}: is an encoder-decoder, and this format is for decoder-only models; use --to hf")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=remote_code.allowed()
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=remote_code.is_allowed()
         )
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=remote_code.allowed()
+            folder, local_files_only=True, trust_remote_code=remote_code.is_allowed()
         )
         # Rows of added tokens too; at most 32, which fit into one row. Some tokenizers have more tokens than rows.
         known = [n for n in sorted(tokenizer.added_tokens_decoder) if n < model.config.vocab_size][:32]
-        rows = verify.rows(tokenizer, facts(model.config).positions, known)
+        rows = verify.rows(tokenizer, read_facts(model.config).positions, known)
         notes = [summary.note] if summary.note else []
         # Of the folder's model, which `write_held` has compared with the run.
         wanted = verify.logits(model, rows)
@@ -204,7 +204,7 @@ def configuration_of(run: str | Path, base: str | None = None) -> PretrainedConf
             return None  # `load_model` looks for where it is now
         if folder is None and recipe.model.vocab_size is None and (path / "tokenizer").is_dir():
             # A model without a size of its own has a row for each token of the run's tokenizer.
-            vocabulary = vocabulary_size(load_tokenizer(str(path / "tokenizer")))
+            vocabulary = count_embedding_rows(load_tokenizer(str(path / "tokenizer")))
     else:
         named: object = str(path)
         if (path / "adapter_config.json").is_file():

@@ -21,7 +21,7 @@ from preheat.compress.atomic_folder import NewFolder, require_new
 from preheat.compress.export import verify
 from preheat.compress.export.merged_model import plain, require
 from preheat.compress.export.trace import REDUCE_RANGE, Logits, to_onnx, trace
-from preheat.models.hf import facts
+from preheat.models.hf import read_facts
 
 if TYPE_CHECKING:
     from preheat.core.export import ExportResult
@@ -61,7 +61,7 @@ def write(
     with NewFolder(out) as folder:
         with plain(run, folder, base=base) as model:
             file = folder / "model.onnx"
-            program = trace(Logits(model.model), facts(model.model.config).positions)
+            program = trace(Logits(model.model), read_facts(model.model.config).positions)
             to_onnx(program, file, ("input_ids", "attention_mask"))
             if dtype == "int8":
                 quantize(file)

@@ -23,17 +23,17 @@ from preheat.core.export import ExportResult
 from preheat.errors import RunError
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel, load_model
-from preheat.model_folder import FAULTS, fault
+from preheat.model_folder import FAULTS, describe_fault
 from preheat.models import configs
 from preheat.models.generation.config import ends_of, read_generation
 from preheat.models.hf import require_decoder_only
 from preheat.models.text_part import name_in_text
 from preheat.ops.adapters.moe_lora import adapted_experts
 from preheat.ops.adapters.peft_io import BASE
-from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, names_of
+from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, names_of
 from preheat.ops.grouped_mm import stacks_of
 from preheat.ops.quantization.fake_quant import unfake_
-from preheat.ops.quantization.nf4 import PackedMap, dequantize, quantize, tables
+from preheat.ops.quantization.nf4 import PackedMap, build_tables, dequantize, quantize
 from preheat.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
         for name in names:
             place = published.name(name)
             values[place] = _as_lora(
-                values[place], opened.build.weights.read(f"{name}.weight"), base_of(model, name).weight, config
+                values[place], opened.build.weights.read(f"{name}.weight"), base_layer_of(model, name).weight, config
             )
         # True: peft must not decompose the base again. Twice the rank at the same scale, alpha / r or alpha /
         # sqrt(r).
@@ -123,7 +123,7 @@ def write(run: str | Path, out: str | Path, *, tolerance: float | None = None) -
     }
     load_options = {
         "dtype": torch.float32,
-        "trust_remote_code": configs.runs_code(model.config, opened.recipe.model.trust_remote_code),
+        "trust_remote_code": configs.is_remote_code(model.config, opened.recipe.model.trust_remote_code),
     }
     # The base is read from the run's folder; the adapter names it as others can find it.
     source, notes = str(opened.build.weights.folder), [held_text.unfinished] if held_text.unfinished else []
@@ -232,7 +232,7 @@ class _Published:
     def of(cls, opened: LoadedModel, run: str | Path) -> _Published:
         from transformers import AutoModelForImageTextToText
 
-        config = configs.wrapper(opened.recipe)
+        config = configs.wrapper_config(opened.recipe)
         if config is None:
             return cls(None, {})
         try:
@@ -241,7 +241,7 @@ class _Published:
         except (*FAULTS, ImportError) as error:
             raise RunError(
                 f"--to peft: {run}: transformers cannot load {config.model_type}, which the adapter would be for, here "
-                f"({fault(error, 160)}); write the merged model with --to hf"
+                f"({describe_fault(error, 160)}); write the merged model with --to hf"
             ) from None
         names = [name for name, _ in (*whole.named_modules(), *whole.named_parameters())]
         return cls(whole, {text: name for name in names if (text := name_in_text(name)) is not None})
@@ -453,4 +453,6 @@ def _round(model: nn.Module, names: list[str], *, double: bool) -> None:
             module: Any = model.get_submodule(name)
             weight = getattr(module, "base_layer", module).weight
             # Through the run's own quantizer, so that the base equals the one that the adapter was trained on.
-            weight.copy_(dequantize(quantize(weight, double=double), tuple(weight.shape), torch.float32, tables()))
+            weight.copy_(
+                dequantize(quantize(weight, double=double), tuple(weight.shape), torch.float32, build_tables())
+            )

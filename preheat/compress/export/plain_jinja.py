@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from preheat.data.chat.render_limits import limited
+from preheat.data.chat.render_limits import limit_rendering
 from preheat.data.chat.template import Template
 from preheat.errors import DataError
 
@@ -41,7 +41,7 @@ def bare(template: Template) -> str | None:
 
     try:
         # A template is foreign code: its time and output are limited.
-        with limited(template.name):
+        with limit_rendering(template.name):
             text = _written(template)
         # Rendering decides, because no static check knows every difference of the environments.
         return text if all(_same(text, template, chat) for chat in _PROBES) else None
@@ -65,7 +65,7 @@ def _same(text: str, template: Template, chat: Sequence[Message]) -> bool:
         wanted = template.prompt(chat)
     except DataError:  # the template rejects this chat
         return True
-    with limited(template.name):
+    with limit_rendering(template.name):
         return render(text, chat) == wanted
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from preheat.files import to_json
 from preheat.inference.load import LoadedModel
-from preheat.model_folder import FAULTS, INDEX, fault, open_tensors, read_object, weight_files
+from preheat.model_folder import FAULTS, INDEX, describe_fault, find_weight_files, open_tensors, read_object
 from preheat.models import configs
 from preheat.models.checkpoint_names import Names
 from preheat.models.text_part import name_in_text
@@ -59,7 +59,7 @@ class PublishedLayout:
         # All checks come first: on a problem nothing may have been written.
         settings, problem = self._settings(model.config, dtype)
         stated = read_object(self.source / "config.json", _KNOB).get("transformers_weights")
-        files = weight_files(self.source, _KNOB, stated=stated).files
+        files = find_weight_files(self.source, _KNOB, stated=stated).files
         # Tensor name -> file.
         keys: dict[str, Path] = {}
         for file in files:
@@ -138,7 +138,7 @@ def published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:
     import torch
     from transformers import AutoModelForImageTextToText
 
-    whole, folder = configs.wrapper(opened.recipe), opened.build.weights.folder
+    whole, folder = configs.wrapper_config(opened.recipe), opened.build.weights.folder
     if whole is None:
         return None, ""
     if folder is None:
@@ -148,10 +148,10 @@ def published_layout(opened: LoadedModel) -> tuple[PublishedLayout | None, str]:
         with torch.device("meta"):
             AutoModelForImageTextToText.from_config(whole)
     except (*FAULTS, ImportError) as error:
-        return None, text_alone(whole, f"transformers cannot load the whole here ({fault(error, 160)})")
+        return None, text_alone(whole, f"transformers cannot load the whole here ({describe_fault(error, 160)})")
     before = configs.of(opened.recipe, None)
     # The run's config has no dropout either, so that it does not count as a change.
-    configs.without_dropout(before)
+    configs.disable_dropout(before)
     return PublishedLayout(folder, whole, before), ""
 
 

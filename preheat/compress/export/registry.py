@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.compress.atomic_folder import home_of
-from preheat.errors import RecipeError, RunError, nearest
+from preheat.errors import RecipeError, RunError, suggest_nearest
 from preheat.run.reader import Reader
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.export import ExportResult
@@ -37,7 +37,7 @@ def _dtype_of(to: str, dtype: str | None) -> str | None:
     from preheat.compress.export import verify
 
     if to not in FORMATS:
-        raise RecipeError(f"--to {shorten(str(to))}: no such format; {nearest(to, list(FORMATS))}")
+        raise RecipeError(f"--to {shorten(str(to))}: no such format; {suggest_nearest(to, list(FORMATS))}")
     if to == "peft":
         if dtype is not None:
             raise RecipeError("--dtype: is not for --to peft; an adapter is written as it was trained")
@@ -57,14 +57,16 @@ def require_settings(to: str, settings: Mapping[str, object]) -> None:
         isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0
     ):
         raise RecipeError(
-            f"tolerance: {quoted(tolerance)} is not a fraction of the largest logit; write a number such as 0.01"
+            f"tolerance: {quote_value(tolerance)} is not a fraction of the largest logit; write a number such as 0.01"
         )
     if length is None:
         return
     if to != "executorch":
         raise RecipeError(f"length: is for executorch's KV cache; {to} has none")
     if isinstance(length, bool) or not isinstance(length, int) or length < 2:
-        raise RecipeError(f"length: {quoted(length)} is not a number of positions; write a whole number of at least 2")
+        raise RecipeError(
+            f"length: {quote_value(length)} is not a number of positions; write a whole number of at least 2"
+        )
 
 
 def default_output(run: Path, to: str, dtype: str | None) -> Path:
@@ -78,19 +80,21 @@ def _reads_images(run: str | Path) -> bool:
     """Returns True if the model of a run or a folder reads images; an adapter's folder is checked by its writer."""
     from preheat import recipe as recipes
     from preheat.models import configs, hf, text_part
-    from preheat.models.vision import vision_of
+    from preheat.models.vision import read_vision
 
     # From the configuration alone, because loading the model takes long.
     path = Path(run)
     if (path / "recipe.yaml").is_file():
         return (
-            hf.facts(hf.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)).vision
+            hf.read_facts(
+                hf.configure(recipes.parse(Reader(path).recipe_text, where=str(path / "recipe.yaml")), 1)
+            ).vision
             is not None
         )
     if not (path / "config.json").is_file():
         return False
     config = configs.read(str(path), False)
-    return vision_of(config) is not None and not text_part.is_taken(config, "auto")
+    return read_vision(config) is not None and not text_part.is_taken(config, "auto")
 
 
 def write(

@@ -32,7 +32,7 @@ from preheat.core.export import ExportResult
 from preheat.data.chat.template import load_template
 from preheat.errors import RunError
 from preheat.files import to_json
-from preheat.model_folder import beginning, listed
+from preheat.model_folder import beginning_tokens, format_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -92,7 +92,7 @@ def write(
         with plain(run, folder, base=base) as model:
             # Fails for unsupported blocks before any weight is converted.
             params = _params(model.model.config, model.source)
-            params["tokenizer_prepend_bos"] = bool(beginning(model.tokenizer))
+            params["tokenizer_prepend_bos"] = bool(beginning_tokens(model.tokenizer))
             weights = _weights(model.model, params, model.source)
             torch.save({name: w.to(getattr(torch, dtype)) for name, w in weights.items()}, folder / "model.pth")
             (folder / "params.json").write_text(to_json(params, indent=2) + "\n", encoding="utf-8")
@@ -256,7 +256,7 @@ def _settle(folder: Path, model: Plain) -> list[str]:
     if ends:
         notes.append(
             f"torchchat stops at {settings.get('eos_token')!r} alone, and preheat generate also at "
-            f"{listed(map(repr, tokenizer.convert_ids_to_tokens(ends)))}"
+            f"{format_names(map(repr, tokenizer.convert_ids_to_tokens(ends)))}"
         )
     if settings.get("bos_token") is None:
         settings["bos_token"] = settings.get("eos_token")

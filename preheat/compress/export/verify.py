@@ -13,8 +13,8 @@ from torch import Tensor
 
 from preheat.core.export import Comparison
 from preheat.errors import RunError
-from preheat.models.hf import plain_logits
-from preheat.ops.adapters.peft_layers import parameter_counts
+from preheat.models.hf import compute_reference_logits
+from preheat.ops.adapters.peft_layers import count_parameters
 from preheat.ops.quantization.nf4 import PackedMap
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def needs_host(model: PreTrainedModel) -> bool:
     device = parameters[0].device
     if device.type != "cuda":
         return False
-    count = parameter_counts(model)[1]
+    count = count_parameters(model)[1]
     # It replaces the weights as they are now.
     room = torch.cuda.mem_get_info(device)[0] + sum(p.numel() * p.element_size() for p in parameters)
     return count * (8 if count <= EXACT else 4) > room
@@ -185,14 +185,14 @@ def logits(
         image_rows: further rows with images: arguments of transformers' forward.
     """
     # fp64 leaves no rounding of the matmuls, so that any difference is one of the weights.
-    exact = parameter_counts(model)[1] <= EXACT
+    exact = count_parameters(model)[1] <= EXACT
     model.to(torch.float64 if exact else torch.float32)
     for module in model.modules():
         if isinstance(module, PackedMap):  # NF4's levels are defined in fp32
             module.nf4_pairs, module.nf4_levels = module.nf4_pairs.float(), module.nf4_levels.float()
-    outputs = [plain_logits(model, row).cpu() for row in tokens]
+    outputs = [compute_reference_logits(model, row).cpu() for row in tokens]
     outputs += [
-        plain_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu()
+        compute_reference_logits(model, row["input_ids"], {k: v for k, v in row.items() if k != "input_ids"}).cpu()
         for row in image_rows
     ]
     # In fp32 again, because fp64 would double the memory for the rest of the export.

@@ -40,7 +40,7 @@ def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None 
     Example:
         >>> to_awq(model, rows, Awq(group=64))                                                      # doctest: +SKIP
     """
-    from preheat.ops.quantization.awq_gptq import awq
+    from preheat.ops.quantization.awq_gptq import quantize_awq
     from preheat.ops.quantization.linear import Int4Linear, map_weight
 
     chosen = settings or Awq()
@@ -48,7 +48,7 @@ def to_awq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Awq | None 
     def make(name: str, module: nn.Module, inputs: Inputs) -> nn.Module:
         group = group_for(name, module, chosen.group, "awq")
         # factors: (in)
-        groups, factors = awq(map_weight(module), inputs.gram, group, symmetric=chosen.symmetric)
+        groups, factors = quantize_awq(map_weight(module), inputs.gram, group, symmetric=chosen.symmetric)
         return Int4Linear.of(module, groups, input_scales=factors)
 
     return quantize_by_inputs(

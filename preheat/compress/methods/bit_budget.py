@@ -38,12 +38,12 @@ _TOKENS = 2048  # per backward pass
 
 def _grid(name: str, module: nn.Module, choice: str) -> tuple[int, bool]:
     """Returns the group size and symmetry of one of the four-bit choices."""
-    from preheat.ops.quantization.grids import divisor
+    from preheat.ops.quantization.grids import nearest_divisor
     from preheat.ops.quantization.linear import map_weight
 
     if choice == CHOICES[0]:
         # The divisor of the inputs nearest to 128.
-        return divisor(map_weight(module).shape[1], 128), True
+        return nearest_divisor(map_weight(module).shape[1], 128), True
     return group_for(name, module, "auto", "bit_budget"), choice == CHOICES[1]
 
 
@@ -77,8 +77,8 @@ def sensitivity(
     """
     import torch
 
-    from preheat.models.layerwise import joined, plainly
-    from preheat.ops.quantization.bit_allocation import loss_rise
+    from preheat.models.layerwise import join_rows, plain_forward
+    from preheat.ops.quantization.bit_allocation import estimate_loss_rise
     from preheat.ops.quantization.linear import map_weight
 
     totals = {name: [0.0] * len(choices) for name in maps}
@@ -97,7 +97,7 @@ def sensitivity(
                     # The unquantized map is in fp32 here, and is written in bf16.
                     if choice == "bf16":
                         change = weight.bfloat16().float() - weight
-                    totals[name][n] += loss_rise(x, change, gradient.flatten(0, -2))
+                    totals[name][n] += estimate_loss_rise(x, change, gradient.flatten(0, -2))
 
             # A hook on the output runs during backward, when its gradient exists; `x` stays alive until then.
             out.register_hook(backward)
@@ -107,10 +107,10 @@ def sensitivity(
     hooks = [module.register_forward_hook(watch(name)) for name, module in maps.items()]
     tokens = 0
     try:
-        with plainly(model), torch.enable_grad():
+        with plain_forward(model), torch.enable_grad():
             # Each choice is quantized again for each batch, as keeping all would take several times the model's memory.
             # (rows of about 2,048 tokens together, length)
-            for batch in (b for rows in joined(rows) for b in rows.split(max(1, _TOKENS // rows.shape[1]))):
+            for batch in (b for rows in join_rows(rows) for b in rows.split(max(1, _TOKENS // rows.shape[1]))):
                 batch = batch.to(model.device)
                 # Differentiates activations only, no weights: the graph starts at the embedding's output.
                 embedded = model.get_input_embeddings()(batch).detach().requires_grad_()
@@ -141,7 +141,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
     """
     from preheat.compress.calibration import require_rows, walk
     from preheat.compress.quantize import chosen_maps
-    from preheat.ops.quantization.awq_gptq import gptq
+    from preheat.ops.quantization.awq_gptq import quantize_gptq
     from preheat.ops.quantization.bit_allocation import allocate_bits
     from preheat.ops.quantization.linear import Int4Linear, map_weight
     from preheat.ops.quantization.serialization import put_in
@@ -178,7 +178,7 @@ def spend_bits(model: PreTrainedModel, rows: Sequence[Tensor], settings: BitBudg
                 if name in inputs:
                     group, symmetric = _grid(name, module, plan[name])
                     replacement = Int4Linear.of(
-                        module, gptq(map_weight(module), inputs[name].gram, group, symmetric=symmetric)
+                        module, quantize_gptq(map_weight(module), inputs[name].gram, group, symmetric=symmetric)
                     )
                 if replacement is not module:
                     put_in(model, name, replacement)
@@ -205,10 +205,10 @@ def _loss(model: PreTrainedModel, rows: Sequence[Tensor]) -> float:
     """Returns the mean loss per token."""
     import torch
 
-    from preheat.models.layerwise import plainly
+    from preheat.models.layerwise import plain_forward
 
     total = count = 0.0
-    with plainly(model), torch.no_grad():
+    with plain_forward(model), torch.no_grad():
         for row in rows:
             row = row.to(model.device)
             # (length - 1, vocabulary)

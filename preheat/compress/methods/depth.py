@@ -56,12 +56,12 @@ def prune_depth(
     from preheat.compress import structured_pruning
     from preheat.errors import RecipeError
     from preheat.models.conversions import slicing
-    from preheat.models.hf import anatomy
+    from preheat.models.hf import find_anatomy
     from preheat.models.layerwise import require_rows
-    from preheat.ops.pruning_scores import highest
+    from preheat.ops.pruning_scores import find_highest
 
     require_rows(rows, "depth")
-    count = len(anatomy(model).layers)
+    count = len(find_anatomy(model).layers)
     wanted = structured_pruning.count_of("layers", layers, count, "layers")
     if wanted == count:
         raise RecipeError(f"layers: {layers:g} keeps all {count} layers; {(count - 1) / count:.3g} removes one")
@@ -71,13 +71,13 @@ def prune_depth(
         if by == "influence"
         else structured_pruning.losses_without(model, rows)
     )
-    remaining = highest(scores, wanted)
+    remaining = find_highest(scores, wanted)
     before = model.num_parameters()
     # A new model with copies, so that the original can still be compared with it.
-    smaller = slicing.smaller(model, slicing.KeptIndices(layers=remaining))
+    smaller = slicing.build_smaller(model, slicing.KeptIndices(layers=remaining))
     # Before the model is changed, since this compares with it.
     structured_pruning.require_skipped(model, smaller, remaining, rows)
-    slicing.become(model, smaller)
+    slicing.replace_in_place(model, smaller)
     removed = sorted(set(range(count)) - set(remaining.tolist()))
     after = model.num_parameters()
     return (

@@ -40,7 +40,7 @@ def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | Non
     Example:
         >>> to_gptq(model, rows, Gptq(group=64))                                                      # doctest: +SKIP
     """
-    from preheat.ops.quantization.awq_gptq import gptq
+    from preheat.ops.quantization.awq_gptq import quantize_gptq
     from preheat.ops.quantization.linear import Int4Linear, map_weight
 
     chosen = settings or Gptq()
@@ -50,7 +50,7 @@ def to_gptq(model: PreTrainedModel, rows: Sequence[Tensor], settings: Gptq | Non
         # (out, in); the Gram matrix of the inputs is (in, in).
         weight = map_weight(module)
         return Int4Linear.of(
-            module, gptq(weight, inputs.gram, group, symmetric=chosen.symmetric, damping=chosen.damping)
+            module, quantize_gptq(weight, inputs.gram, group, symmetric=chosen.symmetric, damping=chosen.damping)
         )
 
     return quantize_by_inputs(

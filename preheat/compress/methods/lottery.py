@@ -64,7 +64,7 @@ def prune_by_lottery(
     from preheat.compress import shape_sampling, structured_pruning
     from preheat.errors import RecipeError
     from preheat.models.conversions import slicing
-    from preheat.models.layerwise import loss, plainly, require_rows
+    from preheat.models.layerwise import compute_loss, plain_forward, require_rows
 
     require_rows(rows, "lottery")
     current, before = slicing.sizes_of(model.config), model.num_parameters()
@@ -73,7 +73,7 @@ def prune_by_lottery(
         model, parameters=parameters or None, draws=draws, smallest=smallest, multiple=multiple, seed=seed
     )
     if not drawn:
-        least = slicing.counter(model)(shape_sampling.least(model, smallest, multiple)) / before
+        least = slicing.build_parameter_counter(model)(shape_sampling.least(model, smallest, multiple)) / before
         raise RecipeError(
             f"parameters: {parameters:g} is met by no shape that keeps {smallest:g} of each kind: the "
             f"smallest has {least:.2f} of the parameters; "
@@ -90,9 +90,9 @@ def prune_by_lottery(
             times.append(shape_sampling.relative_time(smaller, model, rows))
             if times[-1] > latency:
                 continue
-        with plainly(smaller):
+        with plain_forward(smaller):
             # The index decides between equal losses: `Sizes` has no order.
-            candidates.append((loss(smaller, rows), len(candidates), sizes))
+            candidates.append((compute_loss(smaller, rows), len(candidates), sizes))
     if not candidates:
         raise RecipeError(
             f"latency: {latency:g} is met by none of {len(drawn)} shapes; the quickest takes {min(times):.2f} "
@@ -101,7 +101,7 @@ def prune_by_lottery(
         )
     best, _, sizes = min(candidates)
     # Cut again, because keeping every candidate would take their memory together.
-    slicing.become(model, structured_pruning.pruned(model, importance, sizes, refit=refit))
+    slicing.replace_in_place(model, structured_pruning.pruned(model, importance, sizes, refit=refit))
     after = model.num_parameters()
     result = (
         f"the best of {len(candidates)} shapes by loss over {len(rows)} sequences: {best:.3f} (the worst "

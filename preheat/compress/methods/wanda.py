@@ -55,8 +55,8 @@ def prune_by_wanda(
         ('99,072 of the 165,120 weights of 35 linear maps are zero, 60.0%', 35)
     """
     from preheat.compress import unstructured_pruning
-    from preheat.models.layerwise import hooked, layer_by_layer, matrix, plainly, require_rows
-    from preheat.ops.pruning_scores import wanda
+    from preheat.models.layerwise import hook_hidden_states, iterate_layers, matrix, plain_forward, require_rows
+    from preheat.ops.pruning_scores import score_wanda
 
     require_rows(rows, "wanda")
     maps = unstructured_pruning.maps_to_prune(model, keep=keep, pattern=pattern)
@@ -69,17 +69,17 @@ def prune_by_wanda(
         return add
 
     # Layer by layer: each is scored with the inputs that the pruned layers before it give.
-    with plainly(model):
-        for name, _, run in layer_by_layer(model, rows):
+    with plain_forward(model):
+        for name, _, run in iterate_layers(model, rows):
             layer_maps = [m for map_name, m in maps.items() if map_name.startswith(f"{name}.")]
             # One sum per map; hooks add to it in place.
             squares = [matrix(m).new_zeros(matrix(m).shape[1]) for m in layer_maps]
-            with hooked([(m, accumulate(own)) for m, own in zip(layer_maps, squares, strict=True)]):
+            with hook_hidden_states([(m, accumulate(own)) for m, own in zip(layer_maps, squares, strict=True)]):
                 run()
             for module, own in zip(layer_maps, squares, strict=True):
                 weight = matrix(module)
                 # By row: the score compares weights of one output only (Sun et al., section 3).
-                unstructured_pruning.zero_lowest(weight, wanda(weight, own), sparsity, pattern, by_row=True)
+                unstructured_pruning.zero_lowest(weight, score_wanda(weight, own), sparsity, pattern, by_row=True)
     return unstructured_pruning.summary(maps, pattern), len(maps)
 
 

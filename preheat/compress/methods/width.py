@@ -83,7 +83,7 @@ def prune_width(
         )
     before, importance = model.num_parameters(), structured_pruning.measure(model, rows, products=refit)
     # In place, because callers have references to the model.
-    slicing.become(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
+    slicing.replace_in_place(model, structured_pruning.pruned(model, importance, wanted, refit=refit))
     after = model.num_parameters()
     return structured_pruning.describe_change(current, wanted, before, after), before - after
 

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from preheat.errors import RecipeError
-from preheat.models.image_classifiers import matrix, narrow_config, readers, scores, smaller
-from preheat.models.layerwise import hooked
-from preheat.ops.pruning_scores import added, highest, moments, refit
+from preheat.models.image_classifiers import (
+    build_narrow_config,
+    compute_scores,
+    copy_kept_channels,
+    find_readers,
+    matrix,
+)
+from preheat.models.layerwise import hook_hidden_states
+from preheat.ops.pruning_scores import find_highest, refit, score_contribution, sum_moments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,12 +52,12 @@ def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float)
         >>> small.config.expand_ratio
         3.0
     """
-    config, description = narrow_config(model.config, channels)
+    config, description = build_narrow_config(model.config, channels)
     with torch.random.fork_rng():  # random initialization; all values are replaced below
         small: PreTrainedModel = type(model)(config).eval()
     # Inputs of each 1x1 convolution in the smaller model.
-    widths = {name: matrix(reader).shape[1] for name, reader in readers(small).items()}
-    blocks = {name: reader for name, reader in readers(model).items() if matrix(reader).shape[1] != widths[name]}
+    widths = {name: matrix(reader).shape[1] for name, reader in find_readers(small).items()}
+    blocks = {name: reader for name, reader in find_readers(model).items() if matrix(reader).shape[1] != widths[name]}
     if not blocks:
         raise RecipeError(f"width: channels: {channels:g} leaves all blocks unchanged; use a smaller fraction")
     # Gram matrices of the inputs, (channels, channels); 0.0 until the first batch.
@@ -60,22 +66,24 @@ def narrower(model: PreTrainedModel, batches: Iterable[Tensor], channels: float)
     def watch(name: str) -> Callable[[Tensor, Tensor], None]:
         def record(read: Tensor, _: Tensor) -> None:
             # (n, channels, height, width) -> (n, height, width, channels): each pixel counts as a token.
-            products[name] = products[name] + moments(read.movedim(1, -1).double(), 1)[0]
+            products[name] = products[name] + sum_moments(read.movedim(1, -1).double(), 1)[0]
 
         return record
 
     model.eval()
-    with torch.no_grad(), hooked([(reader, watch(name)) for name, reader in blocks.items()]):
+    with torch.no_grad(), hook_hidden_states([(reader, watch(name)) for name, reader in blocks.items()]):
         for pixels in batches:
-            scores(model, pixels)
+            compute_scores(model, pixels)
         # The diagonal as units of one channel: (channels, 1, 1).
         indices = {
-            name: highest(added(matrix(reader).double(), products[name].diagonal()[:, None, None]), widths[name])
+            name: find_highest(
+                score_contribution(matrix(reader).double(), products[name].diagonal()[:, None, None]), widths[name]
+            )
             for name, reader in blocks.items()
         }
         # Copies the remaining channels; the convolutions that read them are then refitted.
-        smaller(model, small, indices)
-        for name, reader in readers(small).items():
+        copy_kept_channels(model, small, indices)
+        for name, reader in find_readers(small).items():
             if name in blocks:
                 matrix(reader).copy_(refit(matrix(blocks[name]), products[name], indices[name]))
     before, count = model.num_parameters(), small.num_parameters()

@@ -37,9 +37,9 @@ from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.core.compression import ImageFigures, ImageQuality, ImageResult, ImageStep, LogitDifference
-from preheat.errors import RecipeError, RunError, nearest
+from preheat.errors import RecipeError, RunError, suggest_nearest
 from preheat.files import write_user_file
-from preheat.models.image_classifiers import open_classifier, open_processor, scores
+from preheat.models.image_classifiers import compute_scores, open_classifier, open_processor
 from preheat.recipe import Recipe, Stop
 
 if TYPE_CHECKING:
@@ -256,7 +256,8 @@ def _require(step: Step, start: Path, model: PreTrainedModel) -> None:
         for key, value in step.settings.items():
             if key not in _SETTINGS:
                 raise RecipeError(
-                    f"settings.{key}: an image classifier's training has no such key; {nearest(key, list(_SETTINGS))}"
+                    f"settings.{key}: an image classifier's training has no such key; "
+                    f"{suggest_nearest(key, list(_SETTINGS))}"
                 )
             if value == "auto":
                 raise RecipeError(f"settings.{key}: auto: an image classifier's training needs a number here")
@@ -323,7 +324,7 @@ def _teacher(step: Step, start: Path, model: PreTrainedModel) -> training.Distil
 def _eager(model: PreTrainedModel) -> image_classifier.Scorer:
     def run(pixels: Tensor) -> Tensor:
         with torch.no_grad():
-            return scores(model, pixels)
+            return compute_scores(model, pixels)
 
     return run
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from preheat.compress.vision.image_folder import Images
 from preheat.errors import RunError
-from preheat.models.image_classifiers import scores
+from preheat.models.image_classifiers import compute_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ def train(
         0.0913
     """
     from preheat.ops.losses.distillation import Distilled
-    from preheat.ops.optim.optimizers import decay_groups, fused_adamw
+    from preheat.ops.optim.optimizers import fused_adamw, group_by_decay
 
     steps_per_epoch = max(1, math.ceil(len(images) / batch))
     steps = max(1, round(epochs * steps_per_epoch))
@@ -79,7 +79,7 @@ def train(
         row_loss = Distilled(
             lambda hidden: hidden, direction=distil.divergence, temperature=distil.temperature, mixture=distil.mixture
         )
-    optimizer = fused_adamw(decay_groups(model.named_parameters(), weight_decay), lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = fused_adamw(group_by_decay(model.named_parameters(), weight_decay), lr=lr, betas=(0.9, 0.95), eps=1e-8)
     generator = torch.Generator().manual_seed(seed)
     model.train()
     last: deque[float] = deque(maxlen=steps_per_epoch)  # losses of one epoch
@@ -92,12 +92,12 @@ def train(
                 order = torch.randperm(len(images), generator=generator).tensor_split(steps_per_epoch)
             numbers = order[step % steps_per_epoch]
             pixels, labels = images.pixels(numbers.tolist()), images.labels[numbers]
-            logits = scores(model, pixels)
+            logits = compute_scores(model, pixels)
             if row_loss is None:
                 loss = nn.functional.cross_entropy(logits, labels)
             else:
                 with torch.no_grad():
-                    teacher_logits = scores(distil.teacher, pixels)  # type: ignore[union-attr]
+                    teacher_logits = compute_scores(distil.teacher, pixels)  # type: ignore[union-attr]
                 loss = row_loss(logits, labels, teacher_logits).mean()
             loss.backward()  # type: ignore[no-untyped-call]
             for group in optimizer.param_groups:
@@ -143,7 +143,7 @@ def settle_norms(model: nn.Module, images: Images, *, batch: int = 64) -> None:
         # Shuffled: batches of a single class would miss the variance between classes.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         for numbers in order.tensor_split(max(1, math.ceil(len(images) / batch))):
-            scores(model, images.pixels(numbers.tolist()))
+            compute_scores(model, images.pixels(numbers.tolist()))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
@@ -153,7 +153,7 @@ def all_scores(model: PreTrainedModel, images: Images) -> Tensor:
     """Returns the logits [n, classes] of images in order, in eval mode."""
     model.eval()
     with torch.no_grad():
-        return torch.cat([scores(model, pixels) for pixels, _ in images.batches(64)])
+        return torch.cat([compute_scores(model, pixels) for pixels, _ in images.batches(64)])
 
 
 def measure(logits: Tensor, labels: Tensor) -> dict[str, float]:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from preheat.data.rows.file_readers import kind_of
-from preheat.errors import nearest
+from preheat.data.rows.file_readers import describe_json_type
+from preheat.errors import suggest_nearest
 from preheat.files import BadJson, read_value
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
@@ -19,12 +19,12 @@ __all__ = [
     "Message",
     "Tools",
     "Unreadable",
-    "answer_of",
-    "kind_of",
-    "messages_of",
-    "order_problem",
-    "texts_of",
-    "tools_of",
+    "serialize_answer",
+    "describe_json_type",
+    "parse_messages",
+    "find_order_problem",
+    "iterate_texts",
+    "parse_tools",
 ]
 
 ROLES = {
@@ -55,7 +55,7 @@ class Unreadable(Exception):
         self.check, self.message = check, message
 
 
-def messages_of(value: object, field: str) -> list[JsonObject]:
+def parse_messages(value: object, field: str) -> list[JsonObject]:
     """Converts a list of {role, content} or {from, value}, or one such object, to messages.
 
     An image part becomes `PLACE` in the text, and its file (None if another field has it) an item of the message's
@@ -70,25 +70,30 @@ def messages_of(value: object, field: str) -> list[JsonObject]:
     """
     turns = [value] if isinstance(value, Mapping) else value
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise Unreadable("fields", f"field '{field}' is {kind_of(value)}, not a list of messages")
+        raise Unreadable("fields", f"field '{field}' is {describe_json_type(value)}, not a list of messages")
     if not turns:
         raise Unreadable("fields", f"field '{field}' is an empty list")
-    return [_message(turn, f"message {n} of field '{field}'") for n, turn in enumerate(turns, 1)]
+    return [_parse_message(turn, f"message {n} of field '{field}'") for n, turn in enumerate(turns, 1)]
 
 
-def _message(turn: object, where: str) -> JsonObject:
+def _parse_message(turn: object, where: str) -> JsonObject:
     if not isinstance(turn, Mapping):
-        raise Unreadable("fields", f"{where} is {kind_of(turn)}, not an object")
+        raise Unreadable("fields", f"{where} is {describe_json_type(turn)}, not an object")
     # The names of OpenAI's format, or ShareGPT's.
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     if role_key not in turn:
         raise Unreadable(
-            "fields", f"{where} has no 'role', only {', '.join(quoted(key, 40) for key in list(turn)[:8]) or 'nothing'}"
+            "fields",
+            f"{where} has no 'role', only {', '.join(quote_value(key, 40) for key in list(turn)[:8]) or 'nothing'}",
         )
     name = turn[role_key]
     if not isinstance(name, str) or name not in ROLES:
-        near = nearest(name[:40], sorted(ROLES)) if isinstance(name, str) else f"it is {kind_of(name)}, not text"
-        raise Unreadable("roles", f"{where} has the role {quoted(name)}, which is unknown; {near}")
+        near = (
+            suggest_nearest(name[:40], sorted(ROLES))
+            if isinstance(name, str)
+            else f"it is {describe_json_type(name)}, not text"
+        )
+        raise Unreadable("roles", f"{where} has the role {quote_value(name)}, which is unknown; {near}")
     content, message = turn.get(content_key), dict(turn)
     for key in ("role", "from", "content", "value"):
         message.pop(key, None)
@@ -96,17 +101,17 @@ def _message(turn: object, where: str) -> JsonObject:
     message = {"role": ROLES[name], **{k: v for k, v in message.items() if v is not None}}
     # ShareGPT's role for a call: its text is the call itself.
     if name == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
-    calls = _tool_calls(message.pop("tool_calls", None), where)
+        return {"role": "assistant", "content": "", "tool_calls": _parse_function_calls(content, where)}
+    calls = _parse_tool_calls(message.pop("tool_calls", None), where)
     # OpenAI's content parts: [{"type": "text", ...}, {"type": "image_url", ...}].
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content, images = _joined(content, where)
+        content, images = _join_parts(content, where)
         message |= {"images": images} if images else {}
     # In OpenAI's format a message that only calls tools has null content.
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise Unreadable("fields", f"{where} has a '{content_key}' that is {kind_of(content)}, not text")
+        raise Unreadable("fields", f"{where} has a '{content_key}' that is {describe_json_type(content)}, not text")
     # An empty system message is common and harmless.
     if not content.strip() and not calls and message["role"] != "system":
         raise Unreadable("fields", f"{where} has an empty '{content_key}'")
@@ -116,7 +121,7 @@ def _message(turn: object, where: str) -> JsonObject:
     return {"role": message.pop("role"), "content": message.pop("content"), **message}
 
 
-def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
+def _join_parts(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
     """Joins the parts of a message; returns the text and the files of its images."""
     texts, images = [], []
     for part in parts:
@@ -129,31 +134,33 @@ def _joined(parts: Sequence[object], where: str) -> tuple[str, list[object]]:
             text = PLACE
         if not isinstance(text, str):
             kind = (
-                quoted(part.get("type", "an object without text"), 40) if isinstance(part, Mapping) else kind_of(part)
+                quote_value(part.get("type", "an object without text"), 40)
+                if isinstance(part, Mapping)
+                else describe_json_type(part)
             )
             raise Unreadable("fields", f"{where} has a part that is not text ({kind}); only text and images are read")
         texts.append(text)
     return "".join(texts), images
 
 
-def _calls(value: object, where: str) -> list[JsonObject]:
+def _parse_function_calls(value: object, where: str) -> list[JsonObject]:
     """Reads ShareGPT's function_call: one or several calls as JSON."""
-    calls = _json(value, where) if isinstance(value, str) else value
-    return _tool_calls(calls if isinstance(calls, list) else [calls], where) or []
+    calls = _parse_json(value, where) if isinstance(value, str) else value
+    return _parse_tool_calls(calls if isinstance(calls, list) else [calls], where) or []
 
 
-def _json(text: str, where: str) -> object:
+def _parse_json(text: str, where: str) -> object:
     try:
         return read_value(text, once=True)
     except BadJson as error:
         raise Unreadable("fields", f"{where} calls a tool with arguments that are not JSON ({error.message})") from None
 
 
-def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:
+def _parse_tool_calls(calls: object, where: str) -> list[JsonObject] | None:
     if not calls:
         return None
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise Unreadable("fields", f"{where} has tool_calls that are {kind_of(calls)}, not a list")
+        raise Unreadable("fields", f"{where} has tool_calls that are {describe_json_type(calls)}, not a list")
     parsed = []
     for call in calls:
         # OpenAI nests the name and the arguments in `function`, ShareGPT does not.
@@ -163,26 +170,26 @@ def _tool_calls(calls: object, where: str) -> list[JsonObject] | None:
         # Llama 3's name for arguments is `parameters`.
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):  # text in OpenAI's API, objects in templates
-            arguments = _json(arguments, where) if arguments.strip() else {}
+            arguments = _parse_json(arguments, where) if arguments.strip() else {}
         name = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         parsed.append({"type": "function", **name, "function": {"name": function["name"], "arguments": arguments}})
     return parsed
 
 
-def tools_of(value: object, field: str) -> list[JsonObject] | None:
+def parse_tools(value: object, field: str) -> list[JsonObject] | None:
     """Reads tools from a list of schemas or its JSON text; bare functions are wrapped as in OpenAI's API."""
     if value is None or value in ("", "[]"):
         return None
     # Data sets often store tools as JSON text, since schemas have no common Arrow type.
-    tools = _json(value, f"field '{field}'") if isinstance(value, str) else value
+    tools = _parse_json(value, f"field '{field}'") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise Unreadable("fields", f"field '{field}' is {kind_of(tools)}, not a list of tools")
+        raise Unreadable("fields", f"field '{field}' is {describe_json_type(tools)}, not a list of tools")
     return [
         dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools
     ] or None
 
 
-def order_problem(messages: Sequence[Message]) -> str | None:
+def find_order_problem(messages: Sequence[Message]) -> str | None:
     """Returns the problem in the order of roles (answer without a question, two questions in a row, no answer), or
     None.
 
@@ -209,12 +216,12 @@ def order_problem(messages: Sequence[Message]) -> str | None:
     return None if before == "assistant" else f"the last message is of the {before}, so nothing answers it"
 
 
-def answer_of(messages: Sequence[Message]) -> str:
+def serialize_answer(messages: Sequence[Message]) -> str:
     """Returns contents and tool calls as JSON, to compare answers."""
     return json.dumps([[m["content"], m.get("tool_calls")] for m in messages], ensure_ascii=False, default=str)
 
 
-def texts_of(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+def iterate_texts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """Yields (where, text) of all contents and tool calls, for the checks of text."""
     for n, message in enumerate(messages, 1):
         yield f"message {n}", message["content"]

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from preheat.errors import PreheatError
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
-__all__ = ["TemplateLimit", "limited", "require_small", "require_template"]
+__all__ = ["TemplateLimit", "limit_rendering", "require_small", "require_template"]
 
 SECONDS = 5.0
 """Time limit. A conversation takes less than a millisecond, one of a megabyte about ten."""
@@ -47,7 +47,7 @@ class _TimeLimit(BaseException):
 
 
 @contextlib.contextmanager
-def limited(name: str) -> Iterator[None]:
+def limit_rendering(name: str) -> Iterator[None]:
     """Limits time and memory within the block.
 
     Args:
@@ -57,7 +57,7 @@ def limited(name: str) -> Iterator[None]:
         TemplateLimit: the template reaches a limit or recurses too deeply.
     """
     try:
-        with _clock(), _memory_limit:
+        with _limit_time(), _memory_limit:
             yield
     except _TimeLimit:
         raise TemplateLimit(f"{name}: is not finished after {SECONDS:g} s: it loops; use another template") from None
@@ -108,23 +108,23 @@ class _MemoryLimit:
 _memory_limit = _MemoryLimit()
 
 
-def _clock() -> contextlib.AbstractContextManager[None]:
+def _limit_time() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager that raises _TimeLimit in the block after `SECONDS`."""
-    return _alarm() if threading.current_thread() is threading.main_thread() else _threads.watching()
+    return _limit_by_alarm() if threading.current_thread() is threading.main_thread() else _threads.watching()
 
 
 @contextlib.contextmanager
-def _alarm() -> Iterator[None]:
-    """Implements `_clock` for the main thread by SIGALRM; an earlier alarm still rings at its time."""
+def _limit_by_alarm() -> Iterator[None]:
+    """Implements `_limit_time` for the main thread by SIGALRM; an earlier alarm still rings at its time."""
     begun, used = time.monotonic(), time.thread_time()
 
-    def ring(*_: object) -> None:
+    def raise_time_limit(*_: object) -> None:
         if time.thread_time() - used < SECONDS / 2:  # the process was stopped, or the machine is busy
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
         else:
             raise _TimeLimit
 
-    handler = signal.signal(signal.SIGALRM, ring)
+    handler = signal.signal(signal.SIGALRM, raise_time_limit)
     # A process has one such timer: an earlier alarm, a test's time limit for example, is restored afterwards.
     left, every = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -147,7 +147,7 @@ class _Watched:
 
 
 class _Watcher:
-    """Implements `_clock` for any thread: a watchdog thread raises the error in it at its next instruction."""
+    """Implements `_limit_time` for any thread: a watchdog thread raises the error in it at its next instruction."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -197,7 +197,7 @@ class _Watcher:
                     if now < watched.deadline:
                         continue
                     watched.deadline = now + SECONDS
-                    # As in `_alarm`, only if the thread itself used the time.
+                    # As in `_limit_by_alarm`, only if the thread itself used the time.
                     late = time.clock_gettime(watched.clock) - watched.begun >= SECONDS / 2
                     if late and self.watched.pop(ident, None) is not None:
                         # Takes effect between two bytecodes of that thread, so a long call in C is not interrupted.
@@ -227,13 +227,13 @@ def require_template(name: str, text: str) -> None:
     # Nearly all templates lack the operator and need no parsing.
     if "**" not in text:
         return
-    with limited(name):
+    with limit_rendering(name):
         try:
             parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
         except jinja2.TemplateError:
             return  # reported with its line when it is rendered
     if power := next(parsed.find_all(nodes.Pow), None):
         raise TemplateLimit(
-            f"{name}, line {power.lineno}: computes a power ({quoted('**')}), which no chat template "
+            f"{name}, line {power.lineno}: computes a power ({quote_value('**')}), which no chat template "
             "needs; write the number"
         )

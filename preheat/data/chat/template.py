@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING, Literal
 
 from preheat.data.chat.builtin_templates import FORMATS, SUGGESTIONS
 from preheat.data.chat.messages import PLACE
-from preheat.data.chat.render_limits import limited, require_small, require_template
+from preheat.data.chat.render_limits import limit_rendering, require_small, require_template
 from preheat.data.document import END, PAD, TextSpan
-from preheat.data.rows.file_readers import display_path, expanded, missing
-from preheat.errors import DataError, nearest
-from preheat.model_folder import beginning, model_stops
-from preheat.sanitize import quoted, shorten
+from preheat.data.rows.file_readers import describe_missing_path, display_path, expand_path
+from preheat.errors import DataError, suggest_nearest
+from preheat.model_folder import beginning_tokens, find_stop_tokens
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from preheat.data.chat.messages import Message, Tools
 
-__all__ = ["Template", "TrainOn", "load_template", "special_tokens", "template_for"]
+__all__ = ["Template", "TrainOn", "load_template", "special_tokens", "load_layout_template"]
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
@@ -93,7 +93,7 @@ def load_template(setting: str | None, tokenizer: PreTrainedTokenizerFast, *, kn
         if setting in FORMATS:
             # Rendered text is encoded as it is (`Document.complete`), so the
             # template must write the beginning-of-text token.
-            text = text.replace("BEGIN", "{{- bos_token }}" if beginning(tokenizer) else "", 1)
+            text = text.replace("BEGIN", "{{- bos_token }}" if beginning_tokens(tokenizer) else "", 1)
     return Template(text, name, variables, special, with_tools)
 
 
@@ -101,15 +101,16 @@ def _read(setting: str, knob: str) -> tuple[str, str]:
     """Returns the Jinja of a built-in template or of a file, and its name for messages."""
     if setting in FORMATS:
         return FORMATS[setting], f"template {setting}"
-    path = expanded(knob, setting)
+    path = expand_path(knob, setting)
     if not path.is_file():
         if path.is_dir():
             raise DataError(f"{knob} {display_path(path)}: is a folder; name a .jinja file")
         if path.suffix not in (".jinja", ".j2", ".txt") and "/" not in setting:
             raise DataError(
-                f"{knob} {display_path(setting)}: no template of that name; {nearest(setting[:40], list(FORMATS))}"
+                f"{knob} {display_path(setting)}: no template of that name; "
+                f"{suggest_nearest(setting[:40], list(FORMATS))}"
             )
-        raise missing(knob, path)
+        raise describe_missing_path(knob, path)
     try:
         # utf-8-sig drops a byte order mark, which would be rendered into every row.
         return path.read_text(encoding="utf-8-sig"), display_path(path)
@@ -125,7 +126,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerFast | None) -> tuple[str, ...]
     return tuple(sorted(tokens, key=lambda t: (-len(t), t)))
 
 
-def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
+def load_layout_template(setting: str | None, tokenizer: PreTrainedTokenizerFast | None, layout: str) -> Template:
     """Loads the template to train on rows of a layout by `load_template`; for instructions, the default is alpaca.
 
     If it ends turns with no token of its own, it gets the `stops` of the tokenizer's model.
@@ -142,7 +143,7 @@ def template_for(setting: str | None, tokenizer: PreTrainedTokenizerFast | None,
         unused = layout in ("text", "classes") or (layout == "prompt" and setting is None)
         if unused or template.end_of_turn is not None:
             return template
-        return replace(template, stops=model_stops(tokenizer))
+        return replace(template, stops=find_stop_tokens(tokenizer))
     if setting is None:
         raise DataError(
             f"data.template: there is no tokenizer with a template; name one ({SUGGESTIONS}) or a .jinja file"
@@ -224,10 +225,10 @@ class Template:
         wanted = [n for n in (turns[-1:] if train_on == "last" else turns) if messages[n].get("weight") != 0]
         if marks is None:
             # Only trained turns need a proof.
-            spans = {n: self._proven(text, messages, tools, n) for n in wanted}
+            spans = {n: self._prove_turn(text, messages, tools, n) for n in wanted}
         else:
             spans = dict(
-                zip(turns, self._by_turn([m for m in marks if m[0] < m[1]], messages, tools, turns), strict=True)
+                zip(turns, self._merge_by_turn([m for m in marks if m[0] < m[1]], messages, tools, turns), strict=True)
             )
         # Cutting the text into spans needs them in order and disjoint.
         for (one, before), (other, after) in itertools.pairwise(spans.items()):
@@ -287,22 +288,24 @@ class Template:
     # --- rendering
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, asks: bool = False) -> str:
-        return self._rendered(messages, tools, asks, False)[0]
+        return self._render_with_spans(messages, tools, asks, False)[0]
 
     def _render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span] | None]:
         """Returns the text and its marked spans, or None if the template has no marks."""
-        if not _MARKED.search(self._chosen(tools)):
+        if not _MARKED.search(self._choose_template(tools)):
             return self._render(messages, tools), None
         self._marks_hold  # noqa: B018  # computed once
-        return self._rendered(messages, tools, False, True)
+        return self._render_with_spans(messages, tools, False, True)
 
-    def _chosen(self, tools: Tools) -> str:
+    def _choose_template(self, tools: Tools) -> str:
         return self.with_tools if tools and self.with_tools else self.text
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools, asks: bool, marked: bool) -> tuple[str, list[Span]]:
-        return self._rendered_as_given([self._in_parts(m) for m in messages], tools, asks, marked)
+    def _render_with_spans(
+        self, messages: Sequence[Message], tools: Tools, asks: bool, marked: bool
+    ) -> tuple[str, list[Span]]:
+        return self._render_unchanged([self._split_content(m) for m in messages], tools, asks, marked)
 
-    def _in_parts(self, message: Message) -> Message:
+    def _split_content(self, message: Message) -> Message:
         """Returns a message as the template reads it: with parts for an image, and for text if it renders no others."""
         content = message.get("content")
         if not isinstance(content, str):
@@ -315,41 +318,41 @@ class Template:
         parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
         return {**message, "content": [p for p in parts if p.get("text") != ""] or [{"type": "text", "text": ""}]}
 
-    def _tries(self, content: object) -> str:
+    def _try_content(self, content: object) -> str:
         """The rendering of a question with this content; "" if the template does not render it."""
         try:
-            return self._rendered_as_given([{"role": "user", "content": content}], None, False, False)[0]
+            return self._render_unchanged([{"role": "user", "content": content}], None, False, False)[0]
         except DataError:
             return ""
 
     @functools.cached_property
     def _reads_parts(self) -> bool:
         """True if the template writes the image's token for a part of type image, and the text of the others."""
-        text = self._tries([{"type": "image"}, {"type": "text", "text": _SEAL}])
+        text = self._try_content([{"type": "image"}, {"type": "text", "text": _SEAL}])
         return text.count(self.image) == 1 and _SEAL in text and "'type'" not in text
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
         """True if the template renders messages of parts and not those of text (SmolVLM)."""
-        if "type" not in self.text or _SEAL in self._tries(_SEAL):
+        if "type" not in self.text or _SEAL in self._try_content(_SEAL):
             return False
-        text = self._tries([{"type": "text", "text": _SEAL}])
+        text = self._try_content([{"type": "text", "text": _SEAL}])
         return _SEAL in text and "'type'" not in text
 
-    def _rendered_as_given(
+    def _render_unchanged(
         self, messages: Sequence[Message], tools: Tools, asks: bool, marked: bool
     ) -> tuple[str, list[Span]]:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Before rendering: the time limit cannot interrupt a huge power.
-        require_template(self.name, self._chosen(tools))
-        with limited(self.name):
+        require_template(self.name, self._choose_template(tools))
+        with limit_rendering(self.name):
             try:
                 texts, marks = render_jinja_template(
                     [list(messages)],
                     tools=list(tools) if tools else None,  # type: ignore[arg-type]
-                    chat_template=self._chosen(tools),
+                    chat_template=self._choose_template(tools),
                     return_assistant_tokens_mask=marked,
                     add_generation_prompt=asks,
                     **self.variables,
@@ -360,7 +363,7 @@ class Template:
             except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 # The sandbox still raises the errors of Python's own operators.
                 reason = shorten(str(error), 200) or type(error).__name__
-                raise DataError(f"{self.name}{_line(error)}: does not render the row: {reason}") from None
+                raise DataError(f"{self.name}{_describe_line(error)}: does not render the row: {reason}") from None
         require_small(self.name, texts[0], messages)
         return texts[0], marks[0] if marked else []
 
@@ -372,7 +375,7 @@ class Template:
         answers = ("zqONEqz", "zqTWOqz")
         talk = [m for a in answers for m in ({"role": "user", "content": "?"}, {"role": "assistant", "content": a})]
         try:
-            text, marks = self._rendered(talk, None, False, True)
+            text, marks = self._render_with_spans(talk, None, False, True)
         except DataError:
             return
         inside = "\0".join(text[a:b] for a, b in marks)
@@ -383,14 +386,16 @@ class Template:
                 "or a set block have no effect); remove them, so that the mask is found by rendering, or move them"
             )
 
-    def _by_turn(self, marks: list[Span], messages: Sequence[Message], tools: Tools, turns: list[int]) -> list[Span]:
+    def _merge_by_turn(
+        self, marks: list[Span], messages: Sequence[Message], tools: Tools, turns: list[int]
+    ) -> list[Span]:
         """Merges marks to one span per turn, for templates that mark a turn in several blocks."""
         if len(marks) == len(turns):
             return marks
         spans, before = [], 0
         for n in turns:
             # The non-empty marks of the conversation up to this turn; each turn must add one at least.
-            upto = len([1 for a, b in self._rendered(messages[: n + 1], tools, False, True)[1] if a < b])
+            upto = len([1 for a, b in self._render_with_spans(messages[: n + 1], tools, False, True)[1] if a < b])
             if not before < upto <= len(marks):
                 raise DataError(
                     f"{self.name}: message {n + 1} has no {{% generation %}} mark; mark every assistant turn, or none"
@@ -401,7 +406,7 @@ class Template:
 
     # --- proof by rendering
 
-    def _proven(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
+    def _prove_turn(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> Span:
         """Returns the start and end of the turn of message `n` in the rendered text."""
         # The prompt of generation for this turn: if the text begins with it, the turn begins at its end.
         before = self._render(messages[:n], tools, asks=True)
@@ -409,29 +414,30 @@ class Template:
         talk = messages[: n + 1]
         upto = text if n == len(messages) - 1 else self._render(talk, tools) + self._stop_behind(talk, tools)
         own_start = len(before) if upto.startswith(before) else None
-        start = len(before) if text.startswith(before) else self._begin(text, messages, tools, n)
+        start = len(before) if text.startswith(before) else self._find_beginning(text, messages, tools, n)
         if start is None:
             # Two causes with different advice: a generation prompt that even its own rendering lacks, or a history
             # that changes.
             history = self._render(messages[:n], tools)
             if own_start is None and before.startswith(history) and text.startswith(history):
                 raise DataError(
-                    f"{self.name}: its generation prompt {quoted(before[len(history) :][-60:])} is not the beginning "
-                    f"of message {n + 1} as it renders it, {quoted(text[len(history) :][:60])}: training and "
+                    f"{self.name}: its generation prompt {quote_value(before[len(history) :][-60:])} is not the "
+                    "beginning "
+                    f"of message {n + 1} as it renders it, {quote_value(text[len(history) :][:60])}: training and "
                     "generation would differ; begin the answers as the prompt does (with an open <think> or "
                     "reasoning_content, say), mark the assistant's text with {% generation %}, or use another "
                     "data.template"
                 )
-            raise self._unproven(messages, n, "begins")
+            raise self._describe_unproven(messages, n, "begins")
         if text.startswith(upto):
             end: int | None = self._cut(text, start, len(upto))
         else:
             end = self._end(text, upto, start, own_start, messages, tools, n)
         if end is None:
-            raise self._unproven(messages, n, "ends")
+            raise self._describe_unproven(messages, n, "ends")
         return start, max(start, end)
 
-    def _unproven(self, messages: Sequence[Message], n: int, what: str) -> DataError:
+    def _describe_unproven(self, messages: Sequence[Message], n: int, what: str) -> DataError:
         later = any(message["role"] == "assistant" for message in messages[n + 1 :])
         return DataError(
             f"{self.name}: where message {n + 1}, of the assistant, {what} cannot be determined: it renders history "
@@ -468,9 +474,9 @@ class Template:
         Args:
             start, own_start: where the turn begins in `text` and in `upto`; None: `upto` lacks its generation prompt.
         """
-        for changed in _sealed_behind(messages[n]):
-            place = self._seal_position(text, messages, tools, n, changed)
-            own = self._seal_position(upto, messages[: n + 1], tools, n, changed)
+        for changed in _seal_at_end(messages[n]):
+            place = self._find_seal(text, messages, tools, n, changed)
+            own = self._find_seal(upto, messages[: n + 1], tools, n, changed)
             if place is None or own is None or place < start:
                 continue
             # History may leave out the beginning of what the model generates, but not replace it.
@@ -498,7 +504,7 @@ class Template:
         if not self._ends_by_role or last["role"] != "assistant" or last.get("weight") == 0:
             return ""
         following = {"role": "tool" if last.get("tool_calls") else "user", "content": "?"}
-        for sealed in _sealed_behind(last):
+        for sealed in _seal_at_end(last):
             # The text behind the seal, if this turn is the last one, and if another message follows.
             own, followed = (
                 self._render([*messages[:-1], sealed, *more], tools).partition(_SEAL)[2] for more in ([], [following])
@@ -506,22 +512,22 @@ class Template:
             mark = re.match(self._any, followed[len(own) :]) if followed.startswith(own) else None
             if mark and mark[0] in self.stops:
                 return mark[0]
-        raise self._unproven(messages, len(messages) - 1, "ends")
+        raise self._describe_unproven(messages, len(messages) - 1, "ends")
 
-    def _begin(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
+    def _find_beginning(self, text: str, messages: Sequence[Message], tools: Tools, n: int) -> int | None:
         message = messages[n]
         history, before = self._render(messages[:n], tools), self._render(messages[:n], tools, asks=True)
         # The generation prompt alone.
         opening = before[len(history) :] if before.startswith(history) else ""
-        for changed in _sealed_before(message):
-            place = self._seal_position(text, messages, tools, n, changed)
+        for changed in _seal_at_beginning(message):
+            place = self._find_seal(text, messages, tools, n, changed)
             if place is None:
                 continue
             # Find the text of the turn before the seal by rendering it as the last one, after its history or a short
             # question.
             for talk in (messages[:n], [{"role": "user", "content": "?"}]):
                 prompt, answered = self._render(talk, tools, asks=True), self._render([*talk, message], tools)
-                alone = self._seal_position(answered, [*talk, message], tools, len(talk), changed)
+                alone = self._find_seal(answered, [*talk, message], tools, len(talk), changed)
                 if alone is None or not answered.startswith(prompt):
                     continue
                 # The text of the turn before the seal: reasoning, or the opening of a call.
@@ -533,9 +539,7 @@ class Template:
                     return place
         return None
 
-    def _seal_position(
-        self, text: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message
-    ) -> int | None:
+    def _find_seal(self, text: str, messages: Sequence[Message], tools: Tools, n: int, changed: Message) -> int | None:
         """Returns the position of the seal of a changed message, or None if more than the seal changes."""
         sealed = self._render([*messages[:n], changed, *messages[n + 1 :]], tools)
         place = sealed.find(_SEAL)
@@ -546,10 +550,10 @@ class Template:
         return place if place >= 0 and same else None
 
 
-def _sealed_behind(message: Message) -> Iterator[Message]:
+def _seal_at_end(message: Message) -> Iterator[Message]:
     """Yields the message with the seal at its end, in the last tool call or behind the text."""
     if message.get("tool_calls"):
-        yield _sealed_call(message, -1)
+        yield _seal_call(message, -1)
         return
     content = message.get("content") or ""
     # Before trailing white space, which templates may trim.
@@ -557,10 +561,10 @@ def _sealed_behind(message: Message) -> Iterator[Message]:
     yield {**message, "content": text + _SEAL + content[len(text) :]}
 
 
-def _sealed_before(message: Message) -> Iterator[Message]:
+def _seal_at_beginning(message: Message) -> Iterator[Message]:
     """Yields the message with the seal at its beginning: in the first call, before the text, or after reasoning."""
     if message.get("tool_calls"):
-        yield _sealed_call(message, 0)
+        yield _seal_call(message, 0)
     content = message.get("content") or ""
     # After leading white space, which templates may trim, or after reasoning, which they may drop.
     begins = [len(content) - len(content.lstrip()), *(m.end() for m in re.finditer(r"</think>\s*", content))]
@@ -568,7 +572,7 @@ def _sealed_before(message: Message) -> Iterator[Message]:
         yield {**message, "content": content[:at] + _SEAL + content[at:]}
 
 
-def _sealed_call(message: Message, which: int) -> Message:
+def _seal_call(message: Message, which: int) -> Message:
     calls = list(message["tool_calls"])
     function = calls[which]["function"]
     calls[which] = {**calls[which], "function": {**function, "name": function["name"] + _SEAL}}
@@ -587,7 +591,7 @@ def _cut_up(text: str, spans: Sequence[Span]) -> Iterator[TextSpan]:
         yield TextSpan(text[at:], False)
 
 
-def _line(error: BaseException) -> str:
+def _describe_line(error: BaseException) -> str:
     """Returns ', line N' for the line of the template that raised an error, or ''."""
     line, trace = None, error.__traceback__
     while trace is not None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from preheat.errors import DataError, nearest
+from preheat.errors import DataError, suggest_nearest
 from preheat.files import BadJson, read_value
-from preheat.sanitize import clean, quoted, shorten
+from preheat.sanitize import escape_control_characters, quote_value, shorten
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -24,13 +24,13 @@ __all__ = [
     "LONGEST",
     "ROWS",
     "TEXT",
-    "closest",
-    "columns_of",
-    "expanded",
+    "suggest_name",
+    "read_columns",
+    "expand_path",
     "find_files",
-    "kind_of",
-    "listed",
-    "missing",
+    "describe_json_type",
+    "format_names",
+    "describe_missing_path",
     "parse_json",
     "read_csv",
     "read_file",
@@ -56,7 +56,7 @@ LONGEST = 16 * 2**20
 million characters of a text, and some scale worse than linearly."""
 
 
-def kind_of(value: object) -> str:
+def describe_json_type(value: object) -> str:
     """Returns the type of a JSON value, for messages.
 
     Example:
@@ -75,7 +75,7 @@ def kind_of(value: object) -> str:
     }.get(type(value), type(value).__name__)
 
 
-def expanded(knob: str, name: str | Path) -> Path:
+def expand_path(knob: str, name: str | Path) -> Path:
     """Returns the path that a user wrote, with `~` expanded; it need not exist.
 
     Raises:
@@ -87,16 +87,18 @@ def expanded(knob: str, name: str | Path) -> Path:
         # Only to find paths that the system refuses; a missing path is no error yet.
         path.stat()
     except RuntimeError:
-        raise DataError(f"{knob} {quoted(str(name))}: there is no such home folder; write the absolute path") from None
+        raise DataError(
+            f"{knob} {quote_value(str(name))}: there is no such home folder; write the absolute path"
+        ) from None
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, ValueError) as error:  # too long, no permission, a link to itself; a NUL
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{knob} {quoted(str(name))}: cannot be accessed ({reason}); name another path") from None
+        raise DataError(f"{knob} {quote_value(str(name))}: cannot be accessed ({reason}); name another path") from None
     return path
 
 
-def missing(knob: str, path: Path) -> DataError:
+def describe_missing_path(knob: str, path: Path) -> DataError:
     """Returns the error for a path that does not exist, with the closest name that does."""
     if path.is_symlink():
         return DataError(
@@ -109,7 +111,7 @@ def missing(knob: str, path: Path) -> DataError:
     while not parent.is_dir() and parent != parent.parent:
         parent, wanted = parent.parent, parent.name
     names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
-    known = closest(wanted, names) if names else "it is empty"
+    known = suggest_name(wanted, names) if names else "it is empty"
     return DataError(
         f"{knob} {display_path(path)}: does not exist; looking for '{display_path(wanted)}' in "
         f"{display_path(parent)}: {known}"
@@ -118,11 +120,11 @@ def missing(knob: str, path: Path) -> DataError:
 
 def display_path(path: Path | str) -> str:
     """Returns a path for messages: without control characters, and shortened if very long."""
-    text = clean(path).replace("\n", "␊").replace("\t", "␉")
+    text = escape_control_characters(path).replace("\n", "␊").replace("\t", "␉")
     return text if len(text) <= 300 else shorten(text, 300)
 
 
-def listed(names: Iterable[object], most: int = 8) -> str:
+def format_names(names: Iterable[object], most: int = 8) -> str:
     """Returns the first names for a message, quoted and shortened, and the number of the others.
 
     Example:
@@ -130,16 +132,16 @@ def listed(names: Iterable[object], most: int = 8) -> str:
         ("'a', 'b'", "'0', '1' and 10 more")
     """
     names = [str(name) for name in names]
-    first = ", ".join(quoted(name, 40) for name in names[:most])
+    first = ", ".join(quote_value(name, 40) for name in names[:most])
     return first + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
-def closest(word: str, known: Sequence[str]) -> str:
+def suggest_name(word: str, known: Sequence[str]) -> str:
     """Returns `nearest` for names in a user's file, which may be many and long."""
     # Comparing is quadratic in the length of names, and a file may have thousands of fields.
     candidates = [shorten(name, 40) for name in known[:100]]
-    near = nearest(shorten(word, 40), candidates)
-    return near if near.startswith("did") else f"known: {listed(known)}" if known else "there are none here"
+    near = suggest_nearest(shorten(word, 40), candidates)
+    return near if near.startswith("did") else f"known: {format_names(known)}" if known else "there are none here"
 
 
 def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
@@ -152,7 +154,8 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
     if not path.is_dir():
         if not path.is_file():
             raise DataError(
-                f"{knob} {display_path(path)}: is {_kind(path)}, neither a file nor a folder; name one of these"
+                f"{knob} {display_path(path)}: is {_describe_path_kind(path)}, neither a file nor a folder; name one "
+                "of these"
             )
         if path.suffix not in TEXT + ROWS:
             raise DataError(
@@ -162,7 +165,7 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
         if path.stat().st_size == 0:
             raise DataError(f"{knob} {display_path(path)}: the file is empty")
         return [path], str(path), ""
-    every, left = _under(knob, path)
+    every, left = _list_files(knob, path)
     for suffixes in ((".jsonl", ".parquet", ".csv"), (".json",), TEXT):
         chosen = [p for p in every if p.suffix in suffixes]
         # Tables of `datasets` without their index. Files of rows take
@@ -173,24 +176,24 @@ def find_files(knob: str, path: Path) -> tuple[list[Path], str, str]:
                 "writes next to them; it is incomplete: write it again, or as .parquet"
             )
         if chosen:
-            left.update(_suffix(p) for p in every if p.suffix not in suffixes)
+            left.update(_find_suffix(p) for p in every if p.suffix not in suffixes)
             kinds = ", ".join(sorted({p.suffix for p in chosen}))
-            return chosen, f"{path}: {len(chosen)} files ({kinds})", _counted(left)
-    left.update(map(_suffix, every))
-    holds = f"; it holds {_counted(left)}" if left else ", it is empty"
+            return chosen, f"{path}: {len(chosen)} files ({kinds})", _format_counts(left)
+    left.update(map(_find_suffix, every))
+    holds = f"; it holds {_format_counts(left)}" if left else ", it is empty"
     raise DataError(
         f"{knob} {display_path(path)}: the folder has no file that preheat reads ({', '.join(TEXT + ROWS)}){holds}"
     )
 
 
-def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
+def _list_files(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
     """Returns the non-empty files under a folder, sorted, and counts of the others (hidden, empty, special)."""
     files, left = list[Path](), Counter[str]()
 
-    def unreadable(error: OSError) -> NoReturn:
+    def raise_unreadable(error: OSError) -> NoReturn:
         raise DataError(f"{knob} {display_path(error.filename)}: cannot be read ({error.strerror or error})") from None
 
-    for place, folders, names in os.walk(folder, onerror=unreadable):
+    for place, folders, names in os.walk(folder, onerror=raise_unreadable):
         at = Path(place)
         left["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
         # os.walk does not follow them, so that a link to a parent cannot loop.
@@ -199,7 +202,7 @@ def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (at / name for name in names if not name.startswith(".")):
             if not file.is_file():
-                left[f"{_kind(file).partition(' ')[2]}"] += 1
+                left[f"{_describe_path_kind(file).partition(' ')[2]}"] += 1
             elif file.stat().st_size == 0 and file.suffix in TEXT + ROWS:
                 left[f"empty {file.suffix}"] += 1
             else:
@@ -208,7 +211,7 @@ def _under(knob: str, folder: Path) -> tuple[list[Path], Counter[str]]:
     return sorted(files), +left
 
 
-def _kind(path: Path) -> str:
+def _describe_path_kind(path: Path) -> str:
     """Returns the kind of a path that is neither a file nor a folder."""
     if path.is_symlink() and not path.exists():
         return "a link to nothing"
@@ -218,17 +221,17 @@ def _kind(path: Path) -> str:
     return known.get(stat.S_IFMT(mode), "a special file")
 
 
-def _suffix(path: Path) -> str:
+def _find_suffix(path: Path) -> str:
     return display_path(path.suffix) if path.suffix else "without suffix"
 
 
-def _counted(left: Counter[str]) -> str:
+def _format_counts(left: Counter[str]) -> str:
     """Returns counts as text, the largest first: '3 .txt, 1 hidden'."""
     parts = [f"{count:,} {what}" for what, count in sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))]
     return ", ".join(parts[:8]) + (f" and {sum(sorted(left.values())[:-8]):,} others" if len(parts) > 8 else "")
 
 
-def columns_of(path: Path) -> list[str] | None:
+def read_columns(path: Path) -> list[str] | None:
     """Returns the fields of a file whose format declares them before the rows (Parquet, CSV); else None."""
     try:
         if path.suffix == ".parquet":
@@ -238,18 +241,18 @@ def columns_of(path: Path) -> list[str] | None:
             try:
                 return list(pyarrow.parquet.read_schema(path).names)
             except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-                raise DataError(f"{display_path(path)}: not a readable Parquet file: {_first_line(error)}") from None
+                raise DataError(f"{display_path(path)}: not a readable Parquet file: {_first_line_of(error)}") from None
         # (line, names, values) of the first row.
         return next(read_csv(path), (0, [], []))[1] if path.suffix == ".csv" else None
     except OSError as error:
-        raise _unread(path, error) from None
+        raise _describe_unread(path, error) from None
 
 
-def _unread(path: Path, error: OSError) -> DataError:
-    return DataError(f"{display_path(path)}: cannot be read ({error.strerror or _first_line(error)})")
+def _describe_unread(path: Path, error: OSError) -> DataError:
+    return DataError(f"{display_path(path)}: cannot be read ({error.strerror or _first_line_of(error)})")
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line_of(error: BaseException) -> str:
     return shorten((str(error).strip() or type(error).__name__).splitlines()[0], 200)
 
 
@@ -271,7 +274,7 @@ def read_file(
         elif path.suffix == ".jsonl":
             yield from read_jsonl(path)
         elif path.suffix == ".json":
-            yield from _json(path, keyed)
+            yield from _iterate_json(path, keyed)
         elif path.suffix == ".csv":
             for number, names, values in read_csv(path):
                 if len(values) != len(names):
@@ -283,7 +286,7 @@ def read_file(
         else:
             yield from read_parquet(path, columns)
     except OSError as error:
-        raise _unread(path, error) from None
+        raise _describe_unread(path, error) from None
 
 
 OTHER_FORMATS = {
@@ -309,12 +312,12 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
     """
     offset = 0
     with path.open("rb") as file:
-        for number, raw in enumerate(_raw_lines(file, longest), 1):
+        for number, raw in enumerate(_iterate_raw_lines(file, longest), 1):
             where = f"{display_path(path)}:{number}"
             # A compressed or binary file with a text suffix: say what it is, not which byte is wrong.
             if number == 1 and (what := next((w for mark, w in OTHER_FORMATS.items() if raw.startswith(mark)), None)):
                 raise DataError(f"{where}: is {what[0]}, not text in UTF-8; {what[1]}")
-            # `_raw_lines` reads one byte more than allowed, so a longer line is found without reading all of it.
+            # `_iterate_raw_lines` reads one byte more than allowed, so a longer line is found without reading it all.
             if longest is not None and len(raw) > longest:
                 raise DataError(
                     f"{where}: the line has more than {longest // 2**20:,} MiB, and a row at most that; "
@@ -334,7 +337,7 @@ def read_lines(path: Path, *, longest: int | None = LONGEST) -> Iterator[tuple[i
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _raw_lines(file: BinaryIO, longest: int | None) -> Iterator[bytes]:
+def _iterate_raw_lines(file: BinaryIO, longest: int | None) -> Iterator[bytes]:
     limit = -1 if longest is None else longest + 1
     while raw := file.readline(limit):
         yield raw
@@ -394,7 +397,7 @@ def read_json(path: Path) -> Any:
     return parse_json(text, display_path(path), lines=True, hint=" (a file of one object a line is named .jsonl)")
 
 
-def _json(path: Path, keyed: bool) -> Iterator[tuple[str, object]]:
+def _iterate_json(path: Path, keyed: bool) -> Iterator[tuple[str, object]]:
     rows = read_json(path)
     if keyed and isinstance(rows, dict):
         # An object of objects, such as PubMedQA's files: the key identifies the row.
@@ -402,7 +405,8 @@ def _json(path: Path, keyed: bool) -> Iterator[tuple[str, object]]:
     if not isinstance(rows, list):
         of_objects = " or an object of them" if keyed else ""
         raise DataError(
-            f"{display_path(path)}: holds {kind_of(rows)}; a .json file must hold a list of objects{of_objects}"
+            f"{display_path(path)}: holds {describe_json_type(rows)}; a .json file must hold a list of "
+            f"objects{of_objects}"
         )
     for number, row in enumerate(rows, 1):
         yield f"{display_path(path)}: row {number}", row
@@ -425,7 +429,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
                 names = values
                 if len(set(names)) < len(names) or not all(name.strip() for name in names):
                     raise DataError(
-                        f"{display_path(path)}:1: the first line must name each field once, has {listed(names)}"
+                        f"{display_path(path)}:1: the first line must name each field once, has {format_names(names)}"
                     )
                 continue
             yield reader.line_num, names, values
@@ -451,4 +455,4 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[t
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         # The row after the last one that was read; before any row, the file itself is at fault.
         where = f"{display_path(path)}: row {number + 1}" if number else display_path(path)
-        raise DataError(f"{where}: not a readable Parquet file: {_first_line(error)}") from None
+        raise DataError(f"{where}: not a readable Parquet file: {_first_line_of(error)}") from None

@@ -9,22 +9,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from preheat.data.chat.messages import PLACE, Unreadable, answer_of, messages_of, order_problem, texts_of, tools_of
+from preheat.data.chat.messages import (
+    PLACE,
+    Unreadable,
+    find_order_problem,
+    iterate_texts,
+    parse_messages,
+    parse_tools,
+    serialize_answer,
+)
 from preheat.data.chat.template import Template, TrainOn
 from preheat.data.document import Document, TextSpan
-from preheat.data.rows.file_readers import LONGEST, closest, kind_of, listed
-from preheat.data.rows.schemas import LAYOUTS, class_name, class_names, columns_advice
+from preheat.data.rows.file_readers import LONGEST, describe_json_type, format_names, suggest_name
+from preheat.data.rows.schemas import LAYOUTS, advise_columns, class_name, class_names
 from preheat.data.vision_inputs import ImageProcessor, resolve_images
-from preheat.errors import DataError, nearest
+from preheat.errors import DataError, suggest_nearest
 from preheat.recipe import Data
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
     from preheat.data.chat.messages import Message, Tools
     from preheat.data.rows.schemas import Fields
 
-__all__ = ["Layout", "class_names", "layout_of"]
+__all__ = ["Layout", "class_names", "detect_layout"]
 
 # True and False also match the numbers 1 and 0, which are equal keys.
 _DESIRABLE = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0, True: 1, False: 0}
@@ -92,7 +100,7 @@ class Layout:
         """Raises DataError if a required field is missing."""
         for role in LAYOUTS[self.kind][0]:
             if self.columns[role] not in names:
-                raise DataError(f"{where}: {self._absent(role, names)}")
+                raise DataError(f"{where}: {self._describe_absent(role, names)}")
 
     def document(self, row: object, where: str) -> Document:
         """Converts a row to a document; an unreadable row gives one without sequences, with the reason in its notes.
@@ -109,8 +117,8 @@ class Layout:
             if isinstance(row, str):
                 row = {self.columns.get("text", "text"): row}
             if not isinstance(row, Mapping):
-                raise Unreadable("fields", f"is {kind_of(row)}, not an object with fields")
-            document = self._document(row, notes)
+                raise Unreadable("fields", f"is {describe_json_type(row)}, not an object with fields")
+            document = self._build_document(row, notes)
             if (size := sum(len(piece.text) for sequence in document.sequences for piece in sequence)) > LONGEST:
                 raise Unreadable(
                     "fields", f"has {size:,} characters of text, and a row at most {LONGEST:,}; cut it into several"
@@ -122,55 +130,55 @@ class Layout:
             where=where, notes=tuple(dict(reversed(notes)).items())
         )  # the first of each check: rows are counted
 
-    def _document(self, row: Fields, notes: list[tuple[str, str]]) -> Document:
-        if self.eye and self.kind not in ("sharegpt", "messages") and self._images(row):
+    def _build_document(self, row: Fields, notes: list[tuple[str, str]]) -> Document:
+        if self.eye and self.kind not in ("sharegpt", "messages") and self._read_images(row):
             raise Unreadable(
                 "images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages"
             )
         # Plain text: all of it is trained on.
         if self.kind == "text":
-            return Document.of(self._text(row, "text", notes, empty=True))
+            return Document.of(self._read_text(row, "text", notes, empty=True))
         # The text is only read; the label is its class.
         if self.kind == "classes":
-            text = self._text(row, "text", notes, empty=False)
-            return Document(((TextSpan(text, False),),), label=self._class(row))
+            text = self._read_text(row, "text", notes, empty=False)
+            return Document(((TextSpan(text, False),),), label=self._read_class(row))
         if self.kind in ("sharegpt", "messages"):
             role = "conversations" if self.kind == "sharegpt" else "messages"
-            return self._chat(self._talk(row, role), self._tools(row), notes, images=self._images(row))
+            return self._render_chat(self._talk(row, role), self._read_tools(row), notes, images=self._read_images(row))
         if self.kind == "alpaca":
-            return self._chat(self._instruction(row), None, notes)
+            return self._render_chat(self._build_instruction(row), None, notes)
         if self.kind == "preference":
-            return self._pair(row, notes)
+            return self._build_pair(row, notes)
         # The layouts prompt and kto.
-        before, answers = self._prompt_and_answer(row, "completion", notes)
-        label = self._desirable(row) if self.kind == "kto" else None
+        before, answers = self._read_prompt_and_answer(row, "completion", notes)
+        label = self._read_desirable(row) if self.kind == "kto" else None
         if isinstance(answers, str):
             # Both are plain text: the prompt is read and the answer trained on.
             prompt = before if isinstance(before, str) else ""
             return Document(((*([TextSpan(prompt, False)] if prompt else []), TextSpan(answers)),), label=label)
         # Both are messages, rendered together: all before the answer is only read.
-        chat = self._chat([*before, *answers], self._tools(row), notes, read=len(before))
-        return self._judged(chat)._replace(label=label) if self.kind == "kto" else chat
+        chat = self._render_chat([*before, *answers], self._read_tools(row), notes, read=len(before))
+        return self._build_judged(chat)._replace(label=label) if self.kind == "kto" else chat
 
     # --- fields
 
-    def _value(self, row: Fields, role: str) -> object:
+    def _read_value(self, row: Fields, role: str) -> object:
         if self.columns[role] not in row:
-            raise Unreadable("fields", self._absent(role, [str(k) for k in row]))
+            raise Unreadable("fields", self._describe_absent(role, [str(k) for k in row]))
         return row[self.columns[role]]
 
-    def _absent(self, role: str, known: Sequence[str]) -> str:
-        name, only = self.columns[role], listed(known) or "none"
+    def _describe_absent(self, role: str, known: Sequence[str]) -> str:
+        name, only = self.columns[role], format_names(known) or "none"
         if self.strange and known:
-            return f"no field 'text', only {only}, which no layout has; {columns_advice(known)}"
+            return f"no field 'text', only {only}, which no layout has; {advise_columns(known)}"
         knob = f"data.{role}" if role in ("text", "prompt", "completion") else f"data.columns.{role}"
-        return f"no field '{name}', only {only}; set {knob}: {closest(name, list(known)) if known else name}"
+        return f"no field '{name}', only {only}; set {knob}: {suggest_name(name, list(known)) if known else name}"
 
-    def _text(self, row: Fields, role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
-        value, name = self._value(row, role), self.columns[role]
+    def _read_text(self, row: Fields, role: str, notes: list[tuple[str, str]], *, empty: bool) -> str:
+        value, name = self._read_value(row, role), self.columns[role]
         if not isinstance(value, str):
             raise Unreadable(
-                "fields", f"field '{name}' is {kind_of(value)}, not text; fix the row or name another field"
+                "fields", f"field '{name}' is {describe_json_type(value)}, not text; fix the row or name another field"
             )
         if not empty and not value.strip():
             raise Unreadable("fields", f"field '{name}' is empty")
@@ -198,14 +206,14 @@ class Layout:
             if token is not None:
                 notes.append(("special_tokens", f"{where} holds {token}, a special token of the tokenizer"))
 
-    def _optional(self, row: Fields, role: str) -> object:
+    def _read_optional(self, row: Fields, role: str) -> object:
         return row.get(self.columns[role]) if role in self.columns else None
 
-    def _tools(self, row: Fields) -> list[JsonObject] | None:
-        return tools_of(self._optional(row, "tools"), self.columns.get("tools", "tools"))
+    def _read_tools(self, row: Fields) -> list[JsonObject] | None:
+        return parse_tools(self._read_optional(row, "tools"), self.columns.get("tools", "tools"))
 
-    def _class(self, row: Fields) -> int:
-        value = self._value(row, "label")
+    def _read_class(self, row: Fields) -> int:
+        value = self._read_value(row, "label")
         # A number is first taken for the name of a class, then for its index.
         if isinstance(value, int) and not isinstance(value, bool) and str(value) not in self.classes:
             if 0 <= value < len(self.classes):  # the index of a class with a given name
@@ -214,43 +222,45 @@ class Layout:
             return self.classes.index(class_name(value))
         raise Unreadable(
             "fields",
-            f"field '{self.columns['label']}' is {quoted(value)}, none of the classes "
+            f"field '{self.columns['label']}' is {quote_value(value)}, none of the classes "
             f"{', '.join(shorten(c, 40) for c in self.classes[:12])}",
         )
 
-    def _desirable(self, row: Fields) -> int:
-        value = self._value(row, "label")
+    def _read_desirable(self, row: Fields) -> int:
+        value = self._read_value(row, "label")
         plain = value.lower() if isinstance(value, str) else value
         known = _DESIRABLE.get(plain) if isinstance(plain, str | bool | int | float) else None
         if known is None:
             raise Unreadable(
-                "fields", f"field '{self.columns['label']}' is {quoted(value)}, neither true (liked) nor false"
+                "fields", f"field '{self.columns['label']}' is {quote_value(value)}, neither true (liked) nor false"
             )
         return known
 
     # --- conversations
 
     def _talk(self, row: Fields, role: str) -> list[Message]:
-        messages: list[Message] = list(messages_of(self._value(row, role), self.columns[role]))
-        system = self._optional(row, "system")
+        messages: list[Message] = list(parse_messages(self._read_value(row, role), self.columns[role]))
+        system = self._read_optional(row, "system")
         # A system message in the conversation itself takes precedence over the field.
         if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": system}, *messages]
         return messages
 
-    def _instruction(self, row: Fields) -> list[Message]:
-        needed = {role: self._value(row, role) for role in ("instruction", "output")}  # a missing one is reported first
-        # Their notes are dropped: `_chat` checks the texts again.
-        values = {role: self._text(row, role, [], empty=False) for role in needed}
-        extra = self._optional(row, "input")
+    def _build_instruction(self, row: Fields) -> list[Message]:
+        needed = {
+            role: self._read_value(row, role) for role in ("instruction", "output")
+        }  # a missing one is reported first
+        # Their notes are dropped: `_render_chat` checks the texts again.
+        values = {role: self._read_text(row, role, [], empty=False) for role in needed}
+        extra = self._read_optional(row, "input")
         if extra is not None and not isinstance(extra, str):
-            raise Unreadable("fields", f"field '{self.columns['input']}' is {kind_of(extra)}, not text")
+            raise Unreadable("fields", f"field '{self.columns['input']}' is {describe_json_type(extra)}, not text")
         # As in Alpaca's data, the optional input is context that follows the instruction.
         question = values["instruction"] + (f"\n\n{extra}" if extra and extra.strip() else "")
         talk: list[Message] = []
-        if isinstance(system := self._optional(row, "system"), str) and system.strip():
+        if isinstance(system := self._read_optional(row, "system"), str) and system.strip():
             talk.append({"role": "system", "content": system})
-        history = self._optional(row, "history") or []
+        history = self._read_optional(row, "history") or []
         # Anything but a list becomes [None], which the check of pairs rejects.
         for pair in history if isinstance(history, Sequence) and not isinstance(history, str) else [None]:
             if (
@@ -262,7 +272,7 @@ class Layout:
             talk += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         return [*talk, {"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
 
-    def _chat(
+    def _render_chat(
         self,
         talk: Sequence[Message],
         tools: Tools,
@@ -279,9 +289,9 @@ class Layout:
             raise DataError(self.lacking)
         if self.eye and images is not None:  # SmolVLM's tokenizer has a token of that name too
             talk = [{**m, "content": m["content"].replace("<image>", PLACE)} for m in talk]
-        for where, text in texts_of(talk):
+        for where, text in iterate_texts(talk):
             self._check_text(where, text, notes)
-        if problem := order_problem(talk):
+        if problem := find_order_problem(talk):
             notes.append(("roles", problem))
         talk, pictures, later = resolve_images(talk, images, self.eye, self.folder)
         if pictures and self.train_on == "all":
@@ -296,7 +306,7 @@ class Layout:
         try:
             spans = self._template.spans(talk, tools, self.train_on)  # type: ignore[union-attr]
             if later:
-                spans = _expanded(spans, self.eye.placeholder, later)  # type: ignore[union-attr]
+                spans = _expand_images(spans, self.eye.placeholder, later)  # type: ignore[union-attr]
             return Document((spans,), complete=True, images=pictures)
         except DataError as error:
             raise Unreadable("template", str(error)) from None
@@ -310,7 +320,7 @@ class Layout:
             return self.template
         return replace(self.template, image=self.eye.placeholder)
 
-    def _images(self, row: Fields) -> Sequence[object] | None:
+    def _read_images(self, row: Fields) -> Sequence[object] | None:
         """Returns the files in a row's image field, or None if the layout has no such field."""
         names = (self.columns.get("images", "images"), "image")  # which may be missing in the first row
         value = next((row[name] for name in names if row.get(name) is not None), None)
@@ -320,20 +330,22 @@ class Layout:
 
     # --- answers that are compared or judged
 
-    def _prompt_and_answer(self, row: Fields, role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
+    def _read_prompt_and_answer(self, row: Fields, role: str, notes: list[tuple[str, str]]) -> tuple[Any, Any]:
         """Returns the prompt and the answer, either both as text or both as messages."""
-        answer: Any = self._value(row, role)
+        answer: Any = self._read_value(row, role)
         if isinstance(answer, str):
-            answer = self._text(row, role, notes, empty=False)
+            answer = self._read_text(row, role, notes, empty=False)
         else:
-            answer = list(messages_of(answer, self.columns[role]))
+            answer = list(parse_messages(answer, self.columns[role]))
         before: Any = None
         # The first of these fields that the row has. A required one must exist.
         for asks in ("messages", "conversations", "prompt"):
             needed = asks in LAYOUTS[self.kind][0]
-            if (value := self._value(row, asks) if needed else self._optional(row, asks)) is not None or needed:
+            if (
+                value := self._read_value(row, asks) if needed else self._read_optional(row, asks)
+            ) is not None or needed:
                 chat = isinstance(value, list | Mapping)
-                before = self._talk(row, asks) if chat else self._text(row, asks, notes, empty=True)
+                before = self._talk(row, asks) if chat else self._read_text(row, asks, notes, empty=True)
                 break
         # All is plain text and no template is asked for: no messages are made.
         if isinstance(answer, str) and (before is None or isinstance(before, str)) and not (self.wraps and before):
@@ -343,37 +355,40 @@ class Layout:
             before = [{"role": "user", "content": before}] if before.strip() else []
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
-        system = self._optional(row, "system")
+        system = self._read_optional(row, "system")
         if isinstance(system, str) and system.strip() and not any(m["role"] == "system" for m in before or []):
             before = [{"role": "system", "content": system}, *(before or [])]
         return before or [], answer
 
-    def _pair(self, row: Fields, notes: list[tuple[str, str]]) -> Document:
+    def _build_pair(self, row: Fields, notes: list[tuple[str, str]]) -> Document:
         (before, good), (_, bad) = (
-            self._prompt_and_answer(row, "chosen", notes),
-            self._prompt_and_answer(row, "rejected", []),
+            self._read_prompt_and_answer(row, "chosen", notes),
+            self._read_prompt_and_answer(row, "rejected", []),
         )
         if isinstance(good, str) != isinstance(bad, str):
             raise Unreadable("fields", "one of the two answers is text, the other a list of messages")
-        same = good == bad if isinstance(good, str) else answer_of(good) == answer_of(bad)
+        same = good == bad if isinstance(good, str) else serialize_answer(good) == serialize_answer(bad)
         if same:
             raise Unreadable("equal_answers", f"'{self.columns['chosen']}' and '{self.columns['rejected']}' are equal")
         if isinstance(good, str):
             # Conversations are checked as they are rendered.
             self._check_text(f"field '{self.columns['rejected']}'", bad, notes)
             # Without a prompt, the beginning that both texts share is the prompt, as in Anthropic's HH data.
-            shared = before or _shared(good, bad)
+            shared = before or _common_text(good, bad)
             cut = 0 if before else len(shared)
             if not good[cut:].strip() or not bad[cut:].strip():
                 raise Unreadable("fields", "one of the two answers is the beginning of the other")
             prompt = (TextSpan(shared, False),) if shared else ()
             return Document(((*prompt, TextSpan(good[cut:])), (*prompt, TextSpan(bad[cut:]))))
         # The messages that both conversations begin with are read, not compared.
-        shared = _common_prefix(*([answer_of([m]) + m["role"] for m in talk] for talk in (good, bad)))
-        chats = [self._chat([*before, *talk], self._tools(row), notes, len(before) + shared) for talk in (good, bad)]
-        return Document(tuple(self._judged(chat).sequences[0] for chat in chats), complete=True)
+        shared = _common_prefix_length(*([serialize_answer([m]) + m["role"] for m in talk] for talk in (good, bad)))
+        chats = [
+            self._render_chat([*before, *talk], self._read_tools(row), notes, len(before) + shared)
+            for talk in (good, bad)
+        ]
+        return Document(tuple(self._build_judged(chat).sequences[0] for chat in chats), complete=True)
 
-    def _judged(self, chat: Document) -> Document:
+    def _build_judged(self, chat: Document) -> Document:
         if chat.images:
             raise Unreadable(
                 "images", f"has images, which the layout {self.kind} does not read; use sharegpt or messages"
@@ -381,19 +396,19 @@ class Layout:
         return chat
 
 
-def _shared(one: str, other: str) -> str:
+def _common_text(one: str, other: str) -> str:
     """Returns the common prefix of two texts, up to its last white space."""
-    same = one[: _common_prefix(one, other)]
+    same = one[: _common_prefix_length(one, other)]
     return same[: len(same) - len(re.split(r"\s", same)[-1])]
 
 
-def _common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+def _common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def layout_of(data: Data, names: Sequence[str], first: object, where: str, **more: Any) -> Layout:
+def detect_layout(data: Data, names: Sequence[str], first: object, where: str, **more: Any) -> Layout:
     """Returns the layout of a source, as set by the recipe or detected from its fields.
 
     Args:
@@ -407,7 +422,9 @@ def layout_of(data: Data, names: Sequence[str], first: object, where: str, **mor
     """
     kinds = get_args(get_type_hints(Data)["layout"])
     if data.layout not in kinds:
-        raise DataError(f"{where}: data.layout {data.layout}: no such layout; {nearest(str(data.layout), list(kinds))}")
+        raise DataError(
+            f"{where}: data.layout {data.layout}: no such layout; {suggest_nearest(str(data.layout), list(kinds))}"
+        )
     # data.columns takes precedence over data.prompt and data.completion.
     named = {k: v for k in ("prompt", "completion") if (v := getattr(data, k))} | dict(data.columns)
     if data.text != "text":
@@ -415,8 +432,8 @@ def layout_of(data: Data, names: Sequence[str], first: object, where: str, **mor
     for role in named:
         roles = sorted({r for needs, reads in LAYOUTS.values() for r in (*needs, *reads)})
         if role not in roles:
-            raise DataError(f"data.columns.{role}: no layout has such a field; {nearest(role, roles)}")
-    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognised(named, names, first)
+            raise DataError(f"data.columns.{role}: no layout has such a field; {suggest_nearest(role, roles)}")
+    kind, why = (data.layout, "stated") if data.layout != "auto" else _recognize_fields(named, names, first)
     needs, reads = LAYOUTS[kind]
     for role in named:
         if data.columns.get(role) and role not in (*needs, *reads):
@@ -441,7 +458,7 @@ def layout_of(data: Data, names: Sequence[str], first: object, where: str, **mor
     )
 
 
-def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -> tuple[str, str]:
+def _recognize_fields(named: Mapping[str, str], names: Sequence[str], first: object) -> tuple[str, str]:
     """Detects the layout from field names; returns it and the reason."""
     if not isinstance(first, Mapping):
         return "text", "recognised by text without fields"
@@ -449,7 +466,7 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -
     def has(*roles: str) -> bool:
         return all(named.get(role, role) in names for role in roles)
 
-    def fields(*roles: str) -> str:
+    def format_fields(*roles: str) -> str:
         return f"recognised by the field{'s' * (len(roles) > 1)} " + " and ".join(
             named.get(role, role) for role in roles
         )
@@ -463,22 +480,22 @@ def _recognised(named: Mapping[str, str], names: Sequence[str], first: object) -
         if kind == "kto" and "label" not in named and not isinstance(first.get("label"), bool):
             continue
         if has(*needs):
-            return kind, fields(*needs)
+            return kind, format_fields(*needs)
     if "text" in named:
-        return "text", fields("text")
+        return "text", format_fields("text")
     for role in ("messages", "conversations"):
         value = first.get(named.get(role, role))
         if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
-            return "sharegpt" if "from" in value[0] else "messages", fields(role)
+            return "sharegpt" if "from" in value[0] else "messages", format_fields(role)
         # The first conversation is empty or broken, so only the name of the field decides.
         if has(role) and not isinstance(value, str):
-            return {"messages": "messages", "conversations": "sharegpt"}[role], fields(role)
+            return {"messages": "messages", "conversations": "sharegpt"}[role], format_fields(role)
     if "prompt" in named or "completion" in named:
         return "prompt", "stated by data.prompt"
-    return "text", fields("text")
+    return "text", format_fields("text")
 
 
-def _expanded(spans: Sequence[TextSpan], placeholder: str, texts: Sequence[str]) -> tuple[TextSpan, ...]:
+def _expand_images(spans: Sequence[TextSpan], placeholder: str, texts: Sequence[str]) -> tuple[TextSpan, ...]:
     """Replaces the placeholders of a rendered conversation by the texts of its images' tokens, in order.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.data.rows.file_readers import display_path, expanded, missing, read_jsonl, read_lines
+from preheat.data.rows.file_readers import describe_missing_path, display_path, expand_path, read_jsonl, read_lines
 from preheat.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Message
     Raises:
         DataError: the file is missing, not in UTF-8 or without prompts, or a row is not a prompt; with the line.
     """
-    path = expanded(knob, path)
+    path = expand_path(knob, path)
     if not path.exists():
-        raise missing(knob, path)
+        raise describe_missing_path(knob, path)
     if not path.is_file():
         raise DataError(f"{knob} {display_path(path)}: is not a file; name one with a prompt per line")
     prompts: list[str | list[Message]] = []
     try:
         if path.suffix == ".jsonl":
-            prompts = [_prompt(row, where) for where, row in read_jsonl(path)]
+            prompts = [_read_prompt(row, where) for where, row in read_jsonl(path)]
         else:
             prompts = [text for _, line in read_lines(path) for text in line.splitlines() if text.strip()]
     except OSError as error:
@@ -43,7 +43,7 @@ def read_prompts(path: Path, *, knob: str = "--file") -> list[str | list[Message
     return prompts
 
 
-def _prompt(row: object, where: str) -> str | list[Message]:
+def _read_prompt(row: object, where: str) -> str | list[Message]:
     if isinstance(row, Mapping):
         # A row of training data may have both: the conversation takes precedence.
         row = row.get("messages", row.get("prompt"))

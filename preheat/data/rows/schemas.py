@@ -9,7 +9,7 @@ from typing import TypeAlias
 from preheat.errors import DataError
 from preheat.sanitize import shorten
 
-__all__ = ["LAYOUTS", "Fields", "class_name", "class_names", "columns_advice"]
+__all__ = ["LAYOUTS", "Fields", "class_name", "class_names", "advise_columns"]
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
@@ -32,7 +32,7 @@ def class_name(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def columns_advice(known: Sequence[str]) -> str:
+def advise_columns(known: Sequence[str]) -> str:
     """Returns advice for unknown fields: the setting for one that resembles a layout's field, else an example.
 
     Example:

@@ -1,6 +1,6 @@
 """Converts architectures: a configuration before the model is built, a model in place, weights as they are read.
 
-Modules that transformers does not have are in `modules`; `beyond_transformers` finds them again at export.
+Modules that transformers does not have are in `modules`; `describe_unsupported_modules` finds them again at export.
 User errors raise ValueError that begins with the knob, such as `num_kv_heads: 3 does not divide ...`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from preheat.models.conversions.modules import CentredEmbedding, FeedForward, RMSNorm
-from preheat.models.hf import anatomy
+from preheat.models.hf import find_anatomy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEYS_AND_VALUES",
-    "beyond_transformers",
+    "describe_unsupported_modules",
     "feed_forward_draw",
     "fold_layer_norms",
     "has_rotary",
@@ -33,13 +33,13 @@ __all__ = [
     "pool_heads",
     "pool_key_value_heads",
     "replace_feed_forward",
-    "rope_of_longest",
+    "find_longest_rope",
     "scale_rope",
     "set_feed_forward",
     "set_kv_heads",
     "tie_embeddings",
-    "tied_value",
-    "to_rms_norm",
+    "merge_tied_value",
+    "replace_layer_norms",
 ]
 
 
@@ -79,7 +79,7 @@ def key_value_projections(model: PreTrainedModel) -> list[str]:
     Raises:
         ValueError: a layer's attention has no `k_proj` and `v_proj` of its own.
     """
-    attentions = {id(m) for m in anatomy(model).attentions}
+    attentions = {id(m) for m in find_anatomy(model).attentions}
     owners = [name for name, module in model.named_modules() if id(module) in attentions]
     projections = [f"{owner}.{kind}_proj" for owner in owners for kind in "kv"]
     modules = dict(model.named_modules())
@@ -112,7 +112,7 @@ def pool_key_value_heads(model: PreTrainedModel, kv_heads: int) -> int:
             setattr(linear, kind, nn.Parameter(pooled, requires_grad=old.requires_grad))
         linear.out_features = linear.weight.shape[0]
     # Attention modules keep the group size that they were built with, in an attribute of their own.
-    for attention in anatomy(model).attentions:
+    for attention in find_anatomy(model).attentions:
         cast(Any, attention).num_key_value_groups = text.num_attention_heads // kv_heads
     return len(names)
 
@@ -120,7 +120,7 @@ def pool_key_value_heads(model: PreTrainedModel, kv_heads: int) -> int:
 # --- LayerNorm to RMSNorm -----------------------------------------------------------------------------------------
 
 
-def to_rms_norm(model: PreTrainedModel, *, fold: bool) -> list[str]:
+def replace_layer_norms(model: PreTrainedModel, *, fold: bool) -> list[str]:
     """Replaces each LayerNorm of a GPT-2 by RMSNorm, in place; values are changed by `fold_layer_norms`.
 
     Args:
@@ -151,7 +151,7 @@ def to_rms_norm(model: PreTrainedModel, *, fold: bool) -> list[str]:
 
 
 def fold_layer_norms(name: str, value: Tensor, read: Callable[[str], Tensor], *, tied: bool) -> Tensor:
-    """The value of a GPT-2's parameter after `to_rms_norm(fold=True)`, from the values of the original model.
+    """The value of a GPT-2's parameter after `replace_layer_norms(fold=True)`, from the values of the original model.
 
     Weights that write into the residual stream are centred over the width, so that the stream's mean is zero and its
     root mean square equals LayerNorm's deviation; biases of the norms are folded into the maps that read them.
@@ -178,11 +178,11 @@ _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "gelu": "gel
 _GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def _gated(activation: str) -> bool:
+def _is_gated(activation: str) -> bool:
     return activation.endswith("glu")
 
 
-def _whole(width: float) -> int:
+def _round_width(width: float) -> int:
     """Rounds a width to a multiple of 64 (8 for small models), for fast matmuls."""
     multiple = 64 if width >= 1024 else 8
     return max(round(width / multiple) * multiple, multiple)
@@ -203,14 +203,14 @@ def set_feed_forward(config: PretrainedConfig, activation: str) -> None:
     now = config.hidden_act if was_gated else config.activation_function
     # A block of the same kind is another one if its function differs.
     same = now == function or (function == "gelu" and now.startswith("gelu"))  # gpt2's gelu_new is its tanh form
-    if _gated(activation) == was_gated and same:
+    if _is_gated(activation) == was_gated and same:
         raise ValueError(
             f"activation: {activation} is already the {family} model's activation; leave the technique out"
         )
     inner = config.intermediate_size if was_gated else (config.n_inner or 4 * config.n_embd)
     # 3 matrices of 2/3 of the width have the parameters of 2 matrices of all of it.
-    if _gated(activation) != was_gated:
-        inner = _whole(inner * (3 / 2 if was_gated else 2 / 3))
+    if _is_gated(activation) != was_gated:
+        inner = _round_width(inner * (3 / 2 if was_gated else 2 / 3))
     if was_gated:
         config.hidden_act, config.intermediate_size = function, inner
     else:
@@ -227,10 +227,10 @@ def replace_feed_forward(model: PreTrainedModel, activation: str) -> int:
     """
     config = model.config
     # The family's own block follows the configuration as long as it stays gated, or stays plain.
-    if _gated(activation) == (config.model_type != "gpt2"):
+    if _is_gated(activation) == (config.model_type != "gpt2"):
         return 0
-    layers = anatomy(model).layers
-    inner = config.intermediate_size if _gated(activation) is False else config.n_inner
+    layers = find_anatomy(model).layers
+    inner = config.intermediate_size if _is_gated(activation) is False else config.n_inner
     for layer in cast("list[Any]", list(layers)):
         weight = next(layer.mlp.parameters())
         with torch.device(weight.device):
@@ -238,7 +238,7 @@ def replace_feed_forward(model: PreTrainedModel, activation: str) -> int:
                 config.hidden_size,
                 inner,
                 _ACTIVATIONS[activation],
-                gated=_gated(activation),
+                gated=_is_gated(activation),
                 dropout=getattr(config, "resid_pdrop", 0.0),
             ).to(weight.dtype)
         layer.mlp = block
@@ -271,7 +271,7 @@ def feed_forward_draw(config: PretrainedConfig) -> Callable[[nn.Module], None] |
 # --- tied embeddings ----------------------------------------------------------------------------------------------
 
 
-def tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
+def merge_tied_value(embedding: Tensor, head: Tensor, keep: str) -> Tensor:
     """Returns the one matrix that replaces embedding and head, in the embedding's dtype.
 
     Args:
@@ -306,7 +306,7 @@ def tie_embeddings(model: PreTrainedModel, keep: str) -> int:
     if len(shapes) > 1:
         raise ValueError(f"embedding and head differ in shape ({sorted(shapes)}) and cannot be one matrix")
     with torch.no_grad():
-        embedding.weight.copy_(tied_value(embedding.weight, head.weight, keep))
+        embedding.weight.copy_(merge_tied_value(embedding.weight, head.weight, keep))
     for module in modules:
         module.weight = embedding.weight
     model.config.tie_word_embeddings = True
@@ -367,7 +367,7 @@ def has_rotary(model: PreTrainedModel) -> bool:
     return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
 
 
-def rope_of_longest(config: PretrainedConfig) -> str:
+def find_longest_rope(config: PretrainedConfig) -> str:
     """The rotary scaling whose frequencies depend on the longest position of a call; "" if they do not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # One dictionary for all layers, or one per layer type.
@@ -378,7 +378,7 @@ def rope_of_longest(config: PretrainedConfig) -> str:
 # --- export -------------------------------------------------------------------------------------------------------
 
 
-def beyond_transformers(model: PreTrainedModel) -> list[str]:
+def describe_unsupported_modules(model: PreTrainedModel) -> list[str]:
     """Descriptions of a model's modules that no transformers configuration can express; empty if there are none."""
     descriptions = {
         RMSNorm: "RMSNorm in a GPT-2",

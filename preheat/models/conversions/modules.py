@@ -100,7 +100,7 @@ class DynamicRotary(nn.Module):
         # base' = base * (factor * L / most - (factor - 1)) ** (dim / (dim - 2)) for the longest position L.
         base = rope["rope_theta"] * stretched ** (dim / (dim - 2))
         steps = torch.arange(0, dim, 2, dtype=torch.int64, device=x.device).float() / dim
-        return _tables(x, position_ids, 1.0 / (base**steps), 1.0)
+        return _build_tables(x, position_ids, 1.0 / (base**steps), 1.0)
 
 
 class LongRotary(nn.Module):
@@ -126,10 +126,10 @@ class LongRotary(nn.Module):
         far, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, None, seq_len=original + 1)
         # Both tables are cheap, and `where` chooses between them without a branch on the host.
         near, far = to_device(near, x.device), to_device(far, x.device)
-        return _tables(x, position_ids, torch.where(position_ids.max() + 1 > original, far, near), scale)
+        return _build_tables(x, position_ids, torch.where(position_ids.max() + 1 > original, far, near), scale)
 
 
-def _tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _build_tables(x: Tensor, position_ids: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     # [rows, length, dim / 2], then twice: frequency n rotates dimensions n and n + dim / 2 (rotated halves).
     angles = position_ids[..., None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)

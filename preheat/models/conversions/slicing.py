@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from preheat.errors import RecipeError
-from preheat.models.conversions.architecture import beyond_transformers
+from preheat.models.conversions.architecture import describe_unsupported_modules
 from preheat.models.conversions.modules import DynamicRotary, LongRotary, replace_rotary
-from preheat.models.hf import PATTERN, SOFTCAP, anatomy, facts
+from preheat.models.hf import PATTERN, SOFTCAP, find_anatomy, read_facts
 from preheat.models.sinks import CHUNK
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ __all__ = [
     "Indices",
     "KeptIndices",
     "Sizes",
-    "become",
-    "counter",
-    "misfit",
-    "norms_over_stream",
-    "origin",
-    "readers",
+    "replace_in_place",
+    "build_parameter_counter",
+    "describe_misfit",
+    "find_stream_norms",
+    "build_name_map",
+    "find_readers",
     "sizes_of",
-    "smaller",
+    "build_smaller",
     "width_step",
 ]
 
@@ -89,11 +89,11 @@ class KeptIndices:
     channels: Sequence[Tensor] | None = None
 
 
-def _table(config: PretrainedConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _build_table(config: PretrainedConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if config.model_type not in FAMILIES:
         why = (
             "has experts, whose channels and stream preheat does not slice"
-            if facts(config).experts
+            if read_facts(config).experts
             else "is a family whose heads, channels and stream preheat does not slice"
         )
         raise RecipeError(
@@ -103,9 +103,9 @@ def _table(config: PretrainedConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return FAMILIES[config.model_type]
 
 
-def _axes(config: PretrainedConfig, name: str, dimensions: int) -> tuple[str, ...]:
+def _find_axes(config: PretrainedConfig, name: str, dimensions: int) -> tuple[str, ...]:
     """The axis of each dimension of a parameter."""
-    for pattern, axes in _table(config):
+    for pattern, axes in _build_table(config):
         if re.fullmatch(rf"(.*\.)?({pattern})", name):
             return axes[:dimensions]  # a bias has the first axis of its weight
     raise RecipeError(
@@ -120,26 +120,26 @@ def sizes_of(config: PretrainedConfig) -> Sizes:
     Raises:
         RecipeError: another family.
     """
-    _table(config)
-    known = facts(config)
+    _build_table(config)
+    known = read_facts(config)
     channels = config.n_inner or 4 * config.n_embd if config.model_type == "gpt2" else config.intermediate_size
     return Sizes(known.layers, known.width, known.heads, known.kv_heads, channels, known.head_dim)
 
 
-def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
+def build_parameter_counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
     """Returns a function that counts the model's parameters at other sizes, shared ones once, without building it."""
-    layers = f"{_name_of(model, anatomy(model).layers)}."
+    layers = f"{_rename_layer(model, find_anatomy(model).layers)}."
     # How often each shape occurs, with axes by name: the count at other sizes is a sum over a few shapes.
     ends: Counter[tuple[Any, ...]] = Counter()
     inside: Counter[tuple[Any, ...]] = Counter()
     for name, p in model.named_parameters():
         # `named_parameters` yields a tied head once, so it is counted once.
-        axes = _axes(model.config, name, p.ndim)
+        axes = _find_axes(model.config, name, p.ndim)
         sides = tuple(axis or size for axis, size in zip(axes, p.shape, strict=True))
         (inside if name.startswith(layers) else ends)[sides] += 1
     count = sizes_of(model.config).layers
 
-    def at(sizes: Sizes) -> int:
+    def size_at(sizes: Sizes) -> int:
         width = {
             "hidden": sizes.hidden,
             "heads": sizes.heads * sizes.head_dim,
@@ -148,16 +148,16 @@ def counter(model: PreTrainedModel) -> Callable[[Sizes], int]:
             "channels": sizes.channels,
         }
 
-        def total(parts: Counter[tuple[Any, ...]]) -> int:
+        def count_total(parts: Counter[tuple[Any, ...]]) -> int:
             return sum(times * math.prod(width.get(side, side) for side in sides) for sides, times in parts.items())
 
         # All layers have the same shapes, so their total scales with their number.
-        return total(ends) + total(inside) * sizes.layers // count
+        return count_total(ends) + count_total(inside) * sizes.layers // count
 
-    return at
+    return size_at
 
 
-def misfit(config: PretrainedConfig, sizes: Sizes) -> str:
+def describe_misfit(config: PretrainedConfig, sizes: Sizes) -> str:
     """Why transformers has no model of the family with these sizes; "" if it has one."""
     if config.model_type == "gpt2" and sizes.hidden != sizes.heads * sizes.head_dim:
         return (
@@ -180,46 +180,46 @@ def width_step(config: PretrainedConfig, heads: int, head_dim: int, multiple: in
     return math.lcm(multiple, heads) if config.model_type == "llama" else multiple
 
 
-def readers(model: PreTrainedModel, what: str) -> list[tuple[int, str, nn.Module]]:
+def find_readers(model: PreTrainedModel, what: str) -> list[tuple[int, str, nn.Module]]:
     """The linear maps from `heads` or `channels` to the stream: (layer, name, module) in order."""
     from transformers.pytorch_utils import Conv1D
 
-    layers = _name_of(model, anatomy(model).layers)
+    layers = _rename_layer(model, find_anatomy(model).layers)
     maps = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if weight is None or weight.ndim != 2:
             continue
-        axes = _axes(model.config, f"{name}.weight", 2)
+        axes = _find_axes(model.config, f"{name}.weight", 2)
         # The input axis: Conv1D stores [in, out], Linear [out, in].
         if axes[0 if isinstance(module, Conv1D) else 1] == what:
             maps.append((int(name.removeprefix(f"{layers}.").partition(".")[0]), name, module))
     return maps
 
 
-def norms_over_stream(model: PreTrainedModel) -> dict[str, nn.Module]:
+def find_stream_norms(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The norms over the stream by name, without those over a head."""
-    norms = anatomy(model).norms
-    return {name: m for name, m in norms.items() if _axes(model.config, f"{name}.weight", 1) == ("hidden",)}
+    norms = find_anatomy(model).norms
+    return {name: m for name, m in norms.items() if _find_axes(model.config, f"{name}.weight", 1) == ("hidden",)}
 
 
-def origin(model: PreTrainedModel, keep: KeptIndices) -> Callable[[str], tuple[int, str]]:
+def build_name_map(model: PreTrainedModel, keep: KeptIndices) -> Callable[[str], tuple[int, str]]:
     """Returns a function from names in the smaller model to (layer in `model`, or -1; name in `model`)."""
-    layers = anatomy(model).layers
-    prefix = f"{_name_of(model, layers)}."
+    layers = find_anatomy(model).layers
+    prefix = f"{_rename_layer(model, layers)}."
     # New layer number -> layer number in the larger model.
     order = list(range(len(layers))) if keep.layers is None else keep.layers.tolist()
 
-    def before(name: str) -> tuple[int, str]:
+    def count_before(name: str) -> tuple[int, str]:
         if not name.startswith(prefix):
             return -1, name
         number, dot, rest = name.removeprefix(prefix).partition(".")
         return order[int(number)], f"{prefix}{order[int(number)]}{dot}{rest}"
 
-    return before
+    return count_before
 
 
-def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
+def build_smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
     """Builds a smaller model with its own configuration and copies of the kept values; `model` is not changed.
 
     Raises:
@@ -235,18 +235,18 @@ def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
     """
     import torch
 
-    if beyond := beyond_transformers(model):
+    if beyond := describe_unsupported_modules(model):
         raise RecipeError(
             f"model: has {' and '.join(beyond)}, which no configuration of transformers describes a smaller form of"
         )
-    config = _configuration(model.config, keep)
+    config = _build_config(model.config, keep)
     # On meta, because every parameter is replaced by a slice: transformers would draw values for nothing.
     with torch.device("meta"):
         pruned: PreTrainedModel = type(model)(config)
     # transformers builds its own rotary modules again; the comparison of types below needs ours.
     if any(isinstance(m, DynamicRotary | LongRotary) for m in model.modules()):
         replace_rotary(pruned)
-    before = origin(model, keep)
+    before = build_name_map(model, keep)
     indices = Indices(model, keep)
     modules = dict(model.named_modules())
     with torch.no_grad():
@@ -275,7 +275,7 @@ def smaller(model: PreTrainedModel, keep: KeptIndices) -> PreTrainedModel:
     return pruned.train(model.training)  # type: ignore[no-any-return]
 
 
-def become(model: PreTrainedModel, pruned: PreTrainedModel) -> None:
+def replace_in_place(model: PreTrainedModel, pruned: PreTrainedModel) -> None:
     """Turns `model` into the smaller `pruned`, in place: takes over its modules and configuration."""
     # The caller's reference to `model` stays valid, and so does its class.
     for name, child in pruned.named_children():
@@ -299,7 +299,7 @@ class Indices:
         if not self.narrow:
             return value.clone()
         sliced = value
-        for dimension, axis in enumerate(_axes(self.config, name, value.ndim)):
+        for dimension, axis in enumerate(_find_axes(self.config, name, value.ndim)):
             index = self.of(axis, layer)
             if index is not None:
                 sliced = torch.index_select(sliced, dimension, index.to(sliced.device))
@@ -326,11 +326,11 @@ class Indices:
         return elements
 
 
-def _name_of(model: nn.Module, module: nn.Module) -> str:
+def _rename_layer(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, m in model.named_modules() if m is module)
 
 
-def _configuration(config: PretrainedConfig, keep: KeptIndices) -> PretrainedConfig:
+def _build_config(config: PretrainedConfig, keep: KeptIndices) -> PretrainedConfig:
     """The configuration of the smaller model."""
     smaller_config = copy.deepcopy(config)
     if keep.layers is not None:
@@ -342,13 +342,15 @@ def _configuration(config: PretrainedConfig, keep: KeptIndices) -> PretrainedCon
     # Every layer keeps the same number of heads and channels, as one configuration describes all.
     if keep.heads is not None:
         if config.model_type != "gpt2":
-            smaller_config.head_dim = facts(config).head_dim  # otherwise transformers derives it from width / heads
+            smaller_config.head_dim = read_facts(
+                config
+            ).head_dim  # otherwise transformers derives it from width / heads
         smaller_config.num_attention_heads = len(keep.heads[0])
     if keep.kv_heads is not None and config.model_type != "gpt2":
         smaller_config.num_key_value_heads = len(keep.kv_heads[0])
     if keep.hidden is not None:
         if config.model_type != "gpt2":
-            smaller_config.head_dim = facts(config).head_dim
+            smaller_config.head_dim = read_facts(config).head_dim
         smaller_config.hidden_size = len(keep.hidden)
     if keep.channels is not None:
         setattr(

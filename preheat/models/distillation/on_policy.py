@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Answer", "OnPolicy", "answers_of", "with_answers"]
+__all__ = ["Answer", "OnPolicy", "read_answers", "replace_answers"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Answer:
     trained: int
 
 
-def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Answer]:
+def read_answers(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Answer]:
     """The first answer of each document of these rows, or its second half if all of it is trained.
 
     Args:
@@ -78,7 +78,7 @@ def answers_of(labels: Tensor, documents: Sequence[Sequence[int]], rows: Sequenc
     return answers
 
 
-def with_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequence[int]]) -> Batch:
+def replace_answers(batch: Batch, answers: Sequence[Answer], written: Sequence[Sequence[int]]) -> Batch:
     """Replaces the answers of a batch by generated ones; tensors on the host.
 
     Returns:
@@ -143,8 +143,8 @@ class OnPolicy:
         device = batch.tokens.device
         host = replace(batch, tokens=batch.tokens.cpu(), labels=batch.labels.cpu())
         assert host.mask.documents is not None, "rows of the data have the lengths of their documents beside them"
-        answers = answers_of(host.labels, host.mask.documents, self._drawn(host.rows))
-        filled = with_answers(host, answers, self._write(host, answers) if answers else [])
+        answers = read_answers(host.labels, host.mask.documents, self._draw_rows(host.rows))
+        filled = replace_answers(host, answers, self._write(host, answers) if answers else [])
         return replace(
             filled,
             tokens=filled.tokens.to(device),
@@ -152,14 +152,14 @@ class OnPolicy:
             aligned=tuple(t.to(device) for t in filled.aligned),
         )
 
-    def _seed(self, rows: Sequence[int]) -> random.Random:
+    def _seed_generator(self, rows: Sequence[int]) -> random.Random:
         # A generator of its own: the process's generators advance as if nothing had been sampled.
         return random.Random(f"{self.build.recipe.seed} {self.build.state.step} {' '.join(map(str, rows))}")
 
-    def _drawn(self, rows: Sequence[int]) -> list[int]:
+    def _draw_rows(self, rows: Sequence[int]) -> list[int]:
         """Rows of the batch in which the student generates."""
         # One draw per row, so that the choice does not depend on how rows are divided over devices and micro-batches.
-        return [n for n, row in enumerate(rows) if self._seed([row]).random() < self.share]
+        return [n for n, row in enumerate(rows) if self._seed_generator([row]).random() < self.share]
 
     def _write(self, batch: Batch, answers: Sequence[Answer]) -> list[list[int]]:
         """Generates the student's answers."""
@@ -184,6 +184,6 @@ class OnPolicy:
                 stop=self.stop | ends,
                 positions=self.build.model.positions,
                 batch=len(prompts),
-                seed=self._seed(batch.rows).getrandbits(62),
+                seed=self._seed_generator(batch.rows).getrandbits(62),
             )
         return [one.tokens for one in written]

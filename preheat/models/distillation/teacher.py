@@ -24,13 +24,13 @@ __all__ = [
     "Teacher",
     "add_maps",
     "init_from_layers",
-    "compared",
-    "config_of",
+    "compared_layers",
+    "read_config",
     "build_teacher",
-    "reads_teacher",
-    "rows_problems",
-    "spread",
-    "spreading_problems",
+    "is_read_from_teacher",
+    "find_row_problems",
+    "space_layers",
+    "find_spacing_problems",
     "capture_hidden",
 ]
 
@@ -38,7 +38,7 @@ MAPS = "preheat_maps"
 """Attribute of a student with its linear maps to the teacher's width: trained with it, and not exported."""
 
 
-def config_of(folder: Path, length: int) -> PretrainedConfig:
+def read_config(folder: Path, length: int) -> PretrainedConfig:
     """The configuration of a frozen model, from its Hugging Face folder.
 
     Args:
@@ -122,7 +122,7 @@ class Teacher:
         return last.to(dtype), states
 
 
-def compared(layers: int, matched: int) -> list[int]:
+def compared_layers(layers: int, matched: int) -> list[int]:
     """Indices of the layers compared in addition to the last hidden states; `matched` in all, evenly spaced in depth.
 
     Example:
@@ -147,8 +147,8 @@ def capture_hidden(model: PreTrainedModel, matched: int, run: Callable[[], Tenso
         states.append(out if isinstance(out, Tensor) else out[0])
 
     # Hooks rather than `output_hidden_states`, which keeps the states of all layers in memory.
-    layers = hf.anatomy(model).layers
-    hooks = [layers[n].register_forward_hook(keep) for n in compared(len(layers), matched)]
+    layers = hf.find_anatomy(model).layers
+    hooks = [layers[n].register_forward_hook(keep) for n in compared_layers(len(layers), matched)]
     try:
         last = run()
     finally:
@@ -172,7 +172,7 @@ def add_maps(student: PreTrainedModel, width: int, matched: int, weights: Weight
 
     def draw(module: Any) -> None:
         for linear in module:
-            (nn.init.eye_ if linear.in_features == linear.out_features else _orthogonal)(linear.weight)
+            (nn.init.eye_ if linear.in_features == linear.out_features else _init_orthogonal)(linear.weight)
 
     maps = nn.ModuleList(nn.Linear(own, width, bias=False, device="meta", dtype=dtype) for _ in range(matched))
     student.add_module(MAPS, maps)
@@ -180,13 +180,13 @@ def add_maps(student: PreTrainedModel, width: int, matched: int, weights: Weight
     return maps
 
 
-def _orthogonal(weight: Tensor) -> None:
+def _init_orthogonal(weight: Tensor) -> None:
     from torch import nn
 
     weight.copy_(nn.init.orthogonal_(weight.float()))
 
 
-def spread(layers: int, of: int) -> list[int]:
+def space_layers(layers: int, of: int) -> list[int]:
     """`layers` of `of` layers, evenly spaced, including the first and the last.
 
     Example:
@@ -207,10 +207,10 @@ def init_from_layers(student: PreTrainedModel, weights: WeightSource, of: int) -
             f"techniques.distillation.layers: the teacher's layers are of several kinds ({', '.join(sorted(kinds))}), "
             "so one cannot start as another; use layers: own"
         )
-    layers = hf.anatomy(student).layers
+    layers = hf.find_anatomy(student).layers
     (name,) = (name for name, module in student.named_modules() if module is layers)
     # Values are redirected as they are read: layer n of the student gets those of layer chosen[n] of the folder.
-    chosen, at = spread(len(layers), of), re.compile(rf"^{re.escape(name)}\.(\d+)\.")
+    chosen, at = space_layers(len(layers), of), re.compile(rf"^{re.escape(name)}\.(\d+)\.")
 
     def other(parameter: str, value: Tensor) -> Tensor:
         match = at.match(parameter)
@@ -223,14 +223,14 @@ def init_from_layers(student: PreTrainedModel, weights: WeightSource, of: int) -
     return chosen
 
 
-def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -> list[str]:
+def find_spacing_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -> list[str]:
     """Why a student cannot be initialized from evenly spaced layers of its teacher; each message begins with the knob.
 
     Args:
         layers, found: of the student, and of the teacher.
     """
     why = []
-    if not reads_teacher(recipe, teacher):
+    if not is_read_from_teacher(recipe, teacher):
         why.append(
             "layers: spread is for a student initialized from the teacher: set model.path to the teacher, and "
             "model.config: {num_hidden_layers: N}"
@@ -248,13 +248,13 @@ def spreading_problems(recipe: Recipe, teacher: Path, layers: int, found: int) -
     return why
 
 
-def reads_teacher(recipe: Recipe, teacher: Path) -> bool:
+def is_read_from_teacher(recipe: Recipe, teacher: Path) -> bool:
     """True if a recipe's weights are read from its teacher's folder."""
     model = recipe.model
     return model.path is not None and model.weights != "random" and Path(model.path).resolve() == teacher.resolve()
 
 
-def rows_problems(context: Context, *, cached: bool, hidden: bool, writes: bool, common: bool) -> list[str]:
+def find_row_problems(context: Context, *, cached: bool, hidden: bool, writes: bool, common: bool) -> list[str]:
     """Conflicts of cached teacher outputs, on-policy answers and common pieces; each message begins with the knob.
 
     Args:

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from preheat.core import Batch, MaskSpec
-from preheat.model_folder import beginning
+from preheat.model_folder import beginning_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenizerView", "Matched", "TokenAligner", "common"]
+__all__ = ["TokenizerView", "Matched", "TokenAligner", "find_common_tokens"]
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNIT = 64
@@ -49,7 +49,7 @@ class TokenizerView:
     @property
     def begins(self) -> int | None:
         """The token that it puts before every text, or None."""
-        return next(iter(beginning(self.tokenizer)), None)
+        return next(iter(beginning_tokens(self.tokenizer)), None)
 
     @property
     def spaced(self) -> bool:
@@ -76,7 +76,7 @@ class TokenizerView:
         return tokens
 
 
-def common(student: TokenizerView, teacher: TokenizerView) -> tuple[list[int], list[int]]:
+def find_common_tokens(student: TokenizerView, teacher: TokenizerView) -> tuple[list[int], list[int]]:
     """Token ids of the common vocabulary, of student and teacher in the same order; the end of text comes last."""
     mine, theirs = student.by_bytes(), teacher.by_bytes()
     shared = [piece for piece in mine if piece in theirs]
@@ -113,8 +113,8 @@ class TokenAligner:
 
     @functools.cached_property
     def common(self) -> tuple[list[int], list[int]]:
-        """The common vocabulary, as of `common`."""
-        return common(self.student, self.teacher)
+        """The common vocabulary, as of `find_common_tokens`."""
+        return find_common_tokens(self.student, self.teacher)
 
     def __call__(self, batch: Batch) -> Matched:
         """Aligns a batch, whose tokens are read on the host; the result is on the batch's device."""
@@ -133,16 +133,16 @@ class TokenAligner:
             for size in documents:
                 # The teacher reads only documents in which something is trained.
                 if any(trained[row][begin : begin + size]):
-                    numbers, places = self._document(tokens[row][begin : begin + size])
+                    numbers, places = self._align_document(tokens[row][begin : begin + size])
                     for place, of in places:
                         at[row, begin + place], aligned[row, begin + place] = filled + of, 1.0
                     here.append(numbers)
                     filled += len(numbers)
                 begin += size
             cut.append([numbers for numbers in here if numbers])
-        return Matched(self._batch(batch, cut), at.to(device), aligned.to(device))
+        return Matched(self._align_batch(batch, cut), at.to(device), aligned.to(device))
 
-    def _document(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _align_document(self, numbers: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """A document in the teacher's tokens, and (position, teacher position) pairs; empty if it alters the text."""
         text, own = self.student.ends(numbers)
         # Characters that the row cuts off at either end are not shown to the teacher.
@@ -163,7 +163,7 @@ class TokenAligner:
             (place, of[end]) for place, end in enumerate(own) if end in of and (place == 0 or not special[place])
         ]
 
-    def _batch(self, batch: Batch, cut: Sequence[Sequence[Sequence[int]]]) -> Batch:
+    def _align_batch(self, batch: Batch, cut: Sequence[Sequence[Sequence[int]]]) -> Batch:
         import torch
 
         sizes = [sum(map(len, documents)) for documents in cut]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.errors import RunError
-from preheat.sanitize import quoted, shorten
+from preheat.sanitize import quote_value, shorten
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -46,13 +46,17 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
     except (ValueError, RecursionError, OSError) as error:
         raise RunError(f"{file}: cannot be read ({shorten(str(error))}); fix it or remove it from the folder") from None
     if not isinstance(values, dict):
-        raise RunError(f"{file}: is {quoted(values)}, not a mapping of settings; fix it or remove it from the folder")
+        raise RunError(
+            f"{file}: is {quote_value(values)}, not a mapping of settings; fix it or remove it from the folder"
+        )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
         # Models with several end tokens (Llama 3) list them.
         numbers = value if isinstance(value, list) else [value]
         if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
-            raise RunError(f"{file}: {key} is {quoted(value)}, not a token ID; fix it or remove it from the folder")
+            raise RunError(
+                f"{file}: {key} is {quote_value(value)}, not a token ID; fix it or remove it from the folder"
+            )
     # Provenance of the file, not settings.
     for key in ("_from_model_config", "transformers_version"):
         values.pop(key, None)
@@ -68,12 +72,12 @@ def read_generation(folder: Path | None) -> tuple[GenerationConfig | None, list[
             chosen[key] = values[key]
     notes = []
     if left:
-        names = ", ".join(f"{shorten(key, 40)} {quoted(values[key], 30)}" for key in left[:6]) + (
+        names = ", ".join(f"{shorten(key, 40)} {quote_value(values[key], 30)}" for key in left[:6]) + (
             " …" if left[6:] else ""
         )
         notes.append(f"the base's {_FILE} contradicts itself, so these of its settings were left out: {names}")
     if greedy := [key for key in _GREEDY if chosen.get(key) not in _NEUTRAL]:
-        names = ", ".join(f"{key} {quoted(chosen[key], 30)}" for key in greedy)
+        names = ", ".join(f"{key} {quote_value(chosen[key], 30)}" for key in greedy)
         notes.append(
             f"the base's {_FILE} sets {names}: transformers follows it, preheat generate only its own settings"
         )

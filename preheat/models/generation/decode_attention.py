@@ -14,34 +14,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preheat.hardware.cpp_build import quick_library
+from preheat.hardware.cpp_build import load_native_library
 
-__all__ = ["cached_attention", "of_use"]
+__all__ = ["attend_cache", "is_supported"]
 
 FEW = 16
 """Most queries that the kernel is used for; torch's matmuls win beyond."""
 _WIDE = 16  # numbers per vector instruction of the kernel
 
 
-def of_use(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """True if `cached_attention` supports these tensors and is faster than torch's attention."""
+def is_supported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """True if `attend_cache` supports these tensors and is faster than torch's attention."""
     queries, keys = q.shape[2], k.shape[2]
     # Without a mask all queries see all keys; with several queries, causality must come from the mask.
     plain_mask = queries == 1 if mask is None else mask.dtype == torch.bool and mask.shape[1:] == (1, queries, keys)
     graded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not plain_mask or graded or not all(map(_supported, (q, k, v))):
+    if not plain_mask or graded or not all(map(_has_supported_types, (q, k, v))):
         return False
     if torch.compiler.is_compiling():
         return queries == 1
     watched = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # by tracers that need operators
-    return queries <= FEW and not watched and _library() is not None
+    return queries <= FEW and not watched and _load_library() is not None
 
 
-def _supported(t: Tensor) -> bool:
+def _has_supported_types(t: Tensor) -> bool:
     return t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.shape[3] % _WIDE == 0 and t.stride(3) == 1
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(q k^T scale) v; scores and their sums in fp32.
 
     Args:
@@ -54,9 +54,9 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
         bf16 [rows, queries, heads, values].
     """
     if torch.compiler.is_compiling():
-        return _fused(q, k, v, mask, scale)
+        return _attend_fused(q, k, v, mask, scale)
     # The kernel takes strides, so q, k and v may be views of a cache; only the mask must be dense.
-    library = _library()
+    library = _load_library()
     assert library is not None, "of_use() comes first"
     rows, heads, queries, width = q.shape
     pairs, keys, values = k.shape[1], k.shape[2], v.shape[3]
@@ -73,7 +73,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
     return out
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The same for one query in operators that torch.compile fuses: a C++ call would be opaque and copy the cache."""
     rows, heads, _, width = q.shape
     pairs = k.shape[1]
@@ -87,8 +87,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    return quick_library(
+def _load_library() -> ctypes.CDLL | None:
+    return load_native_library(
         Path(__file__).with_suffix(".cpp"),
         ("attention over the KV cache uses torch's kernel, which takes several times as long"),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Ended", "IncrementalDetokenizer", "Written", "alike"]
+__all__ = ["Ended", "IncrementalDetokenizer", "Written", "common_prefix_length"]
 
 _CONTEXT = 8
 """Prompt tokens that precede the generated ones when decoding, since decoders treat the start of a text differently."""
@@ -63,13 +63,13 @@ class IncrementalDetokenizer:
             self._end("stop token")
             return
         self._fresh.append(token)
-        more = self._decoded()
+        more = self._decode()
         # U+FFFD at the end marks bytes that are not a whole character yet; they wait for the next token.
         if not more.endswith("\ufffd"):
             self._before, self._fresh = self._fresh, []
             self._grow(more)
 
-    def _decoded(self) -> str:
+    def _decode(self) -> str:
         if self._before and all(map(self._is_byte, (self._before[-1], self._fresh[0]))):
             # Decoders drop a run of byte tokens if its end is not a character, so bytes are decoded without context.
             return self.tokenizer.decode(self._fresh, skip_special_tokens=True)
@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         before, text = (
             self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._before, self._before + self._fresh)
         )
-        return text[alike(before, text) :]
+        return text[common_prefix_length(before, text) :]
 
     def _grow(self, more: str) -> None:
         # A stop string may begin in text that is already there, at most its own length before the end.
@@ -89,7 +89,7 @@ class IncrementalDetokenizer:
             self.text, self._fresh = self.text[:at], []
             self._end("stop string")
         else:
-            self._say(len(self.text) - max((_begun(self.text, stop) for stop in self.stops), default=0))
+            self._say(len(self.text) - max((_count_begun(self.text, stop) for stop in self.stops), default=0))
 
     def _say(self, upto: int) -> None:
         if upto > self.said:
@@ -102,7 +102,7 @@ class IncrementalDetokenizer:
     def _end(self, ended: Ended) -> None:
         self.ended = ended
         if self._fresh:  # bytes that are not a complete character
-            self.text += self._decoded()
+            self.text += self._decode()
         self._say(len(self.text))
         self.tell(None)
 
@@ -114,12 +114,12 @@ class IncrementalDetokenizer:
         return Written(self.text, self.tokens, self.ended)
 
 
-def alike(a: Sequence[object], b: Sequence[object]) -> int:
+def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
     """The length of the common prefix."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _begun(text: str, stop: str) -> int:
+def _count_begun(text: str, stop: str) -> int:
     """The number of characters at the end of `text` that begin `stop`.
 
     >>> _begun("one\\nUs", "\\nUser:"), _begun("one", "\\nUser:")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from preheat.errors import RecipeError, RunError
 from preheat.models.encoder_decoder import start_token
 from preheat.models.generation.config import ends_of, read_generation
-from preheat.models.generation.detokenizer import Ended, IncrementalDetokenizer, Written, alike
+from preheat.models.generation.detokenizer import Ended, IncrementalDetokenizer, Written, common_prefix_length
 from preheat.models.hf import PATTERN, STANDALONE, head
 from preheat.models.token_mixers import pass_cache
 from preheat.models.vision import set_attention
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["PrefixCache", "Timed", "Written", "cached_loss", "generate", "patterned", "settled", "stop_tokens"]
+__all__ = [
+    "PrefixCache",
+    "Timed",
+    "Written",
+    "evaluate_cached_loss",
+    "generate",
+    "has_attention_pattern",
+    "resolve_auto",
+    "stop_tokens",
+]
 
 _PASSES = 2000
 """Single-token passes from which compiling a model on a GPU pays off: compiling takes about one second per layer, and
@@ -52,7 +61,7 @@ class PrefixCache:
     def begin(self, prompt: Sequence[int], settings: Sample, empty: Callable[[], Cache]) -> Cache:
         """Returns the cache with a prefix of `prompt`, at least one token short; else an `empty` one."""
         # The last token of the prompt is always read: a pass needs an input to predict the next token from.
-        same = alike(self.tokens, prompt[:-1])
+        same = common_prefix_length(self.tokens, prompt[:-1])
         if self.kind != (settings.cache_kind, settings.window):
             same, self.kind = 0, (settings.cache_kind, settings.window)
         # A new cache if it has another kind, shares no token with the prompt, or cannot be cropped to what they share.
@@ -108,7 +117,7 @@ class Timed:
     cache_bytes: int = 0
 
 
-def patterned(model: PreTrainedModel) -> bool:
+def has_attention_pattern(model: PreTrainedModel) -> bool:
     """True if layers have one of preheat's attention patterns, which need whole sequences: no cache, no padding."""
     return any(hasattr(m, PATTERN) for m in model.modules())
 
@@ -180,7 +189,7 @@ def generate(
     assert (draft is None) == (settings.draft_model is None), (
         "the model that settings.draft_model names is opened by the caller"
     )
-    alone = patterned(model)
+    alone = has_attention_pattern(model)
     if _has_own_cache(model):
         kept = None  # such a cache cannot be cropped to a prefix
     _require(model, settings, alone, cached, kept)
@@ -189,10 +198,10 @@ def generate(
         min(settings.max_new_tokens, positions - len(p)) if positions else settings.max_new_tokens for p in prompts
     ]
     assert min(rooms, default=1) > 0, "a prompt that fills the model's positions"
-    batches = list(_batches(rooms, settings.max_new_tokens, 1 if alone or settings.speculates else batch))
+    batches = list(_group_batches(rooms, settings.max_new_tokens, 1 if alone or settings.speculates else batch))
     # Compiling needs passes over single tokens and a cache of a fixed size, which patterns and chats do not have.
     ordinary = cached and not alone and kept is None
-    settings = settled(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
+    settings = resolve_auto(settings, model, sum(rooms[rows[0]] for rows in batches) if ordinary else 0)
     # One length for all batches: a compiled model recompiles, or records another graph, for each length.
     longest = max((max(len(prompts[row]) for row in rows) + rooms[rows[0]] - 1 for rows in batches), default=0)
     caches: dict[int, Cache] = {}  # of a compiled model, by number of rows
@@ -200,19 +209,22 @@ def generate(
     texts: list[Written] = []
     # The generator of the CPU is always forked; a GPU's only if the model is there.
     devices = [device] if device.type == "cuda" else []
-    attention = _attention(model, settings, alone)
+    attention = _choose_attention(model, settings, alone)
     with (
         torch.random.fork_rng(devices=devices),
-        _writing(model, attention, alone),
-        nullcontext() if draft is None else _writing(draft, _attention(draft, Sample(), False), False),
-        _compiling() if settings.compile is True else nullcontext(),
+        _prepare_generation(model, attention, alone),
+        nullcontext()
+        if draft is None
+        else _prepare_generation(draft, _choose_attention(draft, Sample(), False), False),
+        _allow_recompiles() if settings.compile is True else nullcontext(),
     ):
         for rows in batches:
             torch.manual_seed(seed)
             # An encoder-decoder's answer is a text of its own; any other continues its prompt.
             before = {row: () if model.config.is_encoder_decoder else prompts[row] for row in rows}
             listeners = [
-                IncrementalDetokenizer(tokenizer, before[row], settings.stop, _listener(on_text, row)) for row in rows
+                IncrementalDetokenizer(tokenizer, before[row], settings.stop, _build_listener(on_text, row))
+                for row in rows
             ]
             _write(
                 model,
@@ -234,7 +246,7 @@ def generate(
     return texts
 
 
-def settled(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
+def resolve_auto(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
     """Resolves `compile: auto`, and the cache kind with it.
 
     Args:
@@ -252,15 +264,15 @@ def settled(settings: Sample, model: PreTrainedModel, passes: int) -> Sample:
             and not model.config.is_encoder_decoder
         )
         supported = getattr(model, "_can_compile_fullgraph", False)  # transformers' flag of the family
-        return replace(settings, compile=bool(compilable and supported and not _uncompilable(model, settings)))
-    if settings.compile and (why := _uncompilable(model, settings)):
+        return replace(settings, compile=bool(compilable and supported and not _describe_uncompilable(model, settings)))
+    if settings.compile and (why := _describe_uncompilable(model, settings)):
         raise RecipeError(f"sample.compile: {why}")
     return settings
 
 
-def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
+def _describe_uncompilable(model: PreTrainedModel, settings: Sample) -> str:
     """Why a model's decoding cannot be compiled here; "" if it can."""
-    from preheat.hardware.cpp_build import uncompiled
+    from preheat.hardware.cpp_build import describe_missing_compiler
     from preheat.models.generation.kv_cache import make_cache
 
     kind = model.config.get_text_config(decoder=True).model_type
@@ -268,10 +280,10 @@ def _uncompilable(model: PreTrainedModel, settings: Sample) -> str:
         return f"transformers compiles no model of the family {kind}; leave it out"
     if not make_cache(model.config, replace(settings, compile=True, cache="static"), 1).is_compileable:
         return f"the cache of this model ({kind}) changes its shape with each token; leave it out"
-    return uncompiled(model.device.type)
+    return describe_missing_compiler(model.device.type)
 
 
-def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
+def evaluate_cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float:
     """Mean loss per token in nats with the cache and window of `settings`: measures their cost in quality.
 
     Args:
@@ -281,10 +293,10 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
 
     from preheat.models.generation.kv_cache import make_cache
 
-    alone = patterned(model)
+    alone = has_attention_pattern(model)
     _require(model, settings, alone, True, None)
     total = 0.0
-    with _writing(model, _attention(model, settings, alone), alone):
+    with _prepare_generation(model, _choose_attention(model, settings, alone), alone):
         # One row per pass, so that each row has a cache of its own and none needs padding.
         for row in rows.to(model.device):
             cache = {} if alone else pass_cache(model, make_cache(model.config, settings, len(row)))
@@ -294,11 +306,11 @@ def cached_loss(model: PreTrainedModel, rows: Tensor, settings: Sample) -> float
     return total / (rows.numel() - len(rows))
 
 
-def _listener(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
+def _build_listener(on_text: Callable[[int, str | None], None] | None, row: int) -> Callable[[str | None], None]:
     return (lambda text: on_text(row, text)) if on_text is not None else (lambda text: None)
 
 
-def _batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]]:
+def _group_batches(rooms: Sequence[int], wanted: int, size: int) -> Iterator[list[int]]:
     """Groups prompts into batches. A prompt with less room is processed alone, because it would cut others short."""
     rows: list[int] = []
     for row, room in enumerate(rooms):
@@ -355,7 +367,7 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
             f"{chosen[0]}: layers of {model.config.model_type} keep a recurrent state, which cannot be rolled back "
             "when a proposed token is rejected; leave it out"
         )
-    if settings.window is not None and _plain_attention(model) != "sdpa":
+    if settings.window is not None and _choose_plain_attention(model) != "sdpa":
         raise RecipeError(
             f"sample.window: {settings.window}: this model's attention (capped scores, or one of its own) supports no "
             "further window; leave it out"
@@ -364,25 +376,25 @@ def _require(model: PreTrainedModel, settings: Sample, alone: bool, cached: bool
 
 def _has_own_cache(model: PreTrainedModel) -> bool:
     """True for a model whose cache is a class of its own (MiniMax), or has no tokens to keep or drop (Mamba)."""
-    from preheat.models.generation.kv_cache import caches_tokens
+    from preheat.models.generation.kv_cache import has_token_cache
 
-    return not model._supports_default_dynamic_cache() or not caches_tokens(model.config)
+    return not model._supports_default_dynamic_cache() or not has_token_cache(model.config)
 
 
-def _attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
+def _choose_attention(model: PreTrainedModel, settings: Sample, alone: bool) -> str:
     """The name of the attention implementation for generation."""
     if alone:
         return STANDALONE
-    from preheat.models.generation.kv_cache import cache_attention
+    from preheat.models.generation.kv_cache import register_cache_attention
 
-    plain = _plain_attention(model)
+    plain = _choose_plain_attention(model)
     # Models that do not dispatch through transformers' attention registry select sdpa by name.
     ours = model._supports_attention_backend and model.device.type == "cpu" and plain == "sdpa"
-    return cache_attention(settings.window) if ours or settings.window is not None else plain
+    return register_cache_attention(settings.window) if ours or settings.window is not None else plain
 
 
 @contextmanager
-def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
+def _prepare_generation(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[None]:
     """Puts the model into eval mode with the given attention and without its folder's generation settings."""
     import torch
     from transformers import GenerationConfig
@@ -408,7 +420,7 @@ def _writing(model: PreTrainedModel, attention: str, alone: bool) -> Iterator[No
 
 
 @contextmanager
-def _compiling() -> Iterator[None]:
+def _allow_recompiles() -> Iterator[None]:
     """Allows the graphs of several models, windows and batches; beyond that raises, where torch would run eager."""
     import torch
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -424,7 +436,7 @@ def _compiling() -> Iterator[None]:
         ) from None
 
 
-def _plain_attention(model: PreTrainedModel) -> str:
+def _choose_plain_attention(model: PreTrainedModel) -> str:
     """transformers' sdpa, or eager attention if scores are capped, because sdpa silently ignores the cap."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "eager" if capped or not model._supports_sdpa else "sdpa"
@@ -519,7 +531,7 @@ def _write(
     more: dict[str, Any] = {} if cache is None else {**pass_cache(model, cache)}
     # Drafts and prompt lookup replace transformers' decoding loop by one that verifies proposals.
     if settings.speculates:
-        more["custom_generate"] = _speculation(model, settings, draft)
+        more["custom_generate"] = _build_speculation(model, settings, draft)
     if timed is not None:
         timed.begun = time.perf_counter()
     try:
@@ -541,7 +553,9 @@ def _write(
         timed.cache_bytes = cache_nbytes(cache)
 
 
-def _speculation(model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None) -> Callable[..., Tensor]:
+def _build_speculation(
+    model: PreTrainedModel, settings: Sample, draft: PreTrainedModel | None
+) -> Callable[..., Tensor]:
     """The speculative decoding loop for one text, in place of transformers' own."""
     from preheat.models.generation.speculative import DraftModel, PromptLookup, Proposer, speculate
 

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Int8Layer",
-    "cache_attention",
+    "register_cache_attention",
     "cache_nbytes",
     "cache_tensors",
     "cache_windows",
-    "caches_tokens",
+    "has_token_cache",
     "dequantize",
     "has_recurrent_state",
     "make_cache",
     "quantize",
-    "room",
+    "cache_capacity",
 ]
 
 _PLAIN = ("full_attention", "sliding_attention")
@@ -104,14 +104,14 @@ class Int8Layer(CacheLayerMixin):
         shown = self.parts
         if self.sliding_window is not None:
             # The first of the new tokens sees window - 1 tokens before itself; no later one sees an older token.
-            shown = self._last(self.sliding_window - 1 + count)
+            shown = self._copy_last(self.sliding_window - 1 + count)
             # The next token sees window - 1 of these at most, so older ones are dropped unless a crop may need them.
             if not self.record_past:
-                self.parts = self._last(self.sliding_window - 1)
+                self.parts = self._copy_last(self.sliding_window - 1)
         keys, key_scales, values, value_scales = shown
         return dequantize(keys, key_scales, self.dtype), dequantize(values, value_scales, self.dtype)
 
-    def _last(self, count: int, before: int = 0) -> list[Tensor]:
+    def _copy_last(self, count: int, before: int = 0) -> list[Tensor]:
         """The parts' last tokens, without the very last `before`; copied if a view would keep much memory alive."""
         available = self.parts[0].shape[-2] - before
         # A view keeps the memory of the whole tensor alive.
@@ -143,7 +143,7 @@ class Int8Layer(CacheLayerMixin):
         # After a crop a layer with a window needs the last window - 1 tokens, for the next query.
         window = wanted if self.sliding_window is None else min(self.sliding_window - 1, wanted)
         assert self.parts[0].shape[-2] - removed >= window, "tokens have left the window that would have to come back"
-        self.parts, self.seen = self._last(window, removed), wanted
+        self.parts, self.seen = self._copy_last(window, removed), wanted
 
     def reset(self) -> None:
         self.parts, self.seen = [], 0
@@ -195,7 +195,7 @@ def make_cache(config: PretrainedConfig, settings: Sample, length: int) -> Cache
         if cache == "int8":
             layers.append(Int8Layer(**more))
         elif cache == "static":
-            layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=room(settings, length), **more))
+            layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=cache_capacity(settings, length), **more))
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
     return Cache(layers=layers)
@@ -206,7 +206,7 @@ def has_recurrent_state(config: PretrainedConfig) -> bool:
     return not _layer_types(config).isdisjoint(_STATEFUL)
 
 
-def caches_tokens(config: PretrainedConfig) -> bool:
+def has_token_cache(config: PretrainedConfig) -> bool:
     """True if the cache of a model has keys and values of tokens, and not recurrent states alone."""
     return _layer_types(config) != {"linear_attention"}
 
@@ -219,7 +219,7 @@ _STEP = 128
 """A compiled model's cache capacity is rounded up to this multiple: each capacity needs another compilation."""
 
 
-def room(settings: Sample, length: int) -> int:
+def cache_capacity(settings: Sample, length: int) -> int:
     """The capacity, in tokens, of a cache for `length` tokens."""
     return -(-length // _STEP) * _STEP if settings.compile is True else length
 
@@ -252,7 +252,7 @@ def cache_nbytes(cache: Cache) -> int:
 
 
 @functools.cache
-def cache_attention(window: int | None = None) -> str:
+def register_cache_attention(window: int | None = None) -> str:
     """Registers sdpa with our kernel for few queries on CPU (`decode_attention.py`) in transformers; returns its name.
 
     Args:
@@ -263,12 +263,14 @@ def cache_attention(window: int | None = None) -> str:
 
     # A window is part of the mask, which transformers looks up by the attention's name, so each window has a name.
     name = "preheat-cache" if window is None else f"preheat-window-{window}"
-    AttentionInterface.register(name, _over_cache)
-    AttentionMaskInterface.register(name, sdpa_mask if window is None else functools.partial(_window_mask, window))
+    AttentionInterface.register(name, _attend_cache)
+    AttentionMaskInterface.register(
+        name, sdpa_mask if window is None else functools.partial(_build_window_mask, window)
+    )
     return name
 
 
-def _over_cache(
+def _attend_cache(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -280,22 +282,22 @@ def _over_cache(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from preheat.models.generation.decode_attention import cached_attention, of_use
+    from preheat.models.generation.decode_attention import attend_cache, is_supported
 
     # The kernel has no dropout, cap or additive bias, and returns no attention weights.
     plain = (
         not any(more.get(name) for name in ("dropout", "softcap", "output_attentions"))
         and more.get("position_bias") is None
     )
-    if plain and of_use(query, key, value, attention_mask):
-        return cached_attention(
+    if plain and is_supported(query, key, value, attention_mask):
+        return attend_cache(
             query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling
         ), None
     # Prompts and everything else that the kernel does not cover.
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
 
 
-def _window_mask(
+def _build_window_mask(
     window: int, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **more: object
 ) -> Tensor | None:
     from transformers.masking_utils import and_masks, sdpa_mask, sliding_window_overlay

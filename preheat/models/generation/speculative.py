@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from preheat.models.generation.detokenizer import alike
+from preheat.models.generation.detokenizer import common_prefix_length
 from preheat.models.token_mixers import find_cache, pass_cache
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class DraftModel:
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         # At least one token stays unread, since a pass needs an input. The crop removes proposals that were rejected.
-        same = min(alike(self.tokens, tokens), len(tokens) - 1)
+        same = min(common_prefix_length(self.tokens, tokens), len(tokens) - 1)
         if self.tokens:
             self.cache.crop(same - len(self.tokens))
         self.tokens, fresh, proposed = self.tokens[:same], list(tokens[same:]), list[int]()
         for _ in range(min(self.count, most)):
             # [vocabulary] of the verifying model: padding rows of the draft's head have no token there.
-            scores = _logits(self.model, fresh, self.cache, keep=1)[0, : self.vocabulary]
+            scores = _compute_logits(self.model, fresh, self.cache, keep=1)[0, : self.vocabulary]
             if not self.tokens:  # recording starts after the prompt: tokens dropped while reading it need not return
                 self.cache.activate_past_recording()
             self.tokens += fresh
@@ -95,7 +95,7 @@ class DraftModel:
         return proposed
 
 
-def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, *, keep: int) -> Tensor:
+def _compute_logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, *, keep: int) -> Tensor:
     """Reads tokens into a cache; returns fp32 logits of the last `keep`, [keep, vocabulary]."""
     import torch
 
@@ -136,7 +136,7 @@ def speculate(
     while True:
         # One pass over the unread tokens and all proposals. Row n of [proposals + 1, vocabulary] predicts the token
         # after the first n proposals.
-        logits = _logits(model, text[cache.get_seq_length() :] + proposed, cache, keep=len(proposed) + 1)
+        logits = _compute_logits(model, text[cache.get_seq_length() :] + proposed, cache, keep=len(proposed) + 1)
         # A penalty depends on the tokens before a position, so each row sees its own prefix, as in plain decoding.
         for n in range(len(proposed) + 1) if len(logits_processor) else ():
             before = torch.tensor([text + proposed[:n]], device=logits.device)
@@ -144,7 +144,7 @@ def speculate(
         # Accepted are the proposals up to the first that differs from the model's choice; that choice follows them,
         # so a pass gives at least one token.
         likeliest = logits.argmax(-1).tolist()
-        drawn = likeliest[: alike(proposed, likeliest) + 1]
+        drawn = likeliest[: common_prefix_length(proposed, likeliest) + 1]
         # The text ends at the first end token, even if later proposals were accepted too.
         cut = next((n for n, token in enumerate(drawn, 1) if token in ends), len(drawn))
         # The cache holds the text and all proposals, but not the model's own last token: cut - 1 proposals remain.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from preheat.errors import RecipeError, nearest
+from preheat.errors import RecipeError, suggest_nearest
 from preheat.models.presets import alibaba, google, meta, microsoft, others, published
 from preheat.models.presets.describe import needs
 from preheat.models.presets.preset import Preset
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from preheat.core import Recipe
 
 
-__all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "on_hub", "only_planned", "require_weights"]
+__all__ = ["FREE", "PRESETS", "Preset", "find", "needs", "resolve_hub_name", "is_plan_only", "require_weights"]
 
 # Keys that may differ between checkpoints of one model (base and instruct), or that do not change the computation.
 FREE = frozenset(
@@ -86,11 +86,13 @@ def find(name: str) -> Preset:
         494032768
     """
     if name not in PRESETS:
-        raise RecipeError(f"model.preset: {name!r} is not a known preset; {nearest(name.lower(), list(PRESETS))}")
+        raise RecipeError(
+            f"model.preset: {name!r} is not a known preset; {suggest_nearest(name.lower(), list(PRESETS))}"
+        )
     return PRESETS[name]
 
 
-def on_hub(name: str) -> tuple[str, str]:
+def resolve_hub_name(name: str) -> tuple[str, str]:
     """Resolves a model's name, of a preset or on the hub (publisher optional, any case), to (preset, checkpoint).
 
     Raises:
@@ -105,11 +107,11 @@ def on_hub(name: str) -> tuple[str, str]:
     for preset, p in PRESETS.items():
         for hub in p.checkpoints:
             known.setdefault(hub.lower(), (preset, hub))
-            known.setdefault(_without_maker(hub), (preset, hub))
+            known.setdefault(_strip_maker(hub), (preset, hub))
         known.setdefault(preset, (preset, p.hub))
-    if match := known.get(name.lower()) or known.get(_without_maker(name)):
+    if match := known.get(name.lower()) or known.get(_strip_maker(name)):
         return match
-    likeness, _, near = max((*_likeness(name, other), other) for other in known)
+    likeness, _, near = max((*_compare_names(name, other), other) for other in known)
     raise RecipeError(
         f"{shorten(name)}: not a known model; "
         + (f"did you mean {known[near][1]}?" if likeness > 0.6 else "`preheat models` lists them;")
@@ -125,27 +127,27 @@ _VARIANT = re.compile(
 )
 
 
-def _core(name: str) -> str:
+def _strip_name(name: str) -> str:
     """A model's name without what differs between copies of it: maker, variant, number format, separators."""
-    plain = _VARIANT.sub("", _without_maker(name)[:200])
+    plain = _VARIANT.sub("", _strip_maker(name)[:200])
     return re.sub(r"[-_: ]+", "", plain)
 
 
-def _likeness(name: str, other: str) -> tuple[float, float]:
+def _compare_names(name: str, other: str) -> tuple[float, float]:
     """How alike two models are by their names, from 0 to 1, then the names; other families are not alike."""
-    cores = _core(name), _core(other)
+    cores = _strip_name(name), _strip_name(other)
     families = [re.split(r"\d", core)[0] for core in cores]
     if difflib.SequenceMatcher(None, families[0], families[1]).ratio() < 0.7:
         return 0.0, 0.0
-    names = _without_maker(name)[:200], _without_maker(other)
+    names = _strip_maker(name)[:200], _strip_maker(other)
     return difflib.SequenceMatcher(None, *cores).ratio(), difflib.SequenceMatcher(None, *names).ratio()
 
 
-def _without_maker(hub: str) -> str:
+def _strip_maker(hub: str) -> str:
     return hub.lower().rpartition("/")[2].removeprefix("meta-")
 
 
-def only_planned(recipe: Recipe) -> bool:
+def is_plan_only(recipe: Recipe) -> bool:
     """True if the recipe's model is only a configuration, without weights or tokenizer."""
     model = recipe.model
     # Random weights need no checkpoint: such a model is trained from its configuration.
@@ -159,7 +161,7 @@ def require_weights(recipe: Recipe) -> None:
         RecipeError: `model.preset` without `path`, and `weights` is not random.
     """
     model = recipe.model
-    if only_planned(recipe):
+    if is_plan_only(recipe):
         assert model.preset is not None
         raise RecipeError(
             f"model.preset: {model.preset} is a configuration without weights: it can be planned, not trained; "

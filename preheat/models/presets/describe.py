@@ -51,29 +51,29 @@ _MIXERS = {
 def needs(preset: Preset) -> dict[str, str]:
     """Descriptions of a model's architecture, by aspect."""
     c, whole = preset.text, preset.whole
-    kind, width = _kind(c), c["hidden_size"]
+    kind, width = _describe_kind(c), c["hidden_size"]
     positions = c.get("max_position_embeddings")
     caps = (("attention scores", c.get("attn_logit_softcapping")), ("logits", c.get("final_logit_softcapping")))
     capped = [f"{scores} {cap:g}" for scores, cap in caps if cap]
     tied = whole.get("tie_word_embeddings", kind in _TIED)
-    inner = _inner(c)
+    inner = _find_inner_width(c)
     scale = c.get("embedding_multiplier")
     aspects = {
         "shape": (
-            f"{c['num_hidden_layers']} layers of width {width:,}, {_heads(c)}, "
+            f"{c['num_hidden_layers']} layers of width {width:,}, {_describe_heads(c)}, "
             + (f"feed-forward {inner:,}, " if inner else "")
             + f"vocabulary {c['vocab_size']:,}"
         ),
-        "layers": _layers(c),
-        "experts": _experts(c),
-        "images": _images(whole),
+        "layers": _describe_layers(c),
+        "experts": _describe_experts(c),
+        "images": _describe_images(whole),
         "positions": f"{positions:,}" if positions else "any number",
-        "rotary positions": _rotary(c),
-        "attention biases": "on queries, keys and values" if _biased(c) else "none",
-        "q and k norms": _head_norms(c),
-        "norms": _norms(kind),
+        "rotary positions": _describe_rotary(c),
+        "attention biases": "on queries, keys and values" if _has_bias(c) else "none",
+        "q and k norms": _describe_head_norms(c),
+        "norms": _describe_norms(kind),
         "projections": _PROJECTIONS.get(kind, "each its own"),
-        "sliding window": _window(c),
+        "sliding window": _describe_window(c),
         "embedding": f"scaled by the square root of {width:,}"
         if kind.startswith("gemma")
         else f"scaled by {scale:g}"
@@ -88,13 +88,13 @@ def needs(preset: Preset) -> dict[str, str]:
     return aspects
 
 
-def _kind(c: TextConfig) -> str:
+def _describe_kind(c: TextConfig) -> str:
     return str(c["model_type"]).removesuffix("_text")
 
 
-def _mixers(c: TextConfig) -> list[str]:
+def _describe_mixers(c: TextConfig) -> list[str]:
     """Returns the token mixer of each layer, as text; empty if all layers have full attention."""
-    kind, count = _kind(c), c["num_hidden_layers"]
+    kind, count = _describe_kind(c), c["num_hidden_layers"]
     # Nemotron-H: a letter or a name per layer.
     if pattern := c.get("hybrid_override_pattern") or c.get("layers_block_type"):
         return [_MIXERS[layer] for layer in pattern]
@@ -112,8 +112,8 @@ def _mixers(c: TextConfig) -> list[str]:
     return []
 
 
-def _layers(c: TextConfig) -> str:
-    kind, count = _kind(c), c["num_hidden_layers"]
+def _describe_layers(c: TextConfig) -> str:
+    kind, count = _describe_kind(c), c["num_hidden_layers"]
     if kind == "falcon_h1":
         return f"{count} with attention and Mamba-2 side by side"
     # DeepSeek-V4 states a ratio per layer; 0 is a layer with a window only.
@@ -126,11 +126,13 @@ def _layers(c: TextConfig) -> str:
     # DeepSeek-V3.2 and GLM-5: sparse attention by an indexer.
     if "index_topk" in c:
         return f"{count} with attention to the {c['index_topk']:,} positions that an indexer chooses"
-    return ", ".join(f"{n} with {mixer}" for mixer, n in Counter(_mixers(c)).items()) or f"{count} with attention"
+    return (
+        ", ".join(f"{n} with {mixer}" for mixer, n in Counter(_describe_mixers(c)).items()) or f"{count} with attention"
+    )
 
 
-def _window(c: TextConfig) -> str:
-    kind, count = _kind(c), c["num_hidden_layers"]
+def _describe_window(c: TextConfig) -> str:
+    kind, count = _describe_kind(c), c["num_hidden_layers"]
     if kind == "llama4":
         # Layers without rotary positions see everything, all others a chunk.
         chunked = count - count // c.get("no_rope_layer_interval", 4)
@@ -139,7 +141,7 @@ def _window(c: TextConfig) -> str:
     # A window that is not shorter than the context has no effect.
     if not window or not positions or window >= positions or c.get("use_sliding_window") is False:
         return "none"
-    windowed = _mixers(c).count("attention in a window")
+    windowed = _describe_mixers(c).count("attention in a window")
     if windowed:
         return f"{window:,} tokens in {windowed} of {count} layers"
     every = c.get("sliding_window_pattern", 2 if kind == "gemma2" else 0)
@@ -147,12 +149,12 @@ def _window(c: TextConfig) -> str:
     return f"{window:,} tokens in all layers{but}"
 
 
-def _biased(c: TextConfig) -> bool:
-    return bool(_kind(c) in _BIASED or c.get("attention_bias") or c.get("use_bias"))
+def _has_bias(c: TextConfig) -> bool:
+    return bool(_describe_kind(c) in _BIASED or c.get("attention_bias") or c.get("use_bias"))
 
 
-def _head_norms(c: TextConfig) -> str:
-    kind = _kind(c)
+def _describe_head_norms(c: TextConfig) -> str:
+    kind = _describe_kind(c)
     if kind in _NORMS_OF_ALL_HEADS:
         return "RMSNorm of all heads together"
     if kind in _NORMS_OF_HEADS or (kind == "glm4_moe" and c.get("use_qk_norm")):
@@ -160,7 +162,7 @@ def _head_norms(c: TextConfig) -> str:
     return "L2 norm of each head, without weights" if kind == "llama4" and c.get("use_qk_norm", True) else "none"
 
 
-def _norms(kind: str) -> str:
+def _describe_norms(kind: str) -> str:
     norm = "LayerNorm" if kind in _LAYER_NORM else "RMSNorm"
     if kind in _ONE_PLUS_WEIGHT:
         norm += " with 1 + weight"
@@ -169,7 +171,7 @@ def _norms(kind: str) -> str:
     return f"{norm}, after each block" if kind in _NORMS_AFTER else norm
 
 
-def _images(config: ModelConfig) -> str:
+def _describe_images(config: ModelConfig) -> str:
     v = config.get("vision_config")
     if v is None:
         return "not read"
@@ -187,7 +189,7 @@ def _images(config: ModelConfig) -> str:
     return f"read by {by}, a token for {side} x {side} pixels"
 
 
-def _heads(c: TextConfig) -> str:
+def _describe_heads(c: TextConfig) -> str:
     heads = c["num_attention_heads"]
     # Multi-head latent attention (DeepSeek-V2): keys and values are projected from a latent vector.
     if "kv_lora_rank" in c:
@@ -202,41 +204,42 @@ def _heads(c: TextConfig) -> str:
     return shape
 
 
-def _inner(c: TextConfig) -> int | None:
+def _find_inner_width(c: TextConfig) -> int | None:
     if c.get("block_auto_adjust_ff_dim"):  # LFM2 states the width before a gate takes its third
         multiple = c["block_multiple_of"]
         return int(-(-int(c["block_ffn_dim_multiplier"] * int(2 * c["block_ff_dim"] / 3)) // multiple) * multiple)
     if c["model_type"] in ("bloom", "gpt2"):
         return int(4 * c["hidden_size"])
-    return _first(c.get("intermediate_size"), c.get("block_ff_dim"))
+    return _first_set_value(c.get("intermediate_size"), c.get("block_ff_dim"))
 
 
-def _first(*values: int | list[int] | None) -> int | None:
+def _first_set_value(*values: int | list[int] | None) -> int | None:
     """The first of these values that is set; of a value per layer, the largest."""
     value = next((value for value in values if value), None)
     return max(value) if isinstance(value, list) else value
 
 
-def _experts(c: TextConfig) -> str:
-    count = _first(
+def _describe_experts(c: TextConfig) -> str:
+    count = _first_set_value(
         c.get("num_experts"), c.get("num_local_experts"), c.get("n_routed_experts"), c.get("moe_num_experts")
     )
     if not count:
         return "none"
-    number = _first(c.get("n_shared_experts"), c.get("moe_num_shared_experts"), c.get("num_shared_expert"))
+    number = _first_set_value(c.get("n_shared_experts"), c.get("moe_num_shared_experts"), c.get("num_shared_expert"))
     # Llama 4 always has one shared expert; Qwen2-MoE and Granite state its width instead of a number.
     if not number and (
-        _kind(c) == "llama4" or _first(c.get("shared_expert_intermediate_size"), c.get("shared_intermediate_size"))
+        _describe_kind(c) == "llama4"
+        or _first_set_value(c.get("shared_expert_intermediate_size"), c.get("shared_intermediate_size"))
     ):
         number = 1
     shared = f", and {number} shared by all tokens" if number else ""
-    width = _first(c.get("moe_intermediate_size"), c.get("intermediate_size"))
-    chosen = _first(c.get("num_experts_per_tok"), c.get("top_k_experts"), c.get("moe_k"), c.get("moe_topk"))
+    width = _first_set_value(c.get("moe_intermediate_size"), c.get("intermediate_size"))
+    chosen = _first_set_value(c.get("num_experts_per_tok"), c.get("top_k_experts"), c.get("moe_k"), c.get("moe_topk"))
     return f"{count} in a layer, of width {width:,}, {chosen} for a token{shared}"
 
 
-def _rotary(c: TextConfig) -> str:
-    kind = _kind(c)
+def _describe_rotary(c: TextConfig) -> str:
+    kind = _describe_kind(c)
     if kind in _NO_ROTATION:
         return _NO_ROTATION[kind]
     if c.get("position_embedding_type") == "nope":
@@ -268,6 +271,6 @@ def _rotary(c: TextConfig) -> str:
         turned += f" in full layers, {local:,.0f} in those with a window"
     if every := c.get("no_rope_layer_interval") or (4 if kind == "llama4" else 0):
         turned += f", none in every {every}th layer"
-    if kind == "exaone4" and _window(c) != "none":
+    if kind == "exaone4" and _describe_window(c) != "none":
         turned += " in layers with a window, none in full ones"
     return turned

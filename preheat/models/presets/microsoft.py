@@ -49,7 +49,7 @@ def _phi3(hub: str, parameters: int, template: str, *shape: int, positions: int,
     return Preset(f"microsoft/{hub}", f"microsoft/{hub}", parameters, template, MIT, config)
 
 
-def _long(short: tuple[float, ...], long: tuple[float, ...]) -> JsonObject:
+def _long_context_rope(short: tuple[float, ...], long: tuple[float, ...]) -> JsonObject:
     factors = {"type": "longrope", "short_factor": list(short), "long_factor": list(long)}
     return {"positions": 131072, "sliding_window": 262144, "rope_scaling": factors}
 
@@ -95,7 +95,7 @@ MODELS = {
         32,
         32,
         32,
-        **_long(_PHI35_SHORT, _PHI35_LONG),
+        **_long_context_rope(_PHI35_SHORT, _PHI35_LONG),
         **_PHI3,
     ),
     "phi-4": _phi3(
@@ -115,7 +115,7 @@ MODELS = {
         OWN,
         *(3072, 8192, 32, 24, 8),
         pad_token_id=199999,
-        **_long((1.0,) * 48, _PHI4_LONG),
+        **_long_context_rope((1.0,) * 48, _PHI4_LONG),
         **_PHI4_MINI,
         **TIED,
     ),

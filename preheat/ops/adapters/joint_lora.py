@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from preheat.ops import rowwise_cuda
-from preheat.ops.adapters.peft_layers import added_linear
-from preheat.ops.memory.selective_checkpoint import keeps_results
+from preheat.ops.adapters.peft_layers import added_linear_class
+from preheat.ops.memory.selective_checkpoint import can_keep_results
 from preheat.ops.plain_tensors import is_plain_tensor
 from preheat.ops.quantization.nf4 import Packed, PackedLinear, Tables, dequantize
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from preheat.ops.autograd_context import AutogradContext
 
-__all__ = ["SharedInput", "gated_block", "is_joinable", "joined", "join_adapters"]
+__all__ = ["SharedInput", "compute_gated_block", "is_joinable", "compute_joint_lora", "join_adapters"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,12 +70,12 @@ def _split_layer(layer: LoraLayer) -> tuple[_Map, list[Tensor | None]]:
     return _Map(layer.scaling[name], base.nf4_shape if packed else None, base.bias is not None), tensors
 
 
-def _operands(tensors: Sequence[Tensor | None]) -> list[_Operands]:
+def _collect_operands(tensors: Sequence[Tensor | None]) -> list[_Operands]:
     groups = (tensors[start : start + _COUNT] for start in range(0, len(tensors), _COUNT))
     return [_Operands(group[0], group[1], group[2], tuple(group[3:])) for group in groups]  # type: ignore[arg-type]
 
 
-def _weight(map_: _Map, operands: _Operands, dtype: torch.dtype) -> Tensor:
+def _dense_weight(map_: _Map, operands: _Operands, dtype: torch.dtype) -> Tensor:
     """Returns the base's weight [out, in], dequantized if it is in NF4."""
     if map_.packed is None:
         return operands.weight[0]  # type: ignore[return-value]
@@ -92,42 +92,42 @@ def _forward(rows: Tensor, maps: Sequence[_Map], layers: Sequence[_Operands]) ->
     Returns:
         The results [tokens, out], and x A^T of all layers, [tokens, sum of ranks].
     """
-    small = torch.mm(rows, _down(layers, rows.dtype).t())
+    small = torch.mm(rows, _stack_down(layers, rows.dtype).t())
     results = []
     for part, map_, layer in zip(small.split([layer.a.shape[0] for layer in layers], 1), maps, layers, strict=True):
-        up = _up(map_, layer, rows.dtype).t()
+        up = _scale_up(map_, layer, rows.dtype).t()
         # The adapter's product first: the base's matmul adds to it while it writes, for half of the bytes that adding
         # the adapter's product to the base's would move.
         out = torch.mm(part, up) if layer.bias is None else torch.addmm(layer.bias.to(rows.dtype), part, up)
-        results.append(out.addmm_(rows, _weight(map_, layer, rows.dtype).t()))
+        results.append(out.addmm_(rows, _dense_weight(map_, layer, rows.dtype).t()))
     return results, small
 
 
-def _down(layers: Sequence[_Operands], dtype: torch.dtype) -> Tensor:
+def _stack_down(layers: Sequence[_Operands], dtype: torch.dtype) -> Tensor:
     """Returns A of all layers, [sum of ranks, in]."""
     return torch.cat([layer.a for layer in layers]).to(dtype)
 
 
-def _up(map_: _Map, layer: _Operands, dtype: torch.dtype) -> Tensor:
+def _scale_up(map_: _Map, layer: _Operands, dtype: torch.dtype) -> Tensor:
     """Returns s B, [out, rank]."""
     return (layer.b * map_.scale).to(dtype)
 
 
-def _by_small(slopes: Sequence[Tensor], maps: Sequence[_Map], layers: Sequence[_Operands]) -> Tensor:
+def _grad_low_rank(slopes: Sequence[Tensor], maps: Sequence[_Map], layers: Sequence[_Operands]) -> Tensor:
     """Returns the gradient by x A^T of all layers, [tokens, sum of ranks], from those of the results."""
     pairs = zip(slopes, maps, layers, strict=True)
-    return torch.cat([torch.mm(slope, _up(map_, layer, slope.dtype)) for slope, map_, layer in pairs], dim=1)
+    return torch.cat([torch.mm(slope, _scale_up(map_, layer, slope.dtype)) for slope, map_, layer in pairs], dim=1)
 
 
-def _by_input(low: Tensor, slopes: Sequence[Tensor], maps: Sequence[_Map], layers: Sequence[_Operands]) -> Tensor:
+def _grad_input(low: Tensor, slopes: Sequence[Tensor], maps: Sequence[_Map], layers: Sequence[_Operands]) -> Tensor:
     """Returns the gradient by x [tokens, in]: the sum over the layers of slope W + low A."""
-    total = torch.mm(low, _down(layers, low.dtype))
+    total = torch.mm(low, _stack_down(layers, low.dtype))
     for slope, map_, layer in zip(slopes, maps, layers, strict=True):
-        total.addmm_(slope, _weight(map_, layer, low.dtype))
+        total.addmm_(slope, _dense_weight(map_, layer, low.dtype))
     return total
 
 
-def _by_layers(
+def _grad_layers(
     low: Tensor,
     slopes: Sequence[Tensor],
     rows: Tensor,
@@ -151,7 +151,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, maps: tuple[_Map, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1])
-        results, small = _forward(rows, maps, _operands(tensors))
+        results, small = _forward(rows, maps, _collect_operands(tensors))
         ctx.save_for_backward(rows, small, *tensors)
         ctx.maps = maps
         return tuple(result.view(*x.shape[:-1], -1) for result in results)
@@ -159,10 +159,10 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         rows, small, *tensors = ctx.saved_tensors
-        layers, flat = _operands(tensors), [slope.reshape(-1, slope.shape[-1]) for slope in slopes]
-        low = _by_small(flat, ctx.maps, layers)
-        by_x = _by_input(low, flat, ctx.maps, layers) if ctx.needs_input_grad[0] else None
-        grads = _by_layers(low, flat, rows, small, ctx.maps, layers)
+        layers, flat = _collect_operands(tensors), [slope.reshape(-1, slope.shape[-1]) for slope in slopes]
+        low = _grad_low_rank(flat, ctx.maps, layers)
+        by_x = _grad_input(low, flat, ctx.maps, layers) if ctx.needs_input_grad[0] else None
+        grads = _grad_layers(low, flat, rows, small, ctx.maps, layers)
         return None if by_x is None else by_x.view(*slopes[0].shape[:-1], -1), None, *grads
 
 
@@ -171,7 +171,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, maps: tuple[_Map, ...], *tensors: Tensor | None) -> Tensor:
-        rows, layers = x.reshape(-1, x.shape[-1]), _operands(tensors)
+        rows, layers = x.reshape(-1, x.shape[-1]), _collect_operands(tensors)
         (a, b), small = _forward(rows, maps[:2], layers[:2])
         (out,), small_down = _forward(rowwise_cuda.gated_silu(a, b), maps[2:], layers[2:])
         ctx.save_for_backward(rows, small, small_down, a, b, *tensors)
@@ -181,16 +181,16 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor | None, ...]:
         rows, small, small_down, a, b, *tensors = ctx.saved_tensors
-        layers, flat = _operands(tensors), [slope.reshape(-1, slope.shape[-1])]
+        layers, flat = _collect_operands(tensors), [slope.reshape(-1, slope.shape[-1])]
         first, last = (ctx.maps[:2], layers[:2]), (ctx.maps[2:], layers[2:])
-        low = _by_small(flat, *last)
-        product = _by_input(low, flat, *last)  # the gradient by silu(a) b,
+        low = _grad_low_rank(flat, *last)
+        product = _grad_input(low, flat, *last)  # the gradient by silu(a) b,
         slopes = rowwise_cuda.gated_silu_backward_(product, a, b)  # and from here on silu(a) b itself
-        by_down = _by_layers(low, flat, product, small_down, *last)
+        by_down = _grad_layers(low, flat, product, small_down, *last)
         del product
-        low = _by_small(slopes, *first)
-        by_x = _by_input(low, slopes, *first) if ctx.needs_input_grad[0] else None
-        grads = _by_layers(low, slopes, rows, small, *first)
+        low = _grad_low_rank(slopes, *first)
+        by_x = _grad_input(low, slopes, *first) if ctx.needs_input_grad[0] else None
+        grads = _grad_layers(low, slopes, rows, small, *first)
         return None if by_x is None else by_x.view(*slope.shape[:-1], -1), None, *grads, *by_down
 
 
@@ -200,23 +200,28 @@ def is_joinable(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     Otherwise each layer computes its own sum: variants, dropout, sharded or hooked modules, weights that are cast for
     each use, under a compiler, and where a selective checkpoint chooses what to keep.
     """
-    if torch.compiler.is_compiling() or keeps_results() or not is_plain_tensor(x):
+    if torch.compiler.is_compiling() or can_keep_results() or not is_plain_tensor(x):
         return False
-    dtype = _dtype(x)
-    return all(_is_plain(layer, dtype, autocast=_autocasts(x)) for layer in layers)
+    dtype = _compute_dtype(x)
+    return all(_is_plain(layer, dtype, autocast=_is_autocast(x)) for layer in layers)
 
 
-def _autocasts(x: Tensor) -> bool:
+def _is_autocast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(x.device.type) if _autocasts(x) else x.dtype
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if _is_autocast(x) else x.dtype
 
 
 def _is_plain(module: nn.Module, dtype: torch.dtype, *, autocast: bool) -> bool:
     layer: LoraLayer = module
-    if type(module) is not added_linear() or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+    if (
+        type(module) is not added_linear_class()
+        or layer.disable_adapters
+        or layer.merged
+        or len(layer.active_adapters) != 1
+    ):
         return False
     (name,) = layer.active_adapters
     base = layer.base_layer
@@ -251,7 +256,7 @@ def _is_hooked(module: nn.Module) -> bool:
     )
 
 
-def joined(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+def compute_joint_lora(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Returns the results of LoRA layers of one input, which `is_joinable` accepts.
 
     Args:
@@ -261,13 +266,13 @@ def joined(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         [..., out] of each layer, in autocast's dtype if it is on.
     """
     maps, tensors = _split_layers(layers)
-    return _Joined.apply(x.to(_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    return _Joined.apply(x.to(_compute_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def gated_block(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
+def compute_gated_block(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) of LoRA layers that `is_joinable` accepts; x: [..., in]."""
     maps, tensors = _split_layers((gate, up, down))
-    return _Block.apply(x.to(_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    return _Block.apply(x.to(_compute_dtype(x)), maps, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _split_layers(layers: Sequence[nn.Module]) -> tuple[tuple[_Map, ...], list[Tensor | None]]:
@@ -299,7 +304,7 @@ class SharedInput:
         self._clear()  # another input, or another order
         if number or args or kwargs or not is_joinable(x, self.layers):
             return self._plain[number](x, *args, **kwargs)  # type: ignore[no-any-return]
-        first, *others = joined(x, self.layers)
+        first, *others = compute_joint_lora(x, self.layers)
         if others:
             self._input, self._ready = x, dict(enumerate(others, 1))
         return first
@@ -339,7 +344,7 @@ def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
                 count += 1
         group = [getattr(block, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
         if blocks and all(map(_may_join, group)):
-            block.forward = functools.partial(_block_forward, block, block.forward)
+            block.forward = functools.partial(_forward_block, block, block.forward)
             count += 1
     return count
 
@@ -347,13 +352,13 @@ def join_adapters(layers: Iterable[Any], *, blocks: bool = True) -> int:
 def _may_join(module: nn.Module | None) -> bool:
     """True if it is a LoRA layer without variants (DoRA) and dropout, which are computed alone in training."""
     layer: LoraLayer = module
-    if type(module) is not added_linear() or layer.lora_variant:
+    if type(module) is not added_linear_class() or layer.lora_variant:
         return False
     return not any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
 
 
-def _block_forward(block: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _forward_block(block: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     group = (block.gate_proj, block.up_proj, block.down_proj)
     # Checked in each call, because a later technique may replace a projection's `forward`.
     alone = any(_is_replaced(part) or _is_hooked(part) for part in group) or not is_joinable(x, group)
-    return plain(x) if alone else gated_block(x, *group)
+    return plain(x) if alone else compute_gated_block(x, *group)

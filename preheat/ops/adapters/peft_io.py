@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from preheat.errors import RecipeError
-from preheat.model_folder import FAULTS, fault, finite
-from preheat.ops.adapters.peft_layers import adapter_tensors, base_of, draw, inject, names_of, parameters_of
+from preheat.model_folder import FAULTS, check_finite, describe_fault
+from preheat.ops.adapters.peft_layers import adapter_tensors, base_layer_of, draw, inject, names_of, parameters_of
 from preheat.ops.adapters.tied_head import TiedHead, pair_of
 from preheat.ops.distributed.dtensor_utils import local, local_shard
-from preheat.sanitize import quoted
+from preheat.sanitize import quote_value
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from preheat.core.json_types import JsonObject
 
 
-__all__ = ["BASE", "AdapterFolder", "begin", "put_in", "read_folder"]
+__all__ = ["BASE", "AdapterFolder", "register_initial_values", "put_in", "read_folder"]
 
 T = TypeVar("T")
 
@@ -128,21 +128,21 @@ class AdapterFolder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of each tensor in the file, keyed by the base's module names."""
         # Slices read the header alone, so that a wrong adapter is found without loading its values.
-        with self._opened() as file:
-            return {self._name(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        with self._open_file() as file:
+            return {self._map_name(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
     def tensors(self) -> dict[str, Tensor]:
-        with self._opened() as file:
+        with self._open_file() as file:
             return {
-                self._name(key): finite(file.get_tensor(key), key, self.path / _FILE, self.knob)
+                self._map_name(key): check_finite(file.get_tensor(key), key, self.path / _FILE, self.knob)
                 for key in file.keys()  # noqa: SIM118
             }
 
-    def _name(self, key: str) -> str:
+    def _map_name(self, key: str) -> str:
         plain = key.removeprefix("base_model.model.").removeprefix("base_model.")
         return self.rename(plain) or plain
 
-    def _opened(self) -> Any:
+    def _open_file(self) -> Any:
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -177,7 +177,7 @@ class AdapterFolder:
                 "trained on"
             )
         # `org/model` on a hub and `models/model` on disk agree in their last part.
-        if known is None and not stated and self.base and _last(self.base) != _last(path):
+        if known is None and not stated and self.base and _last_name_part(self.base) != _last_name_part(path):
             raise self.fault(
                 f"is an adapter for {self.base}, not for {path}; if they are the same model, write {path!r} as "
                 "base_model_name_or_path in its adapter_config.json"
@@ -210,7 +210,7 @@ class AdapterFolder:
     def fits(self, model: nn.Module) -> None:
         """Rejects a model (also on meta) whose adapters differ from those of the folder."""
         # First, all that the model needs is there in the right shape; then, nothing is left over that it would ignore.
-        theirs, wanted = self.shapes(), dict(_wanted(model))
+        theirs, wanted = self.shapes(), dict(_iterate_own_tensors(model))
         for key, tensor in wanted.items():
             shape = _find(theirs, key)
             # peft may leave out buffers that it draws again from a seed (VeRA's projections with save_projection off).
@@ -222,14 +222,17 @@ class AdapterFolder:
                     "for another base"
                 )
         # Tensors that peft saves twice or together with the adapter; `load` compares those of the base.
-        twice = {*_tied(model), *(f"{name}.base_layer.weight" for name in (*names_of(model), *_heads(model)))}
+        twice = {
+            *_tied_names(model),
+            *(f"{name}.base_layer.weight" for name in (*names_of(model), *_find_heads(model))),
+        }
         left = [key for key in theirs if key not in twice and not any(_matches(key, ours) for ours in wanted)]
         if left:
             raise self.fault(f"has {left[0]}, which the model does not have; is it for other targets or another base?")
-        for name in _heads(model):
-            self._scaled_alike(name, model.get_submodule(name))
+        for name in _find_heads(model):
+            self._check_scale(name, model.get_submodule(name))
 
-    def _scaled_alike(self, name: str, head: nn.Module) -> None:
+    def _check_scale(self, name: str, head: nn.Module) -> None:
         """Checks a tied head's scale: peft uses the rank and alpha of the head's name, not its embedding's."""
         from peft.utils.other import get_pattern_key
 
@@ -249,12 +252,12 @@ class AdapterFolder:
         """Copies the values into the adapters of a model that passed `fits`."""
         theirs = self.tensors()
         with torch.no_grad():
-            for key, tensor in _wanted(model):
+            for key, tensor in _iterate_own_tensors(model):
                 # `fits` has checked that only buffers may be missing.
                 if (value := _find(theirs, key)) is not None:
                     tensor.copy_(value)
         for name in names_of(model):  # peft saves an adapted embedding together with its adapter
-            base: Any = base_of(model, name)
+            base: Any = base_layer_of(model, name)
             value = theirs.get(f"{name}.base_layer.weight")
             if value is not None and not torch.equal(
                 local_shard(value, base.weight).to(base.weight), local(base.weight)
@@ -310,12 +313,13 @@ def read_folder(path: str | Path, knob: str) -> AdapterFolder:
         raise RecipeError(f"{knob}: {path} sets {unknown[0]}, which the installed peft does not know; update peft")
     if not isinstance(values.get("base_model_name_or_path") or "", str):
         raise RecipeError(
-            f"{knob}: {file}: base_model_name_or_path: must be text, got {quoted(values['base_model_name_or_path'])}"
+            f"{knob}: {file}: base_model_name_or_path: must be text, got "
+            f"{quote_value(values['base_model_name_or_path'])}"
         )
     try:
         config = cls(**{key: values[key] for key in values if key in known and key != "peft_type"})
     except FAULTS as error:
-        raise RecipeError(f"{knob}: {file}: {fault(error)}") from None
+        raise RecipeError(f"{knob}: {file}: {describe_fault(error)}") from None
     _name_modules(config)
     folder = AdapterFolder(path, config, written, knob)
     for key, effect in _NOT_ADDED.items():
@@ -350,7 +354,7 @@ def _name_modules(config: PeftConfig) -> None:
         config.target_parameters = None  # type: ignore[attr-defined]
 
 
-def begin(
+def register_initial_values(
     weights: Weights,
     model: nn.Module,
     config: PeftConfig,
@@ -397,7 +401,7 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
         try:
             names = inject(model, folder.config)
         except FAULTS as error:
-            raise folder.fault(f"cannot be put into this model: {fault(error, 200)}") from None
+            raise folder.fault(f"cannot be put into this model: {describe_fault(error, 200)}") from None
     # Checked before anything is copied, so that an error leaves no half-loaded adapter.
     folder.fits(model)
     folder.load(model)
@@ -406,11 +410,11 @@ def put_in(model: nn.Module, folder: AdapterFolder) -> list[str]:
     return names
 
 
-def _last(name: str) -> str:
+def _last_name_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].casefold()
 
 
-def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapters' own tensors by their names in peft's files."""
     for name in names_of(model):
         for key, tensor in adapter_tensors(model.get_submodule(name)):
@@ -420,13 +424,13 @@ def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{'lora_magnitude_vector' if short.startswith('lora_magnitude_vector') else short}", tensor
 
 
-def _heads(model: nn.Module) -> list[str]:
+def _find_heads(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, TiedHead)]
 
 
-def _tied(model: nn.Module) -> list[str]:
+def _tied_names(model: nn.Module) -> list[str]:
     """Returns peft's names of the tensors that a tied head shares with its embedding, which peft saves twice."""
-    return [f"{name}.lora_{part}.weight" for name in _heads(model) for part in "AB"]
+    return [f"{name}.lora_{part}.weight" for name in _find_heads(model) for part in "AB"]
 
 
 def _matches(theirs: str, ours: str) -> bool:

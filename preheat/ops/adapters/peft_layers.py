@@ -19,7 +19,7 @@ from preheat.ops.adapters.moe_lora import adapted_experts, merge_pairs
 from preheat.ops.adapters.tied_head import TiedHead, tie, untie
 from preheat.ops.classification_head import ClassHead
 from preheat.ops.grouped_mm import ADAPTER
-from preheat.ops.memory.selective_checkpoint import keeps_results
+from preheat.ops.memory.selective_checkpoint import can_keep_results
 from preheat.ops.quantization.nf4 import PackedMap, unpack_
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_product",
-    "added_linear",
-    "base_of",
+    "added_linear_class",
+    "base_layer_of",
     "draw",
     "inject",
     "merge",
     "names_of",
     "adapter_tensors",
     "parameters_of",
-    "parameter_counts",
-    "under_autocast",
-    "adapters_disabled",
+    "count_parameters",
+    "prevent_fp32_cast",
+    "disable_adapters",
 ]
 
 
@@ -86,7 +86,7 @@ def inject(model: nn.Module, config: PeftConfig) -> list[str]:
             uses[id(p)] = uses.get(id(p), 0) + 1
     names = names_of(model)
     for name in names:
-        if any(uses[id(p)] > 1 for p in base_of(model, name).parameters()):
+        if any(uses[id(p)] > 1 for p in base_layer_of(model, name).parameters()):
             raise ValueError(
                 f"{name} shares its weight with another module, which merging would change too; lora's embedding_rank "
                 "adapts an embedding and the head tied to it"
@@ -127,7 +127,7 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         tuner, lora = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], config.peft_type == "LORA"
         if lora and config.target_modules != "all-linear":
-            facade = _without_family(model)
+            facade = _strip_family(model)
             tuner(facade, config, "default")
             model.peft_config = facade.peft_config  # for the export
         else:
@@ -136,7 +136,7 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
             config.ensure_weight_tying = True
     for module in model.modules():
         if type(module) is Linear:
-            module.__class__ = added_linear()
+            module.__class__ = added_linear_class()
         if isinstance(module, Embedding):
             # peft draws these from N(0, 1), which scales hidden states by the square root of the width. Rescaled, a
             # step moves logits as far as it does with LoRA on a linear layer.
@@ -146,7 +146,7 @@ def _inject(model: nn.Module, config: PeftConfig, *, part: bool = False) -> None
             module.module_dropout["default"] = _Nothing()  # type: ignore[assignment]
 
 
-def _without_family(model: nn.Module) -> nn.Module:
+def _strip_family(model: nn.Module) -> nn.Module:
     """Returns a module of the same children, to inject into, of which peft does not know the family.
 
     In families with experts peft takes `gate_proj`, `up_proj` and `down_proj` of dense blocks and shared experts for
@@ -159,7 +159,7 @@ def _without_family(model: nn.Module) -> nn.Module:
 
 
 @functools.cache
-def added_linear() -> type[nn.Module]:
+def added_linear_class() -> type[nn.Module]:
     """Returns a LoRA linear layer that adds the low-rank product to the base's result, in place if possible.
 
     peft scales the product and adds it in separate passes over all outputs: twice the bytes in forward, and one more
@@ -211,7 +211,7 @@ def add_product(result: Tensor, small: Tensor, up: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the addition
         return result + functional.linear(small, up)
     # in place, autograd would copy a view's gradient
-    if result._is_view() or not result.is_contiguous() or keeps_results():
+    if result._is_view() or not result.is_contiguous() or can_keep_results():
         rows = torch.addmm(result.reshape(-1, result.shape[-1]), small.reshape(-1, small.shape[-1]), up.t())
         return rows.view(result.shape)
     # The base's matmul does not need its own result for backward, so overwriting it is safe.
@@ -254,7 +254,7 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
-def base_of(model: nn.Module, name: str) -> Any:
+def base_layer_of(model: nn.Module, name: str) -> Any:
     """Returns the base layer under an adapter."""
     return model.get_submodule(name).get_base_layer()  # type: ignore[operator]
 
@@ -291,7 +291,7 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
     alone.config = getattr(model, "config", None) or {"model_type": "custom"}  # type: ignore[assignment]
     bases: dict[str, tuple[Any, Any]] = {}
     for name in names:
-        base = base_of(model, name)
+        base = base_layer_of(model, name)
         # NF4 layers dequantize to fp32 themselves.
         low = not isinstance(base, PackedMap) and base.weight.dtype != torch.float32
         bases[name] = base, (copy.deepcopy(base).float() if low and in_fp32 else base)
@@ -317,7 +317,7 @@ def _draw(model: nn.Module, config: PeftConfig, names: list[str], *, in_fp32: bo
 
 
 @contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Context manager that disables a model's adapters, in place.
 
     Sets peft's flag on each layer directly, since `enable_adapters` would also toggle requires_grad.
@@ -338,7 +338,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             pair.off = False
 
 
-def under_autocast(model: nn.Module) -> None:
+def prevent_fp32_cast(model: nn.Module) -> None:
     """Keeps peft from casting adapter inputs to fp32 under autocast, which would cast them back at once. In place.
 
     Each cast makes a copy that is saved for backward, per adapted layer; the results are the same.
@@ -392,7 +392,7 @@ def merge(model: nn.Module) -> int:
     return len(names) + merge_pairs(model)
 
 
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
+def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Returns the numbers of trained and of all weights; counts 4-bit weights as weights, not bytes."""
     # Packed codes are counted as bytes at first, and replaced by the layer's true size.
     total = sum(p.numel() for p in model.parameters())

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.causal_cpu import causal_backward, causal_forward, serves
+from preheat.ops.attention.causal_cpu import causal_backward, causal_forward, is_supported
 from preheat.ops.attention.per_document import Documents, Passes, attend
-from preheat.ops.attention.sdpa import in_compute_dtype, packed
+from preheat.ops.attention.sdpa import cast_to_autocast, is_packed
 
-__all__ = ["blocked_attention", "blocked_passes"]
+__all__ = ["attend_blockwise", "blocked_passes"]
 
 # per block: small enough that causality skips nearly half of the work, large enough for full matmul rate
 _QUERIES = 128
 _SCRATCH = 1 << 20  # scores per tile: with their gradients they fit in a core's part of the cache
 
 
-def blocked_attention(
+def attend_blockwise(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
 ) -> Tensor:
     """Computes attention by batched matmuls over blocks of queries, recomputing scores in backward.
 
-    Plain causal attention on a CPU runs in a C++ kernel if `causal_cpu.serves` it: measured 1.4 to 3.5 times as fast
+    Plain causal attention on a CPU runs in a C++ kernel if `causal_cpu.is_supported`: measured 1.4 to 3.5 times as fast
     as torch's fused kernel (benchmarks/results/attention_cpu.md). Otherwise scores are rounded to the tensors' dtype,
     as in transformers' eager attention, while fused kernels keep fp32. Memory is linear in length, as with the fused
     kernels. Only keys within the window (and global tokens) are computed: the work is length x window.
@@ -43,35 +43,35 @@ def blocked_attention(
         >>> blocked_attention(q, k, v, MaskSpec(window=2), 1.0).shape
         torch.Size([1, 2, 4, 8])
     """
-    if not mask.causal and (packed(mask) or mask.global_tokens):
+    if not mask.causal and (is_packed(mask) or mask.global_tokens):
         raise ValueError("blocked attention supports documents and global tokens only if attention is causal; use flex")
-    q, k, v = in_compute_dtype(q, k, v)
+    q, k, v = cast_to_autocast(q, k, v)
 
-    if packed(mask):
-        # Documents are cut out and padded per pass, so `_passes` sees them as rows without documents.
-        return attend(_passes(mask, scale, softcap), q, k, v, mask.documents)
-    if not (_plain(mask, k, softcap) and serves(q, k, v)):
+    if is_packed(mask):
+        # Documents are cut out and padded per pass, so `_build_passes` sees them as rows without documents.
+        return attend(_build_passes(mask, scale, softcap), q, k, v, mask.documents)
+    if not (_is_plain_causal(mask, k, softcap) and is_supported(q, k, v)):
         q, k, v = (t.contiguous() for t in (q, k, v))  # copies once here instead of in both passes
-    return attend(_passes(mask, scale, softcap), q, k, v, None)
+    return attend(_build_passes(mask, scale, softcap), q, k, v, None)
 
 
-def _passes(mask: MaskSpec, scale: float, softcap: float | None) -> Passes:
+def _build_passes(mask: MaskSpec, scale: float, softcap: float | None) -> Passes:
     plain = replace(mask, documents=None)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        if _plain(plain, k, softcap) and serves(q, k, v):
+        if _is_plain_causal(plain, k, softcap) and is_supported(q, k, v):
             return (causal_forward(q, k, v, scale),)
         return (_forward(q, k, v, plain, scale, softcap),)
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if _plain(plain, k, softcap) and serves(q, k, v):
+        if _is_plain_causal(plain, k, softcap) and is_supported(q, k, v):
             return causal_backward(grad, q, k, v, scale)
         return _backward(grad, q, k, v, plain, scale, softcap)
 
     return Passes(forward, backward)
 
 
-def _plain(mask: MaskSpec, k: Tensor, softcap: float | None) -> bool:
+def _is_plain_causal(mask: MaskSpec, k: Tensor, softcap: float | None) -> bool:
     """True if each query sees all keys up to itself, and scores are not capped."""
     return mask.causal and softcap is None and (mask.window is None or mask.window >= k.shape[2])
 
@@ -91,7 +91,7 @@ class _Tile(NamedTuple):
     """tanh of the scores if they are capped and this is backward; shaped and reused like `probs`."""
 
 
-def _of(x: Tensor, heads: slice, keys: tuple[slice, ...]) -> Tensor:
+def _concat_spans(x: Tensor, heads: slice, keys: tuple[slice, ...]) -> Tensor:
     """Concatenates the spans of x [n, length, dim]; a view for a single span."""
     return x[heads, keys[0]] if len(keys) == 1 else torch.cat([x[heads, span] for span in keys], dim=1)
 
@@ -154,7 +154,7 @@ class _Tiles:
 
     def _tile(self, heads: slice, queries: slice, count: int) -> _Tile:
         size, spans = queries.stop - queries.start, self._spans(queries)
-        near = _of(self.k, heads, spans)
+        near = _concat_spans(self.k, heads, spans)
         keys = near.shape[1]
         block = self.q[heads, :, queries].reshape(count, self.groups * size, -1)
         # A flat buffer, viewed in each tile's shape: edge tiles are smaller.
@@ -202,7 +202,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, soft
     for tile in _Tiles(q, k, mask, scale, softcap):
         into = out[tile.heads, :, tile.queries]
         # [heads, groups * queries, keys] x [heads, keys, dim]
-        into.copy_(torch.bmm(tile.probs, _of(v, tile.heads, tile.keys)).view(into.shape))
+        into.copy_(torch.bmm(tile.probs, _concat_spans(v, tile.heads, tile.keys)).view(into.shape))
     return out.view(rows, heads, length, -1)
 
 
@@ -227,7 +227,7 @@ def _backward(
             grad_v[heads, span] += part
         # dP = dO V^T, then dS = P (dP - rowsum(P dP)): hidden keys have P = 0, so dS is 0 there without a mask.
         scores = scratch[: probs.numel()].view(probs.shape)
-        torch.bmm(slope, _of(v, heads, keys).transpose(1, 2), out=scores)
+        torch.bmm(slope, _concat_spans(v, heads, keys).transpose(1, 2), out=scores)
         torch.ops.aten._softmax_backward_data.out(scores, probs, -1, probs.dtype, grad_input=scores)
         if bent is not None:
             # d tanh(x) / dx = 1 - tanh(x)^2; the cap and its inverse cancel.
@@ -245,5 +245,5 @@ def _backward(
 def blocked_passes(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
 ) -> tuple[Passes, Documents | None]:
-    """Returns forward and backward of `blocked_attention` below autograd, and the documents to separate."""
-    return _passes(mask, scale, softcap), mask.documents if packed(mask) else None
+    """Returns forward and backward of `attend_blockwise` below autograd, and the documents to separate."""
+    return _build_passes(mask, scale, softcap), mask.documents if is_packed(mask) else None

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from preheat.hardware.cpp_build import compiler, quick_library
+from preheat.hardware.cpp_build import find_compiler, load_native_library
 
-__all__ = ["RATE", "UP_TO", "causal_backward", "causal_forward", "multiplied_in", "scratch_bytes", "serves"]
+__all__ = ["RATE", "UP_TO", "causal_backward", "causal_forward", "matmul_dtype", "scratch_bytes", "is_supported"]
 
 UP_TO = 4096
 """Tokens up to which the kernel beats torch's, with AVX2 too: the scores of a block of queries fit in the cache."""
@@ -23,7 +23,7 @@ _WIDEST, _MULTIPLE = 256, 16  # head widths
 _QUERIES = 48  # of a block, as in the C++ file
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if the kernel computes causal attention of these tensors, [rows, heads, length, width] each."""
     width = q.shape[-1]
     fits = width % _MULTIPLE == 0 and width <= _WIDEST and k.shape == v.shape and k.shape[-1] == width
@@ -31,10 +31,10 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not fits or any(t.device.type != "cpu" or t.dtype != q.dtype for t in (q, k, v)):
         return False
     # A dry run builds nothing: it asks whether the library could be built.
-    return compiler() is not None and (detect_fake_mode((q, k, v)) is not None or _library() is not None)
+    return find_compiler() is not None and (detect_fake_mode((q, k, v)) is not None or _load_library() is not None)
 
 
-def multiplied_in(dtype: str) -> str:
+def matmul_dtype(dtype: str) -> str:
     """Returns the dtype of the kernel's products: fp32 on a CPU that cannot multiply in bf16."""
     avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return "bf16" if dtype == "bf16" and avx512 and torch.cpu._is_avx512_bf16_supported() else "fp32"
@@ -63,45 +63,45 @@ def causal_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float)
 
 @torch.library.custom_op("preheat::causal_attention", mutates_args=(), device_types="cpu")
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    q, k, v = map(_by_heads, (q, k, v))
-    out = _like(q)
+    q, k, v = map(_make_heads_contiguous, (q, k, v))
+    out = _empty_like(q)
     _call("preheat_causal_forward", (q, k, v, out.transpose(1, 2)), q, k, scale)
     return out
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return _like(q)
+    return _empty_like(q)
 
 
 @torch.library.custom_op("preheat::causal_attention_backward", mutates_args=(), device_types="cpu")
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v = map(_by_heads, (grad, q, k, v))
-    grads = _like(q), _like(k), _like(v)
+    grad, q, k, v = map(_make_heads_contiguous, (grad, q, k, v))
+    grads = _empty_like(q), _empty_like(k), _empty_like(v)
     _call("preheat_causal_backward", (grad, q, k, v, *(g.transpose(1, 2) for g in grads)), q, k, scale)
     return grads
 
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
-def _like(x: Tensor) -> Tensor:
+def _empty_like(x: Tensor) -> Tensor:
     """Returns an empty tensor [rows, length, heads, width] for x [rows, heads, length, width]."""
     rows, heads, length, width = x.shape
     return x.new_empty(rows, length, heads, width)
 
 
-def _by_heads(x: Tensor) -> Tensor:
+def _make_heads_contiguous(x: Tensor) -> Tensor:
     """Copies only if the numbers of a head are not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _call(name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, scale: float) -> None:
-    library = _library()
+    library = _load_library()
     if library is None:
-        raise RuntimeError(f"{name}: `serves` was not asked first")
+        raise RuntimeError(f"{name}: `is_supported` was not asked first")
     strides = [n for t in tensors for n in t.stride()[:3]]
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3]
     getattr(library, name)(
@@ -115,5 +115,5 @@ def _call(name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, scale: f
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    return quick_library(Path(__file__).with_suffix(".cpp"), "attention on the CPU takes about twice as long")
+def _load_library() -> ctypes.CDLL | None:
+    return load_native_library(Path(__file__).with_suffix(".cpp"), "attention on the CPU takes about twice as long")

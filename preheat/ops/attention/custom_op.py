@@ -19,9 +19,9 @@ from torch import Tensor
 
 from preheat.core import MaskSpec
 from preheat.hardware.transfers import cache_tensors
-from preheat.ops.attention.blockwise import blocked_attention, blocked_passes
-from preheat.ops.attention.per_document import Documents, Passes, forward, gradients
-from preheat.ops.attention.sdpa import sdpa_attention, sdpa_has_passes, sdpa_passes
+from preheat.ops.attention.blockwise import attend_blockwise, blocked_passes
+from preheat.ops.attention.per_document import Documents, Passes, compute_gradients, forward
+from preheat.ops.attention.sdpa import has_sdpa_passes, sdpa_attention, sdpa_passes
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -42,8 +42,8 @@ class _Known(NamedTuple):
 
 # All other kernels rerun forward in the backward pass.
 _KNOWN: dict[Callable[..., Tensor], _Known] = {
-    blocked_attention: _Known(blocked_passes, False, lambda *_, **__: True),
-    sdpa_attention: _Known(sdpa_passes, True, sdpa_has_passes),
+    attend_blockwise: _Known(blocked_passes, False, lambda *_, **__: True),
+    sdpa_attention: _Known(sdpa_passes, True, has_sdpa_passes),
 }
 # Graphs refer to kernels by number.
 _ALIVE: weakref.WeakValueDictionary[int, OpaqueAttention] = weakref.WeakValueDictionary()
@@ -60,22 +60,22 @@ class OpaqueMask(MaskSpec):
     def of(mask: MaskSpec, rows: int, length: int) -> OpaqueMask:
         # A row of one document too, so that packed and plain batches share a graph.
         documents = mask.documents if mask.documents is not None else ((length,),) * rows
-        return OpaqueMask(mask.causal, mask.window, _lengths(documents, length), mask.global_tokens)
+        return OpaqueMask(mask.causal, mask.window, _encode_lengths(documents, length), mask.global_tokens)
 
 
 @cache_tensors(maxsize=16)  # called by every layer with the same arguments
-def _lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
+def _encode_lengths(documents: tuple[tuple[int, ...], ...], length: int) -> Tensor:
     # As many columns as tokens: a row has no more documents than that, and the shape never changes.
     return torch.tensor([[*row, *(0 for _ in range(length - len(row)))] for row in documents], dtype=torch.int64)
 
 
-def _mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec:
+def _decode_mask(documents: Tensor, causal: bool, window: int, shared: int) -> MaskSpec:
     # On the host, so reading the lengths waits for no device.
     rows = documents.numpy()
     return MaskSpec(causal, window or None, tuple(tuple(row[row > 0].tolist()) for row in rows), shared)
 
 
-def _capped(softcap: float) -> dict[str, float]:
+def _softcap_arguments(softcap: float) -> dict[str, float]:
     """Returns the softcap keyword; empty without a cap, since not every kernel supports it."""
     return {"softcap": softcap} if softcap else {}
 
@@ -106,14 +106,14 @@ class OpaqueAttention:
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         # Decided before the operator: its fake version must know how much it saves.
-        known, _ = self._known(q)
+        known, _ = self._find_known_passes(q)
         keeps = known is not None and known.statistics
         # Operators take no None: 0 means no window and no cap.
         settings = (self.number, mask.causal, mask.window or 0, mask.global_tokens, scale, softcap or 0.0, keeps)
         # Back to [rows, heads, length, dim], a view.
-        return _attention(q, k, v, mask.documents, *settings)[0].transpose(1, 2)
+        return _attend(q, k, v, mask.documents, *settings)[0].transpose(1, 2)
 
-    def _known(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
+    def _find_known_passes(self, q: Tensor) -> tuple[_Known | None, dict[str, Any]]:
         """Returns how to call the passes for tensors like `q`, and the kernel's keywords."""
         # A kernel with settings is a partial of one of `_KNOWN`.
         bound = self.kernel if isinstance(self.kernel, functools.partial) else None
@@ -124,11 +124,11 @@ class OpaqueAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float, keeps: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the result and its log-sum-exp, which is empty unless `keeps` is set."""
-        known, more = self._known(q)
+        known, more = self._find_known_passes(q)
         # An operator has a fixed number of results, hence the empty one.
         if known is None or not keeps:
-            return self.kernel(q, k, v, mask, scale, **_capped(softcap)), q.new_empty(0)
-        passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
+            return self.kernel(q, k, v, mask, scale, **_softcap_arguments(softcap)), q.new_empty(0)
+        passes, documents = known.passes(q, k, v, mask, scale, **more, **_softcap_arguments(softcap))
         out, lse = forward(passes, q, k, v, documents)
         return out, lse
 
@@ -148,18 +148,20 @@ class OpaqueAttention:
         Args:
             saved: the result and its log-sum-exp, if the operator saves them.
         """
-        known, more = self._known(q)
+        known, more = self._find_known_passes(q)
         if known is not None:
-            passes, documents = known.passes(q, k, v, mask, scale, **more, **_capped(softcap))
-            return gradients(passes, grad, q, k, v, *saved, documents=documents)
+            passes, documents = known.passes(q, k, v, mask, scale, **more, **_softcap_arguments(softcap))
+            return compute_gradients(passes, grad, q, k, v, *saved, documents=documents)
         # An operator runs below autograd, so the kernel is run again here to differentiate it.
         with torch.enable_grad():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-            return torch.autograd.grad(self.kernel(q, k, v, mask, scale, **_capped(softcap)), (q, k, v), grad)
+            return torch.autograd.grad(
+                self.kernel(q, k, v, mask, scale, **_softcap_arguments(softcap)), (q, k, v), grad
+            )
 
 
 @contextmanager
-def _autograd() -> Iterator[None]:
+def _enable_autograd() -> Iterator[None]:
     """Enables autograd inside an operator, where the dispatcher excludes it below `enable_grad`."""
     off = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
@@ -172,7 +174,7 @@ def _autograd() -> Iterator[None]:
 
 
 @torch.library.custom_op("preheat::attention", mutates_args=())
-def _attention(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -185,13 +187,13 @@ def _attention(
     softcap: float,
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
-    mask = _mask(documents, causal, window, shared)
+    mask = _decode_mask(documents, causal, window, shared)
     # Looked up by number, because an operator takes tensors and numbers but no Python objects.
     out, lse = _ALIVE[number].forward(q, k, v, mask, scale, softcap, keeps)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-@_attention.register_fake
+@_attend.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -212,7 +214,7 @@ def _(
 
 
 @torch.library.custom_op("preheat::attention_backward", mutates_args=())
-def _attention_backward(
+def _attend_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -226,16 +228,16 @@ def _attention_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(documents, causal, window, shared)
+    mask = _decode_mask(documents, causal, window, shared)
     # The saved result is stored as [rows, length, heads, dim]; kernels read [rows, heads, length, dim].
     pair = (saved[0].transpose(1, 2), saved[1]) if saved else ()
-    with _autograd():
+    with _enable_autograd():
         grads = _ALIVE[number].gradients(q, k, v, mask, scale, grad.transpose(1, 2), softcap, pair)
     a, b, c = (g.transpose(1, 2).contiguous() for g in grads)
     return a, b, c
 
 
-@_attention_backward.register_fake
+@_attend_backward.register_fake
 def _(
     grad: Tensor,
     q: Tensor,
@@ -267,9 +269,9 @@ def _backward(ctx: AutogradContext, grad: Tensor | None, of_lse: None) -> tuple[
     if grad is None:
         return (None,) * 11
     q, k, v, documents, *saved = ctx.saved_tensors
-    grads = _attention_backward(grad, q, k, v, documents, saved, *ctx.settings)
+    grads = _attend_backward(grad, q, k, v, documents, saved, *ctx.settings)
     # Eleven inputs, of which q, k and v have gradients.
     return (*(g.transpose(1, 2) for g in grads), *[None] * 8)
 
 
-_attention.register_autograd(_backward, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_keep)

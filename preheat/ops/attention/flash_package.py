@@ -8,13 +8,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.sdpa import in_compute_dtype
-from preheat.ops.attention.varlen import attend_varlen, bounds_of
+from preheat.ops.attention.sdpa import cast_to_autocast
+from preheat.ops.attention.varlen import attend_varlen, compute_bounds
 
 __all__ = ["flash_package_attention"]
 
 
-def _varlen(version: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+def _load_varlen(version: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     # Two packages: flash-attn is imported as flash_attn, version 3 as flash_attn_interface.
     if version == 2:
         from flash_attn import flash_attn_varlen_func
@@ -40,9 +40,9 @@ def flash_package_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, sca
         )
     if isinstance(q, FakeTensor):
         return attend_varlen(q, k, v, mask, scale)
-    q, k, v = in_compute_dtype(q, k, v)
-    bounds = bounds_of(mask, rows, length, q)
-    out = _varlen(version)(
+    q, k, v = cast_to_autocast(q, k, v)
+    bounds = compute_bounds(mask, rows, length, q)
+    out = _load_varlen(version)(
         # [tokens, heads, head_dim] each; fewer key heads are supported.
         *(t.transpose(1, 2).reshape(rows * length, t.shape[1], t.shape[3]) for t in (q, k, v)),
         # Queries and keys are the same tokens, so they share offsets and lengths.

@@ -16,16 +16,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from preheat.core import MaskSpec
 from preheat.hardware.transfers import cache_tensors
-from preheat.ops.attention.sdpa import in_compute_dtype, sees, starts_of
+from preheat.ops.attention.sdpa import cast_to_autocast, is_visible, starts_of
 from preheat.ops.attention.varlen import attend_varlen
 
-__all__ = ["block_mask", "compiled_flex_attention"]
+__all__ = ["build_block_mask", "compiled_flex_attention"]
 
 _BLOCK = 128  # FlexAttention's default block size
 
 
 @cache_tensors(maxsize=8)  # the layers of a model share the mask of a batch
-def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
+def build_block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     """Returns the mask in 128 x 128 blocks: empty, full, or evaluated per token.
 
     Computed from block boundaries in (length / 128)² work, not length² as torch's `create_block_mask` unless compiled.
@@ -35,8 +35,8 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
     # Evaluated per element in partial blocks; all heads share the mask.
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if mask.documents is None:
-            return sees(mask, query, key)
-        return sees(mask, query, key, starts[row, query], starts[row, key])
+            return is_visible(mask, query, key)
+        return is_visible(mask, query, key, starts[row, query], starts[row, key])
 
     # First and last position of each block; `some`: the block has a visible pair, `every`: all its pairs are visible.
     # Both are [rows or 1, blocks of queries, blocks of keys].
@@ -68,11 +68,15 @@ def block_mask(mask: MaskSpec, length: int, device: torch.device) -> BlockMask:
         # Full only if both blocks lie within one document, and it is the same.
         every = every & (s0 == s1)[:, :, None] & (s0 == s1)[:, None, :] & (s0[:, :, None] == s0[:, None, :])
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every), *_listed(every), BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
+        *_list_blocks(some & ~every),
+        *_list_blocks(every),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(length, length),
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of blocks [rows, 1, queries] and their indices first [rows, 1, queries, keys]."""
     # Stable: blocks of keys stay in ascending order, as flex reads them. No value is read back to the host.
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
@@ -80,13 +84,13 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
+def _compile_kernel() -> Callable[..., Tensor]:
     # Uncompiled, flex_attention materializes all scores.
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.cache  # one function per cap, so that each compiles once
-def _cap(softcap: float) -> Callable[..., Tensor]:
+def _build_softcap(softcap: float) -> Callable[..., Tensor]:
     return lambda score, row, head, query, key: softcap * torch.tanh(score / softcap)
 
 
@@ -103,7 +107,9 @@ def compiled_flex_attention(
     """
     if isinstance(q, FakeTensor):
         return attend_varlen(q, k, v, mask, scale)
-    q, k, v = in_compute_dtype(q, k, v)
-    blocks = block_mask(mask, q.shape[2], q.device)
-    bend = None if softcap is None else _cap(softcap)
-    return _compiled()(q, k, v, score_mod=bend, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    q, k, v = cast_to_autocast(q, k, v)
+    blocks = build_block_mask(mask, q.shape[2], q.device)
+    bend = None if softcap is None else _build_softcap(softcap)
+    return _compile_kernel()(
+        q, k, v, score_mod=bend, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )

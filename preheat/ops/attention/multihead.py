@@ -13,10 +13,10 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import linear
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.blockwise import blocked_attention
-from preheat.ops.attention.causal_cpu import serves
-from preheat.ops.attention.sdpa import in_compute_dtype, packed, sdpa_attention, sees, starts_of
-from preheat.ops.attention.varlen import varlen_serves
+from preheat.ops.attention.blockwise import attend_blockwise
+from preheat.ops.attention.causal_cpu import is_supported
+from preheat.ops.attention.sdpa import cast_to_autocast, is_packed, is_visible, sdpa_attention, starts_of
+from preheat.ops.attention.varlen import is_varlen_supported
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
@@ -26,8 +26,8 @@ __all__ = [
     "BLOCKS_UP_TO",
     "EfficientAttention",
     "attend_any",
-    "attention_in_chunks",
-    "best_attention",
+    "attend_in_chunks",
+    "attend_fastest",
     "convert_multihead",
 ]
 
@@ -36,32 +36,32 @@ BLOCKS_UP_TO = 2048
 _QUERIES = 128
 
 
-def best_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
+def attend_fastest(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
     """Computes attention by the fastest kernel for these tensors and this mask; none materializes the scores."""
     length, half = q.shape[2], q.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(q.device.type)
     cuda = q.device.type != "cpu"
     # Of these kernels, only blocks and the variable-length one skip what lies outside of a window.
-    if mask.window is not None and mask.window < length and not (cuda and half and varlen_serves(q, k, v, mask)):
-        return blocked_attention(q, k, v, mask, scale)
+    if mask.window is not None and mask.window < length and not (cuda and half and is_varlen_supported(q, k, v, mask)):
+        return attend_blockwise(q, k, v, mask, scale)
     # Flash takes half precision only; the memory-efficient kernel also takes fp32.
     if cuda:
         return sdpa_attention(q, k, v, mask, scale, kernel="flash" if half else "efficient")
-    blocks = (half and length <= BLOCKS_UP_TO) or serves(q, k, v)
-    return (blocked_attention if blocks else sdpa_attention)(q, k, v, mask, scale)
+    blocks = (half and length <= BLOCKS_UP_TO) or is_supported(q, k, v)
+    return (attend_blockwise if blocks else sdpa_attention)(q, k, v, mask, scale)
 
 
 def attend_any(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, dropout: float = 0.0, bias: Tensor | None = None
 ) -> Tensor:
-    """Uses `best_attention`, or `attention_in_chunks` with dropout, a bias, or unequal numbers of queries and keys."""
+    """Uses `attend_fastest`, or `attend_in_chunks` with dropout, a bias, or unequal numbers of queries and keys."""
     # Fused kernels take neither dropout nor a bias, and documents and global tokens only if attention is causal.
     fused = dropout == 0 and bias is None and q.shape[2] == k.shape[2]
-    if fused and (mask.causal or not (packed(mask) or mask.global_tokens)):
-        return best_attention(q, k, v, mask, scale)
-    return attention_in_chunks(q, k, v, mask, scale, dropout=dropout, bias=bias)
+    if fused and (mask.causal or not (is_packed(mask) or mask.global_tokens)):
+        return attend_fastest(q, k, v, mask, scale)
+    return attend_in_chunks(q, k, v, mask, scale, dropout=dropout, bias=bias)
 
 
-def attention_in_chunks(
+def attend_in_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -89,10 +89,10 @@ def attention_in_chunks(
         raise ValueError(
             f"causal attention of {length} queries on {total} keys: give the positions of the queries by a bias"
         )
-    q, k, v = in_compute_dtype(q, k, v)
+    q, k, v = cast_to_autocast(q, k, v)
     if queries >= length:
         # A single chunk saves its scores for backward: nothing is recomputed.
-        for *_, piece in _chunks(q, k, mask, scale, dropout, queries):
+        for *_, piece in _iterate_chunks(q, k, mask, scale, dropout, queries):
             return piece(q, k, v, bias)  # inside of the loop, which keeps autocast off
     return _Chunks.apply(q, k, v, bias, mask, scale, dropout, queries)
 
@@ -124,9 +124,9 @@ class _Chunks(torch.autograd.Function):
         ctx.drawn = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)] if dropout else []
         out = q.new_empty(*q.shape[:3], v.shape[-1])  # [rows, heads, n, head_dim of v]
         # Causal chunks read only keys up to their last query, which halves the work.
-        for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
+        for begin, end, keys, piece in _iterate_chunks(q, k, *ctx.settings):
             out[:, :, begin:end] = piece(
-                q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _part(bias, begin, end, keys)
+                q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], _slice_bias(bias, begin, end, keys)
             )
         return out
 
@@ -147,7 +147,7 @@ class _Chunks(torch.autograd.Function):
                 torch.set_rng_state(ctx.drawn[0])
                 for state, device in zip(ctx.drawn[1:], ctx.devices, strict=True):
                     torch.cuda.set_rng_state(state, device)
-            for begin, end, keys, piece in _chunks(q, k, *ctx.settings):
+            for begin, end, keys, piece in _iterate_chunks(q, k, *ctx.settings):
 
                 def cut(
                     q: Tensor,
@@ -157,7 +157,7 @@ class _Chunks(torch.autograd.Function):
                     # A default binds this iteration's bounds.
                     at: tuple[int, int, int] = (begin, end, keys),
                 ) -> list[Any]:
-                    return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _part(bias, *at)]
+                    return [q[:, :, at[0] : at[1]], k[:, :, : at[2]], v[:, :, : at[2]], _slice_bias(bias, *at)]
 
                 # Detached, so that autograd differentiates this chunk alone and frees its scores before the next one.
                 inputs: list[Any] = [t if t is None else t.detach() for t in cut(q, k, v, bias)]
@@ -173,7 +173,7 @@ class _Chunks(torch.autograd.Function):
         return (*back, *[None] * (8 - len(back)))
 
 
-def _chunks(
+def _iterate_chunks(
     q: Tensor, k: Tensor, mask: MaskSpec, scale: float, dropout: float, queries: int
 ) -> Iterator[tuple[int, int, int, Callable[..., Tensor]]]:
     """Yields (first query, end, number of visible keys, attention function) of each chunk."""
@@ -181,13 +181,13 @@ def _chunks(
     starts = starts_of(mask, total, q.device) if mask.documents is not None or mask.global_tokens else None
     for begin in range(0, length, queries):
         end = min(begin + queries, length)
-        piece = functools.partial(_chunk, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
+        piece = functools.partial(_attend_chunk, mask=mask, scale=scale, dropout=dropout, starts=starts, begin=begin)
         # The tensors already have their dtype, and backward runs without autocast.
         with torch.autocast(q.device.type, enabled=False):
             yield begin, end, end if mask.causal else total, piece
 
 
-def _part(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None:
+def _slice_bias(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None:
     if bias is None:
         return None
     # Dimensions of 1 broadcast and stay: a padding mask is [rows, 1, 1, m].
@@ -195,7 +195,7 @@ def _part(bias: Tensor | None, begin: int, end: int, keys: int) -> Tensor | None
     return bias if bias.shape[-1] == 1 else bias[..., :keys]
 
 
-def _chunk(
+def _attend_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -220,7 +220,7 @@ def _chunk(
     where: tuple[Tensor, ...] = (
         () if starts is None else (starts[:, None, begin : begin + n, None], starts[:, None, None, :keys])
     )
-    scores = scores.masked_fill(~sees(mask, i, j, *where), float("-inf"))
+    scores = scores.masked_fill(~is_visible(mask, i, j, *where), float("-inf"))
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
     # A query that sees no key (padding, for example) gives 0.
@@ -281,7 +281,7 @@ class EfficientAttention(nn.Module):
         if self.memory_efficient:
             out = attend_any(q, k, v, mask, scale, dropout=dropout, bias=bias)
         else:
-            out = attention_in_chunks(q, k, v, mask, scale, dropout=dropout, bias=bias, queries=length)
+            out = attend_in_chunks(q, k, v, mask, scale, dropout=dropout, bias=bias, queries=length)
         return self.out(out.transpose(1, 2).reshape(rows, length, self.dim))
 
     def extra_repr(self) -> str:
@@ -343,14 +343,14 @@ class EfficientMultiheadAttention(nn.MultiheadAttention):
         )
         # The hint replaces the mask tensor, so that a fused kernel can serve. With unequal lengths the mask decides.
         causal = is_causal and query.shape[1] == key.shape[1]
-        bias = _joined(None if causal else attn_mask, key_padding_mask, self.num_heads)
+        bias = _join_masks(None if causal else attn_mask, key_padding_mask, self.num_heads)
         dropout = self.dropout if self.training else 0.0
         out = attend_any(q, k, v, MaskSpec(causal=causal), self.head_dim**-0.5, dropout=dropout, bias=bias)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return (out[0] if lone else out if self.batch_first else out.transpose(0, 1)), None
 
 
-def _joined(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
+def _join_masks(attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
     """Combines torch's two masks (true: hidden, or float) into one bias (true: visible), without expanding them."""
     parts = []
     if attn_mask is not None:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from preheat.core import MaskSpec
 
-__all__ = ["Kernel", "in_shifted_groups", "within_window"]
+__all__ = ["Kernel", "limit_to_shifted_groups", "limit_to_window"]
 
 Kernel = Callable[..., Tensor]
 
 
-def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel:
+def limit_to_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel:
     """Limits a kernel to the last `window` tokens (itself included) and the first `global_tokens` of each document."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-        _whole(q, k)
+        _check_whole_group(q, k)
         # A model's own window and global tokens remain: the narrower window, the more global tokens.
         narrow = min(window, mask.window or window)
         return kernel(
@@ -31,7 +31,7 @@ def within_window(kernel: Kernel, window: int, global_tokens: int = 0) -> Kernel
     return attend
 
 
-def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
+def limit_to_shifted_groups(kernel: Kernel, group: int) -> Kernel:
     """Limits a kernel to groups of `group` tokens per document; half of the heads use groups shifted by half a group.
 
     Groups are passed as documents, so any kernel that separates documents works.
@@ -41,7 +41,7 @@ def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
-        _whole(q, k)
+        _check_whole_group(q, k)
         rows, heads, length, _ = q.shape
         documents = mask.documents or ((length,),) * rows
         # Half of the heads see groups that start at 0, half those that start half a group later, so that information
@@ -63,7 +63,7 @@ def in_shifted_groups(kernel: Kernel, group: int) -> Kernel:
     return attend
 
 
-def _whole(q: Tensor, k: Tensor) -> None:
+def _check_whole_group(q: Tensor, k: Tensor) -> None:
     if q.shape[2] != k.shape[2]:
         # A decode step has one query and many keys, whose positions a pattern does not know.
         raise ValueError("attention with a pattern reads whole sequences: call the model with use_cache=False")
@@ -73,8 +73,8 @@ def _whole(q: Tensor, k: Tensor) -> None:
 def _cut(documents: tuple[tuple[int, ...], ...], group: int, shift: int) -> tuple[tuple[int, ...], ...]:
     """Splits documents every `group` tokens, the first time after `shift` (0: after a full group)."""
 
-    def pieces(n: int) -> tuple[int, ...]:
+    def split_groups(n: int) -> tuple[int, ...]:
         bounds = [0, *range(shift or group, n, group), n]
         return tuple(b - a for a, b in itertools.pairwise(bounds))
 
-    return tuple(tuple(itertools.chain.from_iterable(pieces(n) for n in row)) for row in documents)
+    return tuple(tuple(itertools.chain.from_iterable(split_groups(n) for n in row)) for row in documents)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["Documents", "Passes", "attend", "by_document", "forward", "gradients"]
+__all__ = ["Documents", "Passes", "attend", "attend_by_document", "forward", "compute_gradients"]
 
 Documents = tuple[tuple[int, ...], ...]
 """Lengths of the documents of each row."""
@@ -59,7 +59,7 @@ def forward(kernel: Passes, q: Tensor, k: Tensor, v: Tensor, documents: Document
     return layout.rows(out), *(layout.rows([t.unsqueeze(-1) for t in each]).squeeze(-1) for each in lse)
 
 
-def gradients(
+def compute_gradients(
     kernel: Passes, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Tensor, documents: Documents | None
 ) -> tuple[Tensor, ...]:
     """Returns gradients of `attend` by q, k and v. `saved`: the outputs of `forward`, with statistics."""
@@ -91,10 +91,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(ctx.kernel, grads[0], *ctx.saved_tensors, documents=ctx.documents), None, None
+        return *compute_gradients(ctx.kernel, grads[0], *ctx.saved_tensors, documents=ctx.documents), None, None
 
 
-def by_document(
+def attend_by_document(
     kernel: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents
 ) -> Tensor:
     """As `attend`, for kernels that only autograd can differentiate; it also saves the rearranged inputs."""
@@ -111,7 +111,7 @@ class _Layout:
 
     def __init__(self, documents: Documents, device: torch.device):
         self.shape = len(documents), sum(documents[0])  # rows, length
-        self.groups, self.there, self.back = _arrangement_on(documents, device)
+        self.groups, self.there, self.back = _arrange_on_device(documents, device)
 
     def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Splits tensors [rows, heads, length, dim] into groups: [documents, heads, padded length, dim]."""
@@ -155,12 +155,12 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 @cache_tensors(maxsize=16)  # called by every layer, forward and backward
 @torch.inference_mode(False)  # the cached tensors must also serve training if inference calls first
-def _arrangement_on(documents: Documents, device: torch.device) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
-    groups, there, back = _arrangement(documents)
+def _arrange_on_device(documents: Documents, device: torch.device) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+    groups, there, back = _arrange_documents(documents)
     return groups, to_device(there, device), to_device(back, device)
 
 
-def _arrangement(documents: Documents) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
+def _arrange_documents(documents: Documents) -> tuple[list[tuple[int, int]], numpy.ndarray, numpy.ndarray]:
     """Groups documents by padded length.
 
     Returns:

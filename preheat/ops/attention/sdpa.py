@@ -13,22 +13,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from preheat.core import MaskSpec
 from preheat.hardware.transfers import to_device
-from preheat.ops.attention.per_document import Documents, Passes, attend, by_document
-from preheat.ops.attention.varlen import attend_varlen, varlen_passes, varlen_serves
+from preheat.ops.attention.per_document import Documents, Passes, attend, attend_by_document
+from preheat.ops.attention.varlen import attend_varlen, is_varlen_supported, varlen_passes
 
 __all__ = [
     "KERNELS",
-    "allowed",
+    "build_dense_mask",
     "flash_backward",
     "flash_forward",
-    "in_compute_dtype",
-    "packed",
+    "cast_to_autocast",
+    "is_packed",
     "reference_attention",
     "refuse_masks",
     "sdpa_attention",
-    "sdpa_has_passes",
+    "has_sdpa_passes",
     "sdpa_passes",
-    "sees",
+    "is_visible",
     "starts_of",
 ]
 
@@ -46,7 +46,7 @@ _FLASH_DIM = 8
 _STATISTICS = 32  # the efficient kernel pads its log-sum-exp to a multiple of this
 
 
-def sees(
+def is_visible(
     mask: MaskSpec, query: Tensor, key: Tensor, query_starts: Tensor | int = 0, key_starts: Tensor | int = 0
 ) -> Tensor:
     """Returns which query sees which key, elementwise over positions: the single definition of MaskSpec.
@@ -76,11 +76,11 @@ def starts_of(mask: MaskSpec, length: int, device: torch.device) -> Tensor:
     return to_device(numpy.stack(rows), device)
 
 
-def allowed(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Tensor:
+def build_dense_mask(mask: MaskSpec, rows: int, length: int, device: torch.device) -> Tensor:
     """Returns the dense mask [rows or 1, 1, length, length], true if visible; n x n, for references only."""
     place, starts = torch.arange(length, device=device), starts_of(mask, length, device)
     starts = starts[:, None]  # [rows or 1, 1, length]
-    may = sees(mask, place[:, None], place[None, :], starts[..., :, None], starts[..., None, :])
+    may = is_visible(mask, place[:, None], place[None, :], starts[..., :, None], starts[..., None, :])
     return may.expand(starts.shape[0], 1, length, length)
 
 
@@ -99,11 +99,11 @@ def reference_attention(
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale  # [rows, heads, length, length]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~allowed(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
+    scores = scores.masked_fill(~build_dense_mask(mask, q.shape[0], q.shape[2], q.device), float("-inf"))
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
 
 
-def in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts the tensors to autocast's dtype if it is on, as autocast does for torch's attention."""
     kind = tensors[0].device.type
     return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors) if torch.is_autocast_enabled(kind) else tensors
@@ -123,11 +123,11 @@ def refuse_masks(mask: MaskSpec, length: int, who: str) -> None:
         raise ValueError(
             f"{who} has no sliding window (asked for {mask.window} at {length} tokens); use blocks or flex"
         )
-    if packed(mask) and not mask.causal:
+    if is_packed(mask) and not mask.causal:
         raise ValueError(f"{who} supports packed documents only if attention is causal")
 
 
-def packed(mask: MaskSpec) -> bool:
+def is_packed(mask: MaskSpec) -> bool:
     """True if a row holds more than one document."""
     return mask.documents is not None and any(len(d) > 1 for d in mask.documents)
 
@@ -150,34 +150,34 @@ def sdpa_attention(
         RuntimeError: raised by torch if the named kernel does not support these tensors.
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
-        q, k, v = in_compute_dtype(q, k, v)
+        q, k, v = cast_to_autocast(q, k, v)
         # One call for all documents, at their true lengths.
         return attend_varlen(q, k, v, mask, scale)
     refuse_masks(mask, q.shape[2], "SDPA")
     # A row of one document needs no separation.
-    apart = mask.documents if packed(mask) else None
+    apart = mask.documents if is_packed(mask) else None
     grouped = q.shape[1] != k.shape[1]
     if _is_dry_run(q) and kernel != "efficient":  # replaces a GPU kernel that saves the same tensors
         kernel = "flash"
     # Autograd would save more than these passes need: rearranged documents, and repeated keys and values.
     # torch.compile differentiates what it traces by itself.
     more = apart is not None or (grouped and kernel == "efficient")
-    if more and not torch.compiler.is_compiling() and sdpa_has_passes(q, kernel=kernel):
-        q, k, v = in_compute_dtype(q, k, v)
+    if more and not torch.compiler.is_compiling() and has_sdpa_passes(q, kernel=kernel):
+        q, k, v = cast_to_autocast(q, k, v)
         return attend(sdpa_passes(q, k, v, mask, scale, kernel=kernel, varlen=False)[0], q, k, v, apart)
     # Compiled, or without passes of our own: autograd differentiates the repetition, and saves its result.
     if kernel == "efficient":
-        k, v, grouped = _repeated(k, q), _repeated(v, q), False
+        k, v, grouped = _repeat_heads(k, q), _repeat_heads(v, q), False
     # The CPU's flash kernel is the only fused one that fake CPU tensors have.
     if _is_dry_run(q):
         kernel = "flash"
 
-    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
 
     # Inputs that the named kernel does not support are an error here, not a silent fall back to materialized scores.
     with sdpa_kernel(KERNELS[kernel]):
-        return by_document(fused, q, k, v, apart) if apart is not None else fused(q, k, v)
+        return attend_by_document(attend_fused, q, k, v, apart) if apart is not None else attend_fused(q, k, v)
 
 
 def sdpa_passes(
@@ -185,16 +185,20 @@ def sdpa_passes(
 ) -> tuple[Passes, Documents | None]:
     """Returns forward and backward of `sdpa_attention` below autograd, and the documents to separate.
 
-    Requires `sdpa_has_passes`.
+    Requires `has_sdpa_passes`.
     """
     if _takes_varlen(q, k, v, mask, kernel, varlen):
         return varlen_passes(q, mask, scale), None
     refuse_masks(mask, q.shape[2], "SDPA")
-    passes = _efficient(mask.causal, scale) if kernel == "efficient" else _flash(mask.causal, scale)
-    return passes, mask.documents if packed(mask) else None
+    passes = (
+        _build_efficient_passes(mask.causal, scale)
+        if kernel == "efficient"
+        else _build_flash_passes(mask.causal, scale)
+    )
+    return passes, mask.documents if is_packed(mask) else None
 
 
-def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = None) -> bool:
+def has_sdpa_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = None) -> bool:
     """True if forward and backward of a kernel can be called below autograd, for any mask."""
     # `varlen` has no effect: callers pass all settings of the kernel. A CPU has no memory-efficient kernel; a dry run's
     # fake tensors are planned by flash.
@@ -205,16 +209,16 @@ def sdpa_has_passes(q: Tensor, *, kernel: str = "flash", varlen: bool | None = N
 
 def _takes_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, kernel: str, varlen: bool | None) -> bool:
     # Plain rows keep the fixed-length kernel, which needs no offsets.
-    needed = packed(mask) or (mask.window is not None and mask.window < q.shape[2])
+    needed = is_packed(mask) or (mask.window is not None and mask.window < q.shape[2])
     wanted = varlen if varlen is not None else q.device.type == "cuda"
-    return needed and wanted and kernel in _FLASH and varlen_serves(q, k, v, mask)
+    return needed and wanted and kernel in _FLASH and is_varlen_supported(q, k, v, mask)
 
 
 def _is_dry_run(q: Tensor) -> bool:
     return isinstance(q, FakeTensor) and q.device.type == "cpu"
 
 
-def _flash(causal: bool, scale: float) -> Passes:
+def _build_flash_passes(causal: bool, scale: float) -> Passes:
     return Passes(
         functools.partial(flash_forward, causal=causal, scale=scale),
         functools.partial(flash_backward, causal=causal, scale=scale),
@@ -222,7 +226,7 @@ def _flash(causal: bool, scale: float) -> Passes:
     )
 
 
-def _efficient(causal: bool, scale: float) -> Passes:
+def _build_efficient_passes(causal: bool, scale: float) -> Passes:
     return Passes(
         functools.partial(_efficient_forward, causal=causal, scale=scale),
         functools.partial(_efficient_backward, causal=causal, scale=scale),
@@ -230,7 +234,7 @@ def _efficient(causal: bool, scale: float) -> Passes:
     )
 
 
-def _repeated(t: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(t: Tensor, q: Tensor) -> Tensor:
     """Repeats keys or values for each head of `q`."""
     # Interleaved: query heads i * groups to (i + 1) * groups - 1 use key head i, as in transformers' repeat_kv.
     return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
@@ -240,7 +244,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: 
     """As `flash_forward`, by the memory-efficient kernel (supports fp32); a dry run uses flash, which allocates as
     much.
     """
-    k, v = _repeated(k, q), _repeated(v, q)
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     if q.device.type == "cpu":
         return flash_forward(q, k, v, causal=causal, scale=scale)
     # Arguments after v: no bias, return the log-sum-exp, no dropout.
@@ -253,7 +257,7 @@ def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gradients of `_efficient_forward`; sums those of keys and values over the heads that share them."""
-    each = _repeated(k, q), _repeated(v, q)
+    each = _repeat_heads(k, q), _repeat_heads(v, q)
     if q.device.type == "cpu":
         a, b, c = flash_backward(grad, q, *each, out, lse, causal=causal, scale=scale)
     else:

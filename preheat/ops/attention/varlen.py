@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["Bounds", "attend_varlen", "bounds_of", "varlen_attention", "varlen_passes", "varlen_serves"]
+__all__ = ["Bounds", "attend_varlen", "compute_bounds", "varlen_attention", "varlen_passes", "is_varlen_supported"]
 
 _DIM, _MOST = 8, 256  # the kernel supports head dims that are multiples of 8, up to 256
 
@@ -47,7 +47,7 @@ class Bounds(NamedTuple):
     pairs: int
 
 
-def varlen_serves(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
+def is_varlen_supported(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
     """True if the kernel supports the mask and the head dim."""
     return (
         # The same offsets serve queries and keys, so both have the same lengths.
@@ -60,12 +60,12 @@ def varlen_serves(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> bool:
     )
 
 
-def _window(mask: MaskSpec, length: int) -> int:
+def _effective_window(mask: MaskSpec, length: int) -> int:
     """Returns the effective window; 0: none."""
     return mask.window if mask.window is not None and mask.window < length else 0
 
 
-def _pairs(n: int, causal: bool, window: int) -> int:
+def _count_pairs(n: int, causal: bool, window: int) -> int:
     """Counts the pairs of one document, as in `Bounds.pairs`."""
     if not window or window >= n:
         return n * n  # no window, or one that hides nothing
@@ -76,31 +76,31 @@ def _pairs(n: int, causal: bool, window: int) -> int:
 
 
 @functools.lru_cache(maxsize=16)  # called by every layer, forward and backward
-def _all_pairs(documents: Documents, causal: bool, window: int) -> int:
-    return sum(_pairs(n, causal, window) for n in itertools.chain.from_iterable(documents))
+def _count_all_pairs(documents: Documents, causal: bool, window: int) -> int:
+    return sum(_count_pairs(n, causal, window) for n in itertools.chain.from_iterable(documents))
 
 
 @cache_tensors(maxsize=16)  # called by every layer, forward and backward
 @torch.inference_mode(False)  # the cached tensor must also serve training if inference calls first
-def _offsets(documents: Documents, device: torch.device) -> Tensor:
+def _compute_offsets(documents: Documents, device: torch.device) -> Tensor:
     # Rows are concatenated: documents are numbered through all of them, and none crosses a row's end.
     sizes = list(itertools.chain.from_iterable(documents))
     return to_device(numpy.cumsum([0, *sizes], dtype=numpy.int32), device)
 
 
-def bounds_of(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
+def compute_bounds(mask: MaskSpec, rows: int, length: int, like: Tensor) -> Bounds:
     """Returns the bounds of a batch on the device of `like`; computed once per batch, without a device sync."""
-    window = _window(mask, length)
+    window = _effective_window(mask, length)
     if mask.documents is None:  # created on the device, also in a traced graph
         offsets = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=like.device)
-        return Bounds(offsets, length, rows * _pairs(length, mask.causal, window))
+        return Bounds(offsets, length, rows * _count_pairs(length, mask.causal, window))
     # For a maximum of one token torch takes another path, which lays the log-sum-exp out differently; a bound of two
     # avoids it.
-    longest, pairs = max(2, *map(max, mask.documents)), _all_pairs(mask.documents, mask.causal, window)
+    longest, pairs = max(2, *map(max, mask.documents)), _count_all_pairs(mask.documents, mask.causal, window)
     # A fake tensor must not enter the cache, from which a real run would take it.
     if isinstance(like, FakeTensor):
         return Bounds(like.new_empty(sum(map(len, mask.documents)) + 1, dtype=torch.int32), longest, pairs)
-    return Bounds(_offsets(mask.documents, like.device), longest, pairs)
+    return Bounds(_compute_offsets(mask.documents, like.device), longest, pairs)
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float) -> Tensor:
@@ -109,7 +109,9 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float)
     Differentiable and traceable by torch.compile.
     """
     rows, _, length, _ = q.shape
-    out, _ = varlen_attention(q, k, v, *bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
+    out, _ = varlen_attention(
+        q, k, v, *compute_bounds(mask, rows, length, q), mask.causal, _effective_window(mask, length), scale
+    )
     return out
 
 
@@ -117,7 +119,7 @@ def varlen_passes(q: Tensor, mask: MaskSpec, scale: float) -> Passes:
     """Returns the kernel's forward and backward below autograd, for tensors like `q`."""
     # Bounds are computed here, above autograd, so that forward and backward share one copy.
     rows, _, length, _ = q.shape
-    settings = (*bounds_of(mask, rows, length, q), mask.causal, _window(mask, length), scale)
+    settings = (*compute_bounds(mask, rows, length, q), mask.causal, _effective_window(mask, length), scale)
     return Passes(
         lambda q, k, v: varlen_attention(q, k, v, *settings),
         lambda grad, q, k, v, out, lse: varlen_attention_backward(grad, q, k, v, out, lse, *settings),
@@ -125,17 +127,17 @@ def varlen_passes(q: Tensor, mask: MaskSpec, scale: float) -> Passes:
     )
 
 
-def _flat(*tensors: Tensor) -> Iterator[Tensor]:
+def _flatten_rows(*tensors: Tensor) -> Iterator[Tensor]:
     """Flattens [rows, heads, length, dim] to [rows * length, heads, dim], a view of the projection's output."""
     return (t.transpose(1, 2).reshape(-1, t.shape[1], t.shape[3]) for t in tensors)
 
 
-def _rows(t: Tensor, rows: int) -> Tensor:
-    """Inverse of `_flat` for one tensor."""
+def _unflatten_rows(t: Tensor, rows: int) -> Tensor:
+    """Inverse of `_flatten_rows` for one tensor."""
     return t.contiguous().view(rows, -1, *t.shape[1:]).transpose(1, 2)
 
 
-def _arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, float]]:
+def _mask_arguments(is_causal: bool, window: int, scale: float) -> tuple[bool, dict[str, float]]:
     """Returns the kernel's mask arguments: visible tokens to the left and right, without itself; -1: no limit."""
     # With a window, a right limit of 0 says causal, and the kernel's own flag stays off.
     left = window - 1 if window else -1
@@ -168,14 +170,14 @@ def varlen_attention(
     # `pairs` is for the FLOP formula alone.
     rows, heads, length, _ = q.shape
     if q.device.type == "cpu":
-        return _by_document(q, k, v, offsets, is_causal, window, scale)
-    causal, more = _arguments(is_causal, window, scale)
+        return _attend_by_document(q, k, v, offsets, is_causal, window, scale)
+    causal, more = _mask_arguments(is_causal, window, scale)
     # Arguments in order: q, k, v, both offsets, both maximum lengths, dropout, causal, and no debug mask.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_flat(q, k, v), offsets, offsets, longest, longest, 0.0, causal, False, **more
+        *_flatten_rows(q, k, v), offsets, offsets, longest, longest, 0.0, causal, False, **more
     )
     # The kernel returns the log-sum-exp of concatenated rows: [heads, tokens].
-    return _rows(out, rows), lse.view(heads, rows, length).transpose(0, 1)
+    return _unflatten_rows(out, rows), lse.view(heads, rows, length).transpose(0, 1)
 
 
 @varlen_attention.register_fake
@@ -192,16 +194,16 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     rows, heads, length, _ = q.shape
     # The same strides as the real operator, which torch.compile relies on.
-    return _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
+    return _empty_output(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics_dtype(q)).transpose(0, 1)
 
 
-def _empty(t: Tensor, width: int) -> Tensor:
+def _empty_output(t: Tensor, width: int) -> Tensor:
     rows, heads, length, _ = t.shape
     # Stored as [rows, length, heads, width], so that the output projection reads it without a copy.
     return t.new_empty(rows, length, heads, width).transpose(1, 2)
 
 
-def _statistics(q: Tensor) -> torch.dtype:
+def _statistics_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -223,15 +225,15 @@ def varlen_attention_backward(
     """Returns gradients of `varlen_attention` by q, k and v."""
     rows, heads, _, _ = q.shape
     if q.device.type == "cpu":
-        return _by_document_backward(grad, q, k, v, out, lse, offsets, is_causal, window, scale)
-    causal, more = _arguments(is_causal, window, scale)
+        return _attend_by_document_backward(grad, q, k, v, out, lse, offsets, is_causal, window, scale)
+    causal, more = _mask_arguments(is_causal, window, scale)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # unused RNG state: no dropout
     # [tokens, heads, dim] each, and the log-sum-exp as [heads, tokens].
-    flat = [*_flat(grad, q, k, v, out), lse.transpose(0, 1).reshape(heads, -1)]
+    flat = [*_flatten_rows(grad, q, k, v, out), lse.transpose(0, 1).reshape(heads, -1)]
     grads = torch.ops.aten._flash_attention_backward(
         *flat, offsets, offsets, longest, longest, 0.0, causal, state, state, **more
     )
-    a, b, c = (_rows(t, rows) for t in grads)
+    a, b, c = (_unflatten_rows(t, rows) for t in grads)
     return a, b, c
 
 
@@ -250,7 +252,7 @@ def _(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q, q.shape[3]), _empty(k, k.shape[3]), _empty(v, v.shape[3])
+    return _empty_output(q, q.shape[3]), _empty_output(k, k.shape[3]), _empty_output(v, v.shape[3])
 
 
 def _keep(
@@ -269,7 +271,7 @@ def _backward(ctx: AutogradContext, grad: Tensor | None, of_lse: None) -> tuple[
         return (None,) * 9
     # The kernel's own buffers are invisible to a dry run, so these stand for them while the fake kernel runs.
     saved = ctx.saved_tensors  # read once: a recomputed layer unpacks them once
-    scratch = _scratch(*saved) if isinstance(grad, FakeTensor) else None
+    scratch = _allocate_scratch(*saved) if isinstance(grad, FakeTensor) else None
     grads = varlen_attention_backward(grad, *saved, *ctx.settings)
     del scratch
     # Nine inputs, of which q, k and v have gradients.
@@ -279,7 +281,7 @@ def _backward(ctx: AutogradContext, grad: Tensor | None, of_lse: None) -> tuple[
 varlen_attention.register_autograd(_backward, setup_context=_keep)
 
 
-def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) -> list[Tensor]:
+def _allocate_scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) -> list[Tensor]:
     """Allocates what the kernel's backward allocates, for dry runs (`mha_varlen_bwd` in torch's flash_api.cpp).
 
     These are query gradients and a statistic in fp32, padded by 128 positions per document, and key and value gradients
@@ -295,7 +297,7 @@ def _scratch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets:
     return buffers
 
 
-def _flops(q: torch.Size, v: torch.Size, pairs: int) -> int:
+def _count_flops(q: torch.Size, v: torch.Size, pairs: int) -> int:
     # Scores take 2 * dim FLOPs per pair and head, the weighted sum of values as many for the values' dim.
     return int(2 * q[1] * pairs * (q[3] + v[3]))
 
@@ -312,7 +314,7 @@ def _forward_flops(
     **__: object,
 ) -> int:
     """Counts FLOPs per document as if attention were not causal, as torch does."""
-    return _flops(q, v, pairs)
+    return _count_flops(q, v, pairs)
 
 
 @register_flop_formula(torch.ops.preheat.varlen_attention_backward)
@@ -330,20 +332,20 @@ def _backward_flops(
     **__: object,
 ) -> int:
     # Five matmuls instead of two: scores again, and gradients by probabilities, values, queries and keys.
-    return _flops(q, v, pairs) * 5 // 2
+    return _count_flops(q, v, pairs) * 5 // 2
 
 
 # --- CPU implementation of the operators
 
 
-def _document_positions(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
+def _iterate_documents(offsets: Tensor, length: int) -> Iterator[tuple[slice, slice]]:
     """Yields the row and positions of each document."""
     for begin, end in itertools.pairwise(offsets.numpy().tolist()):
         row = begin // length
         yield slice(row, row + 1), slice(begin - row * length, end - row * length)
 
 
-def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor]:
+def _window_mask(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor]:
     """Returns the mask tensor by which torch's CPU kernel gets a window."""
     if not window or window >= n:
         return {}
@@ -352,21 +354,24 @@ def _hidden(q: Tensor, n: int, is_causal: bool, window: int) -> dict[str, Tensor
     return {"attn_mask": torch.zeros(n, n, dtype=q.dtype).masked_fill_(~may, float("-inf"))}
 
 
-def _by_document(
+def _attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, is_causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     # One call per document needs neither padding nor a mask for its neighbors.
     (rows, heads, length, _), one = q.shape, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = _empty(q, v.shape[3]), q.new_empty(heads, rows, length, dtype=_statistics(q)).transpose(0, 1)
-    for row, span in _document_positions(offsets, length):
-        mask = _hidden(q, span.stop - span.start, is_causal, window)
+    out, lse = (
+        _empty_output(q, v.shape[3]),
+        q.new_empty(heads, rows, length, dtype=_statistics_dtype(q)).transpose(0, 1),
+    )
+    for row, span in _iterate_documents(offsets, length):
+        mask = _window_mask(q, span.stop - span.start, is_causal, window)
         # A mask tensor includes causality, and the kernel takes either of them.
         parts = one(q[row, :, span], k[row, :, span], v[row, :, span], 0.0, is_causal and not mask, scale=scale, **mask)
         out[row, :, span], lse[row, :, span] = parts
     return out, lse
 
 
-def _by_document_backward(
+def _attend_by_document_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -379,9 +384,9 @@ def _by_document_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    a, b, c = (_empty(t, t.shape[3]) for t in (q, k, v))
-    for row, span in _document_positions(offsets, q.shape[2]):
-        mask = _hidden(q, span.stop - span.start, is_causal, window)
+    a, b, c = (_empty_output(t, t.shape[3]) for t in (q, k, v))
+    for row, span in _iterate_documents(offsets, q.shape[2]):
+        mask = _window_mask(q, span.stop - span.start, is_causal, window)
         # [1, heads, n, dim] each; the log-sum-exp is [1, heads, n].
         cut = (t[row, :, span] for t in (grad, q, k, v, out, lse))
         a[row, :, span], b[row, :, span], c[row, :, span] = one(*cut, 0.0, is_causal and not mask, scale=scale, **mask)

@@ -19,7 +19,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from preheat.core import Batch, MaskSpec
 from preheat.hardware.transfers import to_device
-from preheat.ops.attention.sdpa import in_compute_dtype
+from preheat.ops.attention.sdpa import cast_to_autocast
 from preheat.ops.losses.cross_entropy import IGNORED
 
 if TYPE_CHECKING:
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["cut_rows", "landed", "padded", "local_positions", "row_length", "ulysses_attention", "ulysses_bytes"]
+__all__ = [
+    "cut_rows",
+    "wait_for_collective",
+    "pad_length",
+    "local_positions",
+    "find_row_length",
+    "ulysses_attention",
+    "ulysses_bytes",
+]
 
 
 def local_positions(length: int, degree: int, rank: int, *, zigzag: bool) -> numpy.ndarray:
@@ -47,13 +55,13 @@ def local_positions(length: int, degree: int, rank: int, *, zigzag: bool) -> num
     return numpy.concatenate([pieces[rank], pieces[-1 - rank]]) if zigzag else pieces[rank]
 
 
-def padded(length: int, degree: int, *, zigzag: bool) -> int:
+def pad_length(length: int, degree: int, *, zigzag: bool) -> int:
     """Rounds a length up to one that splits into equal chunks."""
     pieces = 2 * degree if zigzag else degree
     return -(-length // pieces) * pieces
 
 
-def row_length(mask: MaskSpec) -> int:
+def find_row_length(mask: MaskSpec) -> int:
     """Returns the length of the full row from the mask of a sharded batch."""
     assert mask.documents is not None, "a cut batch states its documents"
     return sum(mask.documents[0])
@@ -71,7 +79,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     """
     rows, length = batch.tokens.shape
     documents = batch.mask.documents or ((length,),) * rows
-    more = padded(length, degree, zigzag=zigzag) - length
+    more = pad_length(length, degree, zigzag=zigzag) - length
     tokens, labels, positions, padding = batch.tokens, batch.labels, batch.positions, batch.padding
     if more:
         if not batch.mask.causal:
@@ -93,7 +101,7 @@ def cut_rows(batch: Batch, degree: int, rank: int, *, zigzag: bool) -> Batch:
     return replace(batch, tokens=tokens, labels=labels, positions=positions, mask=mask, padding=padding)
 
 
-def landed(t: Tensor) -> Tensor:
+def wait_for_collective(t: Tensor) -> Tensor:
     """Waits for the result of a collective."""
     # Functional collectives may return before the data has arrived.
     return t.wait() if isinstance(t, collectives.AsyncCollectiveTensor) else t
@@ -107,11 +115,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return landed(collectives.all_to_all_single(x.contiguous(), None, None, group))
+        return wait_for_collective(collectives.all_to_all_single(x.contiguous(), None, None, group))
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
-        return landed(collectives.all_to_all_single(grads[0].contiguous(), None, None, ctx.group)), None
+        return wait_for_collective(collectives.all_to_all_single(grads[0].contiguous(), None, None, ctx.group)), None
 
 
 def _split_heads_gather_positions(tensors: Sequence[Tensor], group: ProcessGroup, degree: int) -> list[Tensor]:
@@ -135,7 +143,7 @@ def _split_positions_gather_heads(t: Tensor, group: ProcessGroup, degree: int) -
     return _AllToAll.apply(t.unflatten(2, (degree, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
 
 
-def _copies(shared: int, degree: int) -> int:
+def _count_head_copies(shared: int, degree: int) -> int:
     """Returns the repetition of key/value heads that makes them divisible by the ranks."""
     return math.lcm(shared, degree) // shared
 
@@ -160,9 +168,9 @@ def ulysses_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Cal
         heads, shared = q.shape[1], k.shape[1]
         if heads % degree:
             raise ValueError(f"{heads} heads cannot be split across {degree} devices")
-        q, k, v = in_compute_dtype(q, k, v)
+        q, k, v = cast_to_autocast(q, k, v)
         # The all-to-all gives all ranks equally many heads, so key/value heads are repeated until they divide.
-        if (copies := _copies(shared, degree)) > 1:
+        if (copies := _count_head_copies(shared, degree)) > 1:
             k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
         # The kernel sees full rows, so any mask and any kernel work unchanged.
         out = kernel(*_split_heads_gather_positions((q, k, v), group, degree), mask, scale, **more)
@@ -184,4 +192,4 @@ def ulysses_bytes(*, places: int, heads: int, shared: int, head_dim: int, degree
         15.0
     """
     # Queries and output have `heads`, keys and values `shared` heads each; 1 / degree remains on the rank.
-    return 2 * (heads + shared * _copies(shared, degree)) * places * head_dim * size * (degree - 1) // degree
+    return 2 * (heads + shared * _count_head_copies(shared, degree)) * places * head_dim * size * (degree - 1) // degree

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Runs",
-    "by_dtype",
+    "group_by_dtype",
     "full_tensor",
     "local",
     "local_shard",
     "runs_of",
-    "spread_as",
+    "wrap_local_shard",
     "square_sum",
     "total_norm",
 ]
@@ -45,7 +45,7 @@ def local_shard(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def spread_as(share: Tensor, like: DTensor) -> DTensor:
+def wrap_local_shard(share: Tensor, like: DTensor) -> DTensor:
     """Wraps a local shard as a DTensor with the placements of `like`."""
     # With shape and stride: from a local shard alone, DTensor would assume that all shards are equal.
     return DTensor.from_local(
@@ -58,7 +58,7 @@ def full_tensor(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def _first_element(t: Tensor) -> int:
+def _first_element_index(t: Tensor) -> int:
     """Returns the flat index in the full tensor of this rank's first element."""
     if not isinstance(t, DTensor):
         return 0
@@ -91,10 +91,10 @@ def runs_of(t: Tensor) -> Runs:
     cut = [p.dim for p in t.placements if isinstance(p, Shard)] if isinstance(t, DTensor) else []
     dim = max(cut, default=0)
     if not dim or not part.numel():
-        return Runs(_first_element(t), 1, 0, part.numel())
+        return Runs(_first_element_index(t), 1, 0, part.numel())
     assert set(cut) <= {0, dim}, "a dimension in between is cut too, so that the ranges are not equally far apart"
     number = math.prod(part.shape[:dim])
-    return Runs(_first_element(t), number, t.stride()[dim - 1], part.numel() // number)
+    return Runs(_first_element_index(t), number, t.stride()[dim - 1], part.numel() // number)
 
 
 def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ def square_sum(tensors: Iterable[Tensor], squares: Callable[[list[Tensor]], Tens
     return total
 
 
-def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Groups tensors by dtype: torch runs a foreach call as one kernel only if all dtypes match."""
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for t in tensors:
@@ -149,7 +149,7 @@ def total_norm(tensors: Iterable[Tensor], chunk: int = 1 << 20, *, together: boo
     def norms(some: Iterable[Tensor]) -> Tensor:
         values: list[Tensor] = []
         if together:
-            for members in by_dtype(some):
+            for members in group_by_dtype(some):
                 values += torch._foreach_norm(members, 2, dtype=torch.float32)
             return torch.stack(values)
         for t in some:

@@ -25,8 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import Shard
 
 from preheat.ops.memory.host_transfer import to_device
-from preheat.ops.memory.selective_checkpoint import unobserved
-from preheat.torch_compat import fsdp_groups, unsharded_like
+from preheat.ops.memory.selective_checkpoint import pause_observation
+from preheat.torch_compat import allocate_unsharded, find_fsdp_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,12 +36,12 @@ __all__ = [
     "OPERATORS",
     "OWN_MESH",
     "forward_through",
-    "gathering",
-    "reducing",
+    "watch_gathers",
+    "watch_reductions",
     "replicate_all",
     "shard_fully",
-    "sharding_lazily",
-    "traced_unsharded",
+    "shard_lazily",
+    "trace_unsharded",
 ]
 
 
@@ -51,7 +51,7 @@ OWN_MESH = "preheat_mesh"
 """Attribute of a module whose weights use another mesh than the rest, such as expert-parallel experts."""
 
 
-def _with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
+def _modules_with_own_mesh(layer: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
     return [(module, mesh) for module in layer.modules() if (mesh := getattr(module, OWN_MESH, None)) is not None]
 
 
@@ -59,7 +59,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _summed(module: nn.Module) -> None:
+def _sum_gradients(module: nn.Module) -> None:
     """Makes FSDP sum gradients instead of averaging: the loss is already divided by the trained tokens of all ranks."""
     for m in module.modules():
         if isinstance(m, FSDPModule):
@@ -87,17 +87,17 @@ def _choose_shard_dim_in_stack(p: nn.Parameter, ranks: int) -> Shard:
 def _hide_hooks(inner: nn.Module) -> None:
     """Hides FSDP's hooks of a module within a layer from the modes that keep results of the layer's operators."""
 
-    def hidden(hook: Callable[P, T]) -> Callable[P, T]:
+    def hide_state(hook: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(hook)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            with unobserved():
+            with pause_observation():
                 return hook(*args, **kwargs)
 
         return run
 
     for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = hidden(hook)
+            hooks[key] = hide_state(hook)
 
 
 def shard_fully(
@@ -138,7 +138,7 @@ def shard_fully(
     # `alone`: parameters that one rank holds by itself and FSDP must ignore.
     listed, alone = list(layers), set[nn.Parameter]()
     for layer in listed:
-        for inner, own in _with_own_mesh(layer):
+        for inner, own in _modules_with_own_mesh(layer):
             if own.size() == 1 and gather is None and not offload:
                 alone |= set(inner.parameters())  # FSDP would copy these unsharded weights for each use
             else:
@@ -149,7 +149,7 @@ def shard_fully(
         fully_shard(layer, **settings, ignored_params=alone)
     # Layers before the whole: FSDP gives a module all parameters that no inner module has taken yet.
     fully_shard(module, **settings, ignored_params=alone)
-    _summed(module)
+    _sum_gradients(module)
     return len(listed) + 1
 
 
@@ -167,14 +167,14 @@ def replicate_all(module: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMe
     # Weights are whole on each rank: nothing is gathered, and only the dtype of reductions matters.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in listed:
-        for inner, own in _with_own_mesh(layer):
+        for inner, own in _modules_with_own_mesh(layer):
             if own.size() == 1:
                 alone |= set(inner.parameters())
             else:
                 replicate(inner, mesh=own, mp_policy=policy)
         replicate(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
     replicate(module, mesh=mesh, mp_policy=policy, ignored_params=alone)
-    _summed(module)
+    _sum_gradients(module)
     return len(listed) + 1
 
 
@@ -213,7 +213,7 @@ def forward_through(part: nn.Module) -> Callable[[nn.Module, Callable[[], T]], T
 
 
 @contextmanager
-def gathering(
+def watch_gathers(
     tell: Callable[[list[Tensor]], None], resized: Callable[[], None], copied: Callable[[Tensor], None]
 ) -> Iterator[None]:
     """Context manager that calls `tell` with the buffers that FSDP allocates for gathered weights.
@@ -229,12 +229,12 @@ def gathering(
     # Resizing a storage is no operator, so FSDP's method is replaced for the dry run, and put back after it.
     original = FSDPParam.init_all_gather_outputs
 
-    def reporting(self: FSDPParam, *args: Any, **kwargs: Any) -> None:
+    def run_and_report(self: FSDPParam, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         # After the original, which creates the buffers.
         tell(self.all_gather_outputs)
 
-    def noticed(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def notify(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def run(buffer: Tensor) -> None:
             resize(buffer)
             resized()
@@ -243,7 +243,7 @@ def gathering(
 
     inputs = FSDPParam.all_gather_inputs
 
-    def copying(self: FSDPParam) -> list[Tensor]:
+    def copy_and_report(self: FSDPParam) -> list[Tensor]:
         own_gather = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
         if not self.offload_to_cpu or self.sharded_state != ShardedState.SHARDED or own_gather:
             return inputs.fget(self)  # type: ignore[attr-defined,no-any-return]
@@ -256,12 +256,12 @@ def gathering(
         copied(cast)
         return [cast]
 
-    FSDPParam.init_all_gather_outputs = reporting  # type: ignore[method-assign]
-    FSDPParam.all_gather_inputs = property(copying)  # type: ignore[method-assign,assignment]
+    FSDPParam.init_all_gather_outputs = run_and_report  # type: ignore[method-assign]
+    FSDPParam.all_gather_inputs = property(copy_and_report)  # type: ignore[method-assign,assignment]
     alloc, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
     # Both modules hold references of their own.
-    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = noticed(alloc)  # type: ignore[assignment]
-    _fsdp_param.free_storage = noticed(free)  # type: ignore[assignment]
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = notify(alloc)  # type: ignore[assignment]
+    _fsdp_param.free_storage = notify(free)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -272,7 +272,7 @@ def gathering(
 
 
 @contextmanager
-def traced_unsharded(module: nn.Module) -> Iterator[None]:
+def trace_unsharded(module: nn.Module) -> Iterator[None]:
     """Context manager for a trace on fake tensors of a module that has FSDP groups inside, such as its experts.
 
     The groups have fake weights of full size meanwhile, and FSDP's hooks gather and reshard nothing: they would mark
@@ -281,7 +281,7 @@ def traced_unsharded(module: nn.Module) -> Iterator[None]:
     """
     inner = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]
     states = list({id(state): state for m in inner for state in [m._get_fsdp_state()]}.values())
-    sharded = [group for state in states for group in fsdp_groups(state) if group.is_sharded]
+    sharded = [group for state in states for group in find_fsdp_groups(state) if group.is_sharded]
     training = [state._training_state for state in states]
     try:
         for state in states:
@@ -303,7 +303,7 @@ def traced_unsharded(module: nn.Module) -> Iterator[None]:
 def _fake_of_full_size(p: FSDPParam, device: torch.device) -> nn.Parameter:
     """Returns a parameter like the gathered one, in the active fake mode."""
     full = torch.empty(p._orig_size, dtype=p.param_dtype or p.orig_dtype, device=device)
-    return nn.Parameter(unsharded_like(p, full), requires_grad=p.sharded_param.requires_grad)
+    return nn.Parameter(allocate_unsharded(p, full), requires_grad=p.sharded_param.requires_grad)
 
 
 class _Chunks:
@@ -321,7 +321,7 @@ class _Chunks:
 
 
 @contextmanager
-def sharding_lazily() -> Iterator[None]:
+def shard_lazily() -> Iterator[None]:
     """Context manager in which FSDP makes the chunks of a weight that it reads, not those of all ranks.
 
     For dry runs on many devices: FSDP reads two of the chunks, and 16,384 fake tensors per weight take minutes.
@@ -336,12 +336,12 @@ def sharding_lazily() -> Iterator[None]:
 
 
 @contextmanager
-def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
+def watch_reductions(tell: Callable[[bool], None]) -> Iterator[None]:
     """Context manager that calls `tell` when FSDP starts (True) and ends (False) reducing a bucket, copies included."""
     # Replaced in the module that calls it, since that module holds a reference of its own.
     reduce = _fsdp_param_group.foreach_reduce
 
-    def reporting(*args: Any, **kwargs: Any) -> Any:
+    def run_and_report(*args: Any, **kwargs: Any) -> Any:
         tell(True)
         try:
             return reduce(*args, **kwargs)
@@ -349,7 +349,7 @@ def reducing(tell: Callable[[bool], None]) -> Iterator[None]:
             # In `finally`: the recorder must not attribute the rest of the step to the reduction after an error.
             tell(False)
 
-    _fsdp_param_group.foreach_reduce = reporting
+    _fsdp_param_group.foreach_reduce = run_and_report
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.stage import _RecvInfo
 
 
-__all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "alike", "ranks_of", "watching"]
+__all__ = ["SCHEDULES", "Pipeline", "Span", "add_copies", "pad_micro_batches", "ranks_of", "watch_micro_batches"]
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
@@ -70,12 +70,12 @@ def ranks_of(stages: int, devices: int, schedule: str) -> list[int]:
     return [turn[stage % len(turn)] for stage in range(stages)]
 
 
-def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
+def pad_micro_batches(batches: Sequence[Batch], count: int) -> list[Batch]:
     """Pads to at least `count` micro-batches of equal row count, as schedules require; padding has no labels."""
     # Stages exchange tensors of one shape, fixed when the schedule is built.
     rows = max(len(batch.tokens) for batch in batches)
 
-    def grown(batch: Batch, weight: int) -> Batch:
+    def pad_batch(batch: Batch, weight: int) -> Batch:
         missing = rows - len(batch.tokens)
         if not missing:
             return batch
@@ -90,7 +90,7 @@ def alike(batches: Sequence[Batch], count: int) -> list[Batch]:
             batch, tokens=tokens, labels=labels, positions=positions, mask=mask, weight=weight, padding=padding
         )
 
-    padded = [grown(batch, batch.weight) for batch in batches]
+    padded = [pad_batch(batch, batch.weight) for batch in batches]
     # A micro-batch of weight 0 takes time, but adds nothing to the loss or the gradients.
     labels = padded[-1].labels
     nothing = torch.ones_like(labels, dtype=torch.bool)
@@ -102,7 +102,7 @@ _watcher: Callable[[int, bool], None] | None = None
 
 
 @contextmanager
-def watching(tell: Callable[[int, bool], None]) -> Iterator[None]:
+def watch_micro_batches(tell: Callable[[int, bool], None]) -> Iterator[None]:
     """Context manager that calls `tell` with the number of a micro-batch when it starts (True) and ends (False) a
     forward or backward pass through a stage of this rank."""
     global _watcher
@@ -130,7 +130,7 @@ def add_copies(grads: Sequence[Tensor], other: int, group: ProcessGroup) -> None
         grad.add_(received)
 
 
-def _empty(received: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
+def _copy_without_buffers(received: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
     """Copies a stage's receive infos without their buffers; if only these know the shapes, they stay."""
     if not KNOWS_RECEIVED_SHAPES:
         return tuple(received)
@@ -181,11 +181,11 @@ class _Stage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         # For one micro-batch, whose buffers are dropped at once; the infos of all others are copies of it.
         super()._setup_forward_recv_info(1, has_backward)
-        received = _empty(self.args_recv_info[0])
-        self.args_recv_info |= {micro: _empty(received) for micro in range(num_microbatches)}
+        received = _copy_without_buffers(self.args_recv_info[0])
+        self.args_recv_info |= {micro: _copy_without_buffers(received) for micro in range(num_microbatches)}
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[_RecvInfo, ...]:
-        return _empty(super()._create_grad_recv_info(act_send_info))
+        return _copy_without_buffers(super()._create_grad_recv_info(act_send_info))
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...], *group: Any) -> list[dist.P2POp]:
         for info in recv_infos if KNOWS_RECEIVED_SHAPES else ():
@@ -209,7 +209,7 @@ class _Stage(PipelineStage):
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         # Both passes of this micro-batch have used its received tensors.
         for buffers in (self.args_recv_info, self.grad_recv_info):
-            buffers[bwd_chunk_id] = _empty(buffers.get(bwd_chunk_id, ()))
+            buffers[bwd_chunk_id] = _copy_without_buffers(buffers.get(bwd_chunk_id, ()))
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +323,8 @@ class Pipeline:
 
     @contextmanager
     def noted(self, stage: int, micro: int, what: str) -> Iterator[None]:
-        """Context manager around a pass, of which it tells `watching`, or records a span while `recorded` is active."""
+        """Context manager around a pass, of which it tells `watch_micro_batches`, or records a span while
+        `recorded` is active."""
         if _watcher is not None:
             _watcher(micro, True)
             yield
@@ -332,11 +333,11 @@ class Pipeline:
         if self.spans is None:
             yield
             return
-        start = self._now()
+        start = self._elapsed_seconds()
         yield
-        self.spans.append(Span(self.rank, stage, micro, what, start, self._now()))
+        self.spans.append(Span(self.rank, stage, micro, what, start, self._elapsed_seconds()))
 
-    def _now(self) -> float:
+    def _elapsed_seconds(self) -> float:
         if self.device.type == "cuda":  # waits for queued kernels, so that the time is their end
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - self._began

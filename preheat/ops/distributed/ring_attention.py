@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.sdpa import in_compute_dtype
-from preheat.ops.distributed.context_parallel import landed
-from preheat.ops.distributed.ring_attention_blocks import tiles_for_kernel
+from preheat.ops.attention.sdpa import cast_to_autocast
+from preheat.ops.distributed.context_parallel import wait_for_collective
+from preheat.ops.distributed.ring_attention_blocks import choose_tiles
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ring_attention", "ring_bytes"]
 
 
-def _passed_on(x: Tensor, group: ProcessGroup) -> Tensor:
+def _pass_on(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sends x to the next rank of the ring and returns the previous rank's tensor; call `landed` before use."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     # An all-to-all in which each rank sends to one and receives from one: torch's functional collectives have no send.
@@ -37,7 +37,7 @@ def _passed_on(x: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.all_to_all_single(x, come, to, group)
 
 
-def _pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _split_pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Splits a flat tensor into two with the shapes of k and v."""
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
@@ -56,11 +56,11 @@ class _Ring(torch.autograd.Function):
         for step in range(degree):
             # The transfer overlaps with this step's compute. The first step uses the rank's own keys: every query sees
             # itself, so no softmax is empty.
-            coming = _passed_on(current, group) if step < degree - 1 else current
+            coming = _pass_on(current, group) if step < degree - 1 else current
             # In step s the keys are those of rank - s.
-            for part in pieces.forward(q, *_pair(current, k, v), (rank - step) % degree):
+            for part in pieces.forward(q, *_split_pair(current, k, v), (rank - step) % degree):
                 _merge(out[part.rows, :, part.queries], lse[part.rows, :, part.queries], part.out, part.lse)
-            current = landed(coming)
+            current = wait_for_collective(coming)
         # Rounded once, after all merges. `lse` stays in fp32: backward recomputes probabilities from it.
         out = out.to(q.dtype)
         # The rank's own keys only: backward sends them around again, instead of keeping all ranks' in memory.
@@ -77,23 +77,23 @@ class _Ring(torch.autograd.Function):
         # `current`: keys and values on their way around; `carried`: their gradients, one hop behind.
         current, carried = torch.cat([k.flatten(), v.flatten()]), None
         for step in range(degree):
-            coming = _passed_on(current, ctx.group) if step < degree - 1 else current
+            coming = _pass_on(current, ctx.group) if step < degree - 1 else current
             # This rank's contribution to the gradients of the keys that it has now.
             own = current.new_zeros(current.shape, dtype=torch.float32)
-            own_k, own_v = _pair(own, k, v)
+            own_k, own_v = _split_pair(own, k, v)
             for rows, queries, keys, *slopes in ctx.pieces.backward(
-                grads[0], q, *_pair(current, k, v), out, lse, (rank - step) % degree
+                grads[0], q, *_split_pair(current, k, v), out, lse, (rank - step) % degree
             ):
                 grad_q[rows, :, queries] += slopes[0]
                 own_k[rows, :, keys] += slopes[1]
                 own_v[rows, :, keys] += slopes[2]
             # Adds what the ranks before have contributed to the same keys.
             if carried is not None:
-                own += landed(carried)
+                own += wait_for_collective(carried)
             # After the last step the gradients are back on the rank of their keys.
-            carried, current = _passed_on(own, ctx.group), landed(coming)
+            carried, current = _pass_on(own, ctx.group), wait_for_collective(coming)
         assert carried is not None
-        grad_k, grad_v = _pair(landed(carried), k, v)
+        grad_k, grad_v = _split_pair(wait_for_collective(carried), k, v)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
@@ -118,13 +118,13 @@ def ring_attention(kernel: Callable[..., Tensor], group: ProcessGroup) -> Callab
     Raises:
         ValueError: the kernel does not provide partial results.
     """
-    kind = tiles_for_kernel(kernel)
+    kind = choose_tiles(kernel)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, *, softcap: float | None = None
     ) -> Tensor:
-        q, k, v = in_compute_dtype(q, k, v)
+        q, k, v = cast_to_autocast(q, k, v)
         return _Ring.apply(q, k, v, kind(mask, scale, softcap, degree, rank), group)
 
     return attend

@@ -19,11 +19,18 @@ from torch import Tensor
 
 from preheat.core import MaskSpec
 from preheat.hardware.transfers import to_device
-from preheat.ops.attention.blockwise import blocked_attention
-from preheat.ops.attention.sdpa import flash_backward, flash_forward, packed, reference_attention, sdpa_attention, sees
-from preheat.ops.distributed.context_parallel import local_positions, row_length
+from preheat.ops.attention.blockwise import attend_blockwise
+from preheat.ops.attention.sdpa import (
+    flash_backward,
+    flash_forward,
+    is_packed,
+    is_visible,
+    reference_attention,
+    sdpa_attention,
+)
+from preheat.ops.distributed.context_parallel import find_row_length, local_positions
 
-__all__ = ["FlashTiles", "MatmulTiles", "MaskTile", "tiles_for_kernel", "rectangles"]
+__all__ = ["FlashTiles", "MatmulTiles", "MaskTile", "choose_tiles", "visible_tiles"]
 
 
 class MaskTile(NamedTuple):
@@ -38,7 +45,7 @@ class MaskTile(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # called by every layer, forward and backward
-def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, source: int) -> tuple[MaskTile, ...]:
+def visible_tiles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, source: int) -> tuple[MaskTile, ...]:
     """Returns which keys of `source` the queries of `rank` see under a causal mask with zigzag sharding.
 
     Args:
@@ -52,12 +59,12 @@ def rectangles(documents: tuple[tuple[int, ...], ...], degree: int, rank: int, s
     # Neighbouring rows with equal documents share their tiles, so that one kernel call serves them all.
     for cuts, same in itertools.groupby(range(len(documents)), key=lambda row: documents[row]):
         rows = list(same)
-        spans = _own_tiles(cuts, degree, rank) if source == rank else _other_tiles(cuts, degree, rank, source)
+        spans = _tile_own_keys(cuts, degree, rank) if source == rank else _tile_other_keys(cuts, degree, rank, source)
         tiles += [MaskTile(slice(rows[0], rows[-1] + 1), *where) for where in spans]
     return tuple(tiles)
 
 
-def _own_tiles(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
+def _tile_own_keys(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of a rank's own keys: its positions ascend, so each document is a causal square, even if another rank has
     its middle.
     """
@@ -68,7 +75,7 @@ def _own_tiles(cuts: tuple[int, ...], degree: int, rank: int) -> list[tuple[slic
     return [(span, span, True) for span in spans]
 
 
-def _other_tiles(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
+def _tile_other_keys(cuts: tuple[int, ...], degree: int, rank: int, source: int) -> list[tuple[slice, slice, bool]]:
     """Tiles of another rank's keys: only a document that spans both chunks is visible across them."""
     # Rank r has chunks r and 2 * degree - 1 - r of the row.
     size = sum(cuts) // (2 * degree)
@@ -130,13 +137,13 @@ class FlashTiles:
     """
 
     def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
-        if not mask.causal or softcap is not None or (mask.window is not None and mask.window < row_length(mask)):
+        if not mask.causal or softcap is not None or (mask.window is not None and mask.window < find_row_length(mask)):
             raise ValueError(
                 "torch's fused kernels support no window, no capped scores and only causal masks; use blocks"
             )
         # `cut_rows` has stated them, also for rows of one document.
         assert mask.documents is not None
-        self.scale, self.where = scale, functools.partial(rectangles, mask.documents, degree, rank)
+        self.scale, self.where = scale, functools.partial(visible_tiles, mask.documents, degree, rank)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[PartialAttention]:
         for rows, queries, keys, causal in self.where(source):
@@ -170,16 +177,16 @@ class MatmulTiles:
 
     def __init__(self, mask: MaskSpec, scale: float, softcap: float | None, degree: int, rank: int):
         # Without packing no document borders need to be compared.
-        self.mask = mask if packed(mask) else replace(mask, documents=None)
+        self.mask = mask if is_packed(mask) else replace(mask, documents=None)
         self.scale, self.softcap, self.rank = scale, softcap, rank
-        length = row_length(mask)
+        length = find_row_length(mask)
         # For each rank the global positions of its keys.
         self.places = [local_positions(length, degree, n, zigzag=True) for n in range(degree)]
-        cuts = mask.documents if packed(mask) and mask.documents else ((length,),)
+        cuts = mask.documents if is_packed(mask) and mask.documents else ((length,),)
         # [rows, length]: start of each position's document; equal starts mean the same document.
         self.starts = numpy.stack([numpy.repeat(numpy.cumsum((0, *row[:-1])), row) for row in cuts])
 
-    def _blocks(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    def _iterate_blocks(self, source: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Yields query blocks, the keys that they may see, and the mask [rows or 1, 1, 1, queries, keys] (None: all
         visible).
         """
@@ -195,12 +202,14 @@ class MatmulTiles:
             if keys.start >= keys.stop:
                 continue
             # If every query sees every key, no mask tensor is needed.
-            if self._all(own_positions[queries], key_positions[keys], starts[0][:, queries], starts[1][:, keys]):
+            if self._is_all_visible(
+                own_positions[queries], key_positions[keys], starts[0][:, queries], starts[1][:, keys]
+            ):
                 yield queries, keys, None
                 continue
             s_q, s_k = start_q[:, queries, None], start_k[:, None, keys]
             # [rows or 1, queries, keys]
-            may = sees(self.mask, place_q[None, queries, None], place_k[None, None, keys], s_q, s_k)
+            may = is_visible(self.mask, place_q[None, queries, None], place_k[None, None, keys], s_q, s_k)
             yield queries, keys, may[:, None, None]
 
     def _reach(self, queries: numpy.ndarray, starts: numpy.ndarray, keys: numpy.ndarray) -> slice:
@@ -217,7 +226,7 @@ class MatmulTiles:
         # `keys` ascend, but with a gap between the two chunks: bounds are searched, not computed.
         return slice(int(numpy.searchsorted(keys, low)), int(numpy.searchsorted(keys, high)))
 
-    def _all(self, queries: numpy.ndarray, keys: numpy.ndarray, *starts: numpy.ndarray) -> bool:
+    def _is_all_visible(self, queries: numpy.ndarray, keys: numpy.ndarray, *starts: numpy.ndarray) -> bool:
         first, last = int(keys[0]), int(keys[-1])
         # The largest distance between a query and a key of the block.
         apart = max(int(queries[-1]) - first, last - int(queries[0]))
@@ -227,7 +236,7 @@ class MatmulTiles:
             and all((s == starts[0][:, :1]).all() for s in starts)
         )
 
-    def _scores(
+    def _compute_scores(
         self, q: Tensor, k: Tensor, queries: slice, keys: slice, may: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries and keys of a block, [rows * shared, n, dim], and capped, masked fp32 scores."""
@@ -245,8 +254,8 @@ class MatmulTiles:
         return block, near, scores
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> Iterator[PartialAttention]:
-        for queries, keys, may in self._blocks(source, q.device):
-            _, _, scores = self._scores(q, k, queries, keys, may)
+        for queries, keys, may in self._iterate_blocks(source, q.device):
+            _, _, scores = self._compute_scores(q, k, queries, keys, may)
             lse = torch.logsumexp(scores, dim=-1, keepdim=True)
             # The clamp avoids NaN for a query that sees nothing (lse of -inf).
             probs = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
@@ -260,9 +269,9 @@ class MatmulTiles:
     ) -> Iterator[Slopes]:
         """Yields gradients. `out` and `lse` cover all keys, so that probabilities are those of the full row."""
         (rows, shared), heads = k.shape[:2], q.shape[1]
-        for queries, keys, may in self._blocks(source, q.device):
+        for queries, keys, may in self._iterate_blocks(source, q.device):
             size = queries.stop - queries.start
-            block, near, scores = self._scores(q, k, queries, keys, may)
+            block, near, scores = self._compute_scores(q, k, queries, keys, may)
             # d cap tanh(s / cap) / ds = 1 - (capped / cap)^2; the clamp gives masked scores (-inf) a slope of 0.
             bend = None if self.softcap is None else 1 - (scores / self.softcap).clamp(min=-1).square()
             # [rows * shared, heads / shared * queries, dim or 1]
@@ -288,7 +297,7 @@ def _grouped(t: Tensor, shared: int) -> Tensor:
     return t.unflatten(1, (shared, -1))
 
 
-def tiles_for_kernel(kernel: Callable[..., Tensor]) -> type[FlashTiles] | type[MatmulTiles]:
+def choose_tiles(kernel: Callable[..., Tensor]) -> type[FlashTiles] | type[MatmulTiles]:
     """Returns the partial-attention class equivalent to a kernel of full rows.
 
     Raises:
@@ -299,7 +308,7 @@ def tiles_for_kernel(kernel: Callable[..., Tensor]) -> type[FlashTiles] | type[M
     name = kernel.keywords.get("kernel", "flash") if isinstance(kernel, functools.partial) else "flash"
     if plain is sdpa_attention and name in ("flash", "preferred"):
         return FlashTiles
-    if plain in (reference_attention, blocked_attention):
+    if plain in (reference_attention, attend_blockwise):
         return MatmulTiles
     label = name if plain is sdpa_attention else getattr(plain, "__name__", str(plain))
     raise ValueError(f"a ring combines partial results, which the kernel {label} does not return; flash and blocks do")

@@ -34,7 +34,7 @@ from preheat.ops.losses.cross_entropy import (
     RegularizedCrossEntropy,
     Softcapped,
     WeightedCrossEntropy,
-    chunked_logits,
+    sum_chunked_loss,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["SharedCrossEntropy", "broadcast_replicated", "parallelize", "shared_logits", "sum_partial"]
+__all__ = ["SharedCrossEntropy", "broadcast_replicated", "parallelize", "sum_sharded_loss", "sum_partial"]
 
 
 _OWN_MESSAGE = 1 << 20
@@ -139,7 +139,7 @@ class _Input(ParallelStyle):
 
 
 @contextlib.contextmanager
-def _local_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _use_local_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context manager in which modules compute with the local parts of their parameters."""
     stores: list[tuple[_Parameters, _Parameters]] = []
     try:
@@ -170,7 +170,7 @@ class _OfHeads(ParallelStyle):
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _local_parameters([module]):
+            with _use_local_parameters([module]):
                 return plain(*args, **kwargs)
 
         module.forward = forward
@@ -202,7 +202,7 @@ class _WholeBlock(ParallelStyle):
                 args = (moved(args[0], self.stream, Replicate()), *args[1:])
             else:
                 kwargs["hidden_states"] = moved(kwargs["hidden_states"], self.stream, Replicate())
-            with _local_parameters(module.modules()):
+            with _use_local_parameters(module.modules()):
                 out = plain(*args, **kwargs)
             if isinstance(out, tuple):
                 return (moved(out[0], Replicate(), self.stream), *out[1:])
@@ -281,13 +281,13 @@ class _Columns(ColwiseParallel):
         return module
 
 
-def _styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[TpStyle, tuple[ParallelStyle, ...]]:
+def _build_styles(stream: Placement, rows_divide: bool, regather: bool) -> dict[TpStyle, tuple[ParallelStyle, ...]]:
     """Returns torch's style for each share; `stream` is the placement of activations between blocks."""
     # Shard(1) is the sequence of [rows, length, width].
     cut, given = stream == Shard(1), WeakTensorKeyDictionary() if regather else None
     ends: dict[TpStyle, tuple[ParallelStyle, ...]] = {
         TpStyle.EMBEDDING: (_Rows(stream),),
-        # Gathered for a loss that needs all logits; `shared_logits` reads the local weight instead.
+        # Gathered for a loss that needs all logits; `sum_sharded_loss` reads the local weight instead.
         TpStyle.HEAD: (ColwiseParallel(output_layouts=Replicate()),),
     }
     replicated: dict[TpStyle, tuple[ParallelStyle, ...]] = {
@@ -343,7 +343,7 @@ def parallelize(
     if regather and TpStyle.COLUMNS not in shares.values():
         raise ValueError("regather: this family's plan leaves no output sharded, so nothing is gathered; leave it out")
     degree, count = mesh.size(), 0
-    styles = _styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
+    styles = _build_styles(Shard(1) if sequence else Replicate(), vocabulary, sequence and regather)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # a pipeline stage may lack either
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     # Noted before the styles run, which create new parameters that all require gradients.
@@ -514,38 +514,38 @@ class _RecordedShards:
 
 
 @functools.singledispatch
-def _sharded_loss(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
+def _shard_loss(loss: RowLoss, group: dist.ProcessGroup) -> RowLoss:
     """Returns the equivalent loss for column-sharded logits."""
     # The losses registered below have a form for sharded columns.
     raise TypeError(f"{type(loss).__name__} does not support sharded logits; set loss_parallel: false")
 
 
-@_sharded_loss.register
+@_shard_loss.register
 def _(loss: CrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group)
 
 
-@_sharded_loss.register
+@_shard_loss.register
 def _(loss: RegularizedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return SharedCrossEntropy(group, loss.smoothing, loss.z)
 
 
-@_sharded_loss.register
+@_shard_loss.register
 def _(loss: WeightedCrossEntropy, group: dist.ProcessGroup) -> RowLoss:
     return WeightedCrossEntropy(SharedCrossEntropy(group))
 
 
-@_sharded_loss.register
+@_shard_loss.register
 def _(loss: Softcapped, group: dist.ProcessGroup) -> RowLoss:
-    return Softcapped(_sharded_loss(loss.loss, group), loss.cap)
+    return Softcapped(_shard_loss(loss.loss, group), loss.cap)
 
 
-@_sharded_loss.register
+@_shard_loss.register
 def _(loss: Recorded, group: dist.ProcessGroup) -> RowLoss:
     return _RecordedShards(loss, SharedCrossEntropy(group))
 
 
-def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
+def sum_sharded_loss(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
     """`chunked_logits` for a head sharded by rows: each rank computes the logits of its own rows only.
 
     The loss is equal on every rank, and so is the gradient by `hidden`, which is all-reduced once.
@@ -557,7 +557,7 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     """
     weight: Any = head.weight
     if not isinstance(weight, DTensor):  # a reference model without tensor parallelism
-        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+        return sum_chunked_loss(hidden, head, row_loss, *aligned, rows=rows)
     assert weight.placements == (Shard(0),), "a head whose rows are sharded, with nothing else between"
     mesh = weight.device_mesh
     # Each rank's gradient by `hidden` covers its own columns only; Partial makes DTensor add them up.
@@ -565,4 +565,4 @@ def shared_logits(hidden: Tensor, head: nn.Module, row_loss: RowLoss, *aligned: 
     bias: Any = head.bias
     # `chunked_logits` needs no more of a head than its weight and bias.
     mine: Any = SimpleNamespace(weight=weight.to_local(), bias=bias.to_local() if bias is not None else None)
-    return chunked_logits(spread, mine, _sharded_loss(row_loss, mesh.get_group()), *aligned, rows=rows)
+    return sum_chunked_loss(spread, mine, _shard_loss(row_loss, mesh.get_group()), *aligned, rows=rows)

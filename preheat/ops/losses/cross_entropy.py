@@ -29,10 +29,10 @@ __all__ = [
     "RegularizedCrossEntropy",
     "Softcapped",
     "WeightedCrossEntropy",
-    "chunked_logits",
-    "liger_logits",
-    "torch_logits",
-    "full_logits",
+    "sum_chunked_loss",
+    "sum_liger_loss",
+    "sum_torch_loss",
+    "sum_full_loss",
 ]
 
 IGNORED = -100  # label of positions that are not trained, as in torch and transformers
@@ -65,7 +65,7 @@ class CrossEntropy:
                 scale smaller tensors instead of making another pass over the logits.
         """
         trained = labels != IGNORED
-        if logits.is_contiguous() and rowwise_cpu.serves(logits):
+        if logits.is_contiguous() and rowwise_cpu.is_supported(logits):
             return rowwise_cpu.cross_entropy_(logits, labels), trained
         # Label -100 is no column: its rows read column 0 instead, and the last line sets their loss and factor to 0.
         # Indexing, because gather and scatter traverse all logits on a CPU (24 ms against 0.01 ms at 512 x 32,000).
@@ -242,7 +242,7 @@ class WeightedCrossEntropy:
         return losses * weights, factor * weights
 
 
-def full_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+def sum_full_loss(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
     """Sums the row losses with all logits in memory: the plain form.
 
     Args:
@@ -343,7 +343,7 @@ class _Chunked(torch.autograd.Function):
         return (hidden, weight, bias, None, None, None, None, None, low, up, *([None] * count))
 
 
-def chunked_logits(
+def sum_chunked_loss(
     hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512, cuda: bool = False
 ) -> Tensor:
     """Sums the row losses with `rows` rows of logits in memory at a time. Supports a single backward.
@@ -376,7 +376,7 @@ def chunked_logits(
         low, up = (pair.lowered(flat.to(dtype)), pair.up) if pair is not None else (None, None)
         return _Chunked.apply(
             flat,
-            *_tensors(head),
+            *_gather_head(head),
             row_loss,
             rows,
             cuda,
@@ -389,7 +389,7 @@ def chunked_logits(
         )
 
 
-def _tensors(head: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
+def _gather_head(head: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
     """Returns the head's weight and bias; sharded ones are gathered, and their gradients sharded again."""
     weight, bias = head.weight, head.bias
     assert isinstance(weight, Tensor)
@@ -406,15 +406,17 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 # loop replaces them, with chunks of the same size.
 
 
-def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512) -> Tensor:
-    """Returns the summed loss, as `chunked_logits`, by torch's `linear_cross_entropy` (torch 2.13).
+def sum_torch_loss(
+    hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor, rows: int = 512
+) -> Tensor:
+    """Returns the summed loss, as `sum_chunked_loss`, by torch's `linear_cross_entropy` (torch 2.13).
 
     Only for plain cross entropy. `rows`: rows of logits that are computed at once.
     """
     assert isinstance(row_loss, CrossEntropy), f"torch's kernel has no {type(row_loss).__name__}"
     if is_in_torch_dispatch_mode():
-        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
-    dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _tensors(head), aligned
+        return sum_chunked_loss(hidden, head, row_loss, *aligned, rows=rows)
+    dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _gather_head(head), aligned
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
         return linear_cross_entropy(
@@ -427,18 +429,18 @@ def torch_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *alig
         ).float()
 
 
-def liger_logits(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
-    """`chunked_logits` by Liger's fused linear cross entropy, with chunks whose logits are as large as `hidden`."""
+def sum_liger_loss(hidden: Tensor, head: torch.nn.Module, row_loss: RowLoss, *aligned: Tensor) -> Tensor:
+    """`sum_chunked_loss` by Liger's fused linear cross entropy, with chunks whose logits are as large as `hidden`."""
     assert isinstance(row_loss, CrossEntropy), f"Liger's kernel has no {type(row_loss).__name__}"
     flat = hidden.reshape(-1, hidden.shape[-1])
     if is_in_torch_dispatch_mode():
         # Liger's own rule: ceil(vocabulary / width) chunks, whose rows are rounded up to a power of two.
-        chunks = -(-_tensors(head)[0].shape[0] // flat.shape[1])
+        chunks = -(-_gather_head(head)[0].shape[0] // flat.shape[1])
         rows = 2 ** math.ceil(math.log2(-(-flat.shape[0] // chunks)))
-        return chunked_logits(hidden, head, row_loss, *aligned, rows=rows)
+        return sum_chunked_loss(hidden, head, row_loss, *aligned, rows=rows)
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _tensors(head), aligned
+    dtype, (weight, bias), (labels,) = _compute_dtype(hidden), _gather_head(head), aligned
     with torch.autocast(hidden.device.type, enabled=False):
         return liger_fused_linear_cross_entropy(
             flat.to(dtype),

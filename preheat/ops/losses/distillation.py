@@ -23,10 +23,10 @@ __all__ = [
     "TeacherHead",
     "distance",
     "divergence",
-    "likeliest",
+    "top_tokens",
     "mapped_distance",
-    "means",
-    "recovered",
+    "compute_means",
+    "restore_distribution",
 ]
 
 Direction = Literal["forward", "reverse"]
@@ -47,7 +47,7 @@ class Likeliest(NamedTuple):
     indices: Tensor
 
 
-def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
+def top_tokens(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
     """Returns the top-k tokens of each row; at most all but one token, so that a remainder always exists.
 
     Args:
@@ -60,10 +60,10 @@ def likeliest(logits: Tensor, k: int, temperature: float = 1.0) -> Likeliest:
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     values, indices = logp.topk(min(k, logp.shape[-1] - 1), dim=-1)
-    return Likeliest(_with_rest(values), indices)
+    return Likeliest(_append_rest(values), indices)
 
 
-def _with_rest(values: Tensor) -> Tensor:
+def _append_rest(values: Tensor) -> Tensor:
     """Appends the log-probability of all other tokens to [..., k]; returns [..., k + 1]."""
     # The clamp below 1 keeps log1p finite if the top k hold all of the probability.
     rest = torch.log1p(-values.exp().sum(dim=-1, keepdim=True).clamp(max=1 - 1e-7))
@@ -71,7 +71,7 @@ def _with_rest(values: Tensor) -> Tensor:
     return torch.log_softmax(torch.cat([values, rest], dim=-1), dim=-1)
 
 
-def recovered(values: Tensor, indices: Tensor) -> Likeliest:
+def restore_distribution(values: Tensor, indices: Tensor) -> Likeliest:
     """Restores a distribution that was stored in few bits: normalized fp32 values, int64 indices."""
     return Likeliest(torch.log_softmax(values.float(), dim=-1), indices.long())
 
@@ -198,7 +198,7 @@ class CommonHead:
             self.top, dim=-1
         )
         # `at` indexes the list of common tokens; `own` turns it into the student's token ids.
-        return Likeliest(_with_rest(values), self.own[at])
+        return Likeliest(_append_rest(values), self.own[at])
 
 
 class Distilled:
@@ -269,7 +269,7 @@ class Distilled:
         trained, teacher = labels != IGNORED, self._teacher(extra)
         ce, kl = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
         # Block by block, because a divergence needs several fp32 tensors as wide as the logits at once.
-        for at in _blocks(*logits.shape):
+        for at in _iterate_blocks(*logits.shape):
             part = Likeliest(*(t[at] for t in teacher)) if isinstance(teacher, Likeliest) else teacher[at]
             # Weights per row become [block, 1], to scale rows of [block, vocabulary].
             shares = [s[at].unsqueeze(1) if isinstance(s, Tensor) else s for s in (ce_weight, kl_weight)]
@@ -300,7 +300,7 @@ class Distilled:
         return torch.where(here, 0.0, 1 - self.mixture), torch.where(here, counts, self.mixture), places
 
     def _teacher(self, extra: Sequence[Tensor]) -> Tensor | Likeliest:
-        return recovered(*extra) if self.head is None else self.head(*extra)
+        return restore_distribution(*extra) if self.head is None else self.head(*extra)
 
     def _add(self, ce: Tensor, kl: Tensor, places: Mapping[str, Tensor]) -> None:
         # Sums stay on the device: reading them here would synchronize in every chunk.
@@ -328,9 +328,11 @@ class Distilled:
         # The cross entropy is at temperature 1, the divergence at T.
         tempered = logp if self.temperature == 1 else torch.log_softmax(scores / self.temperature, dim=-1)
         if isinstance(teacher, Likeliest):
-            kl, slope = _of_likeliest(tempered, teacher, self.direction)
+            kl, slope = _top_divergence(tempered, teacher, self.direction)
         else:
-            kl, slope = _of_all(tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction)
+            kl, slope = _full_divergence(
+                tempered, torch.log_softmax(teacher.float() / self.temperature, dim=-1), self.direction
+            )
         # T² from the loss times 1 / T from d (logits / T) / d logits.
         slope.mul_(kl_weight * self.temperature)
         # At mixture 1 the cross entropy has no weight, except at positions without a teacher.
@@ -344,12 +346,12 @@ class Distilled:
         return ce, kl
 
 
-def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
+def _iterate_blocks(rows: int, vocabulary: int) -> Iterator[slice]:
     rows_per_block = max(1, _BLOCK // vocabulary)
     return (slice(start, min(start + rows_per_block, rows)) for start in range(0, rows, rows_per_block))
 
 
-def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
+def _full_divergence(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
     """Returns the divergence [n] of log-probabilities [n, vocabulary] and its gradient by the student's logits."""
     if direction == "forward":
         # KL(q || p) = sum of q (log q - log p); its gradient by the student's logits is p - q.
@@ -363,8 +365,8 @@ def _of_all(logp: Tensor, logq: Tensor, direction: Direction) -> tuple[Tensor, T
     return kl, gap.sub_(kl.unsqueeze(1)).mul_(p)
 
 
-def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tuple[Tensor, Tensor]:
-    """As `_of_all` for a top-k teacher with all other tokens pooled.
+def _top_divergence(logp: Tensor, teacher: Likeliest, direction: Direction) -> tuple[Tensor, Tensor]:
+    """As `_full_divergence` for a top-k teacher with all other tokens pooled.
 
     The gradient by the logit of a pooled token v is that of the pool times p_v over the pool's probability.
     """
@@ -390,7 +392,7 @@ def _of_likeliest(logp: Tensor, teacher: Likeliest, direction: Direction) -> tup
     return kl, p
 
 
-def means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
+def compute_means(sums: Mapping[str, Tensor], weight: float) -> dict[str, float]:
     """Converts a step's `Distilled.sums` to means over its trained tokens, for logging.
 
     If the student sampled tokens, each mean is over its own positions, and `on_policy` is the fraction of sampled

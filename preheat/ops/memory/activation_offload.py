@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from preheat.ops.memory.host_transfer import Copy, HostCopy, link_for
+from preheat.ops.memory.host_transfer import Copy, HostCopy, choose_link
 
 __all__ = ["ActivationOffload", "Saved"]
 
@@ -186,7 +186,7 @@ class ActivationOffload:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if self.link is None:
-                self.link = link_for(next(layer.parameters()).device)
+                self.link = choose_link(next(layer.parameters()).device)
             # Weights, and tensors that all layers receive (rotary tables), stay on the device anyway.
             alike = (t for t in tree_leaves(kwargs) if isinstance(t, Tensor) and not t.requires_grad)
             stays = _OnDevice(layer, alike)

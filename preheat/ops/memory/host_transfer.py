@@ -26,13 +26,13 @@ __all__ = [
     "copy_to_host_",
     "host_zeros",
     "lies_on_host",
-    "link_for",
+    "choose_link",
     "to_device",
     "to_host",
 ]
 
 
-def _host(t: Tensor) -> Tensor:
+def _allocate_host(t: Tensor) -> Tensor:
     """Allocates host memory for a tensor like `t`, pinned if `t` is on CUDA, for asynchronous copies."""
     return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
 
@@ -41,8 +41,8 @@ def _host(t: Tensor) -> Tensor:
 @torch.library.custom_op("preheat::to_host", mutates_args=())
 def to_host(t: Tensor) -> Tensor:
     """Copies `t` to new host memory on the current stream."""
-    # Asynchronous only into pinned memory, which `_host` allocates; the caller synchronizes (`Copy`).
-    return _host(t).copy_(t, non_blocking=True)
+    # Asynchronous only into pinned memory, which `_allocate_host` allocates; the caller synchronizes (`Copy`).
+    return _allocate_host(t).copy_(t, non_blocking=True)
 
 
 @to_host.register_fake
@@ -173,6 +173,6 @@ class AsyncHostCopy(HostCopy):
         return copy
 
 
-def link_for(device: torch.device) -> HostCopy:
+def choose_link(device: torch.device) -> HostCopy:
     """Returns the copy engine of a device."""
     return AsyncHostCopy(device) if device.type == "cuda" else HostCopy()

@@ -33,12 +33,12 @@ __all__ = [
     "Call",
     "CheckpointPolicyCache",
     "LayerTrace",
-    "knapsack",
-    "contexts",
+    "solve_knapsack",
+    "build_contexts",
     "keep_matmuls",
-    "keeps_results",
+    "can_keep_results",
     "trace_layer",
-    "unobserved",
+    "pause_observation",
 ]
 
 Key = tuple[OpOverload | str, int]
@@ -79,7 +79,7 @@ class LayerTrace:
     saved: int
 
 
-def _cost(func: OpOverload, args: tuple[Any, ...], out: object, tensors: list[Tensor]) -> int:
+def _count_cost(func: OpOverload, args: tuple[Any, ...], out: object, tensors: list[Tensor]) -> int:
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(func._overloadpacket)
@@ -116,31 +116,34 @@ class _Watch(TorchDispatchMode):
         # Views own no memory, and torch's checkpoint never asks about the others.
         if func in SAC_IGNORED_OPS or func.is_view:
             return out
-        # `policy` below counts the calls in the same way: the two must agree on the index of each.
+        # `choose_policy` below counts the calls in the same way: the two must agree on the index of each.
         key: Key = (func, self.counts[func])
         self.counts[func] += 1
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         # Storages, not tensors: an operator may return one of its inputs, which is no new result.
-        before = {_number(t) for t in inputs}
+        before = {_next_number(t) for t in inputs}
         # From the schema: arguments that it declares as written, and all results of an in-place operator.
         written = {
-            _number(t)
+            _next_number(t)
             for a, arg in zip(args, func._schema.arguments, strict=False)
             if arg.alias_info and arg.alias_info.is_write
             for t in tree_leaves(a)
             if isinstance(t, Tensor)
-        } | {_number(t) for t in outputs if func._schema.is_mutable}
+        } | {_next_number(t) for t in outputs if func._schema.is_mutable}
         # A result that is modified in place later would be saved in its modified state: recompute it instead.
         self.found = {k: v for k, v in self.found.items() if not v[0] & written}
-        new = {_number(t): t.untyped_storage() for t in outputs if _number(t) not in before}
+        new = {_next_number(t): t.untyped_storage() for t in outputs if _next_number(t) not in before}
         self.made |= new.keys()
         self.held += new.values()
         # Each rank chooses by itself, but a collective must be recomputed by all or none: so by all.
         local = func.namespace != "_c10d_functional"
         # `empty`: memory without a value is no result yet.
         if new and not written and local and len(new) == len(outputs) and "empty" not in func._schema.name:
-            size, cost = sum(storage.nbytes() for storage in new.values()), _cost(func, args, out, inputs + outputs)
+            size, cost = (
+                sum(storage.nbytes() for storage in new.values()),
+                _count_cost(func, args, out, inputs + outputs),
+            )
             numbers = set(new)
             # All calls of attention become one choice: their number depends on the documents of the rows.
             if _is_attention(func):
@@ -151,7 +154,7 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _number(t: Tensor) -> int:
+def _next_number(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
 
 
@@ -166,7 +169,7 @@ def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs
     # In a dry run the inputs are fake already, and tensors of two fake modes cannot meet.
     mode = detect_fake_mode(list(tree_leaves((args, kwargs)))) or FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fake(t: Tensor) -> Tensor:
+    def make_fake(t: Tensor) -> Tensor:
         # No values, but the same layout: whether an operator copies depends on the strides.
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
 
@@ -176,16 +179,16 @@ def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs
     def pack(t: Tensor) -> Tensor:
         # Everything recorded so far precedes this saved tensor, so recomputation passes through it.
         watched.needed.update(watched.found)
-        saved[_number(t)] = t.untyped_storage().nbytes()
+        saved[_next_number(t)] = t.untyped_storage().nbytes()
         # Keeps the storage's address from being reused during the trace.
         watched.held.append(t)
         return t
 
     # Outside of active modes: a recorder must not count the trace as part of the step.
-    with _disable_current_modes(), mode, _uncached_autocast():
-        args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+    with _disable_current_modes(), mode, _disable_autocast_cache():
+        args, kwargs = tree_map_only(Tensor, make_fake, (args, kwargs))
         # The layer's inputs are saved in any case and cost nothing more.
-        given = {_number(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {_next_number(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), watched:
             forward(*args, **kwargs)
     # Storages that the layer itself computed: weights and inputs are in memory anyway.
@@ -194,7 +197,7 @@ def trace_layer(forward: Callable[..., object], args: tuple[object, ...], kwargs
 
 
 @contextlib.contextmanager
-def _uncached_autocast() -> Iterator[None]:
+def _disable_autocast_cache() -> Iterator[None]:
     was = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -206,7 +209,7 @@ def _uncached_autocast() -> Iterator[None]:
 _GRAINS = 1000  # resolution of the knapsack: a layer's saved bytes are divided into this many units
 
 
-def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
+def solve_knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
     """Chooses the results to save that avoid most recomputation within a memory budget (exact knapsack).
 
     Args:
@@ -241,12 +244,12 @@ def knapsack(trace: LayerTrace, budget: float) -> frozenset[Key]:
     return frozenset(keys)
 
 
-def contexts(keys: frozenset[Key]) -> Contexts:
+def build_contexts(keys: frozenset[Key]) -> Contexts:
     """Returns the contexts of torch's checkpoint for forward and recomputation; results in `keys` are saved."""
     # One count for the forward pass, one for the recomputation, which runs the same calls again.
     counts: dict[bool, Counter[OpOverload]] = {False: Counter(), True: Counter()}
 
-    def policy(
+    def choose_policy(
         context: SelectiveCheckpointContext, func: OpOverload, *args: object, **kwargs: object
     ) -> CheckpointPolicy:
         count = counts[context.is_recompute]
@@ -255,20 +258,20 @@ def contexts(keys: frozenset[Key]) -> Contexts:
         # PREFER, not MUST: torch.compile's partitioner may still save a result if that is cheaper.
         return CheckpointPolicy.MUST_SAVE if key in keys else CheckpointPolicy.PREFER_RECOMPUTE
 
-    pair: Contexts = create_selective_checkpoint_contexts(policy)
+    pair: Contexts = create_selective_checkpoint_contexts(choose_policy)
     return pair
 
 
 _OBSERVERS = (_Watch, _CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-def keeps_results() -> bool:
+def can_keep_results() -> bool:
     """True if results of operators may be saved for recomputation, so that they must not be modified in place."""
     return any(isinstance(mode, _OBSERVERS) for mode in _modes())
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
+def pause_observation() -> Iterator[None]:
     """Context manager for operators within a layer that are no part of its computation, such as gathers of weights.
 
     Forward pass and recomputation may run different ones: counted, they would shift the results that are kept.
@@ -289,11 +292,11 @@ def keep_matmuls(trace: LayerTrace, every: int) -> frozenset[Key]:
         >>> sorted(i for _, i in keys)
         [-1, 1]
     """
-    products = [call.key for call in trace.calls if call.key[0] in _products()]
+    products = [call.key for call in trace.calls if call.key[0] in _find_products()]
     return frozenset({*products[every - 1 :: every], (ATTENTION, -1)})
 
 
-def _products() -> frozenset[OpOverload]:
+def _find_products() -> frozenset[OpOverload]:
     aten = torch.ops.aten
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 
@@ -308,7 +311,7 @@ class CheckpointPolicyCache:
     def __call__(
         self, kind: Hashable, forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Callable[[], Contexts]:
-        """Returns the cached function that makes `contexts` for `forward(*args, **kwargs)`.
+        """Returns the cached function that makes `build_contexts` for `forward(*args, **kwargs)`.
 
         Args:
             kind: distinguishes layers that compute differently.
@@ -319,5 +322,5 @@ class CheckpointPolicyCache:
         if key not in self._chosen:
             keys = self.choose(trace_layer(forward, args, kwargs))
             # Fresh contexts for each call: they hold the counts and the saved results of one pass.
-            self._chosen[key] = lambda: contexts(keys)
+            self._chosen[key] = lambda: build_contexts(keys)
         return self._chosen[key]

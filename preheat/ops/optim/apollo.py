@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
-from preheat.ops.optim.optimizers import Numbered, adamw_, adamw_state, keep_, locally
+from preheat.ops.optim.optimizers import Numbered, adamw_, adamw_state, keep_, local_shards
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -82,7 +82,7 @@ class Apollo(Numbered):
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         if not group["apollo"]:
-            here, grad, state = locally(p, grad, state)
+            here, grad, state = local_shards(p, grad, state)
             adamw_(here, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
         grad = full_tensor(grad)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from preheat.ops.memory.host_transfer import HostCopy, host_zeros, link_for, to_host
+from preheat.ops.memory.host_transfer import HostCopy, choose_link, host_zeros, to_host
 from preheat.ops.optim.optimizers import Guarded, adamw_
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class HostAdamW(Guarded):
     ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         device = self.param_groups[0]["params"][0].device
-        self.link = link or link_for(device)
+        self.link = link or choose_link(device)
         # Each buffer first receives the gradient, then sends the updated weight back in the device's dtype.
         self._buffers: dict[Tensor, Tensor] = {}
         self.prepare()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from preheat.ops.cuda_kernels import named_failures
+from preheat.ops.cuda_kernels import name_failures
 
 if TYPE_CHECKING:
     from preheat.ops.distributed.dtensor_utils import Runs
@@ -72,7 +72,7 @@ def _update(
     number: int,
     apart: int,
 ) -> None:
-    with named_failures("half_adamw"), torch.cuda.device_of(weight):
+    with name_failures("half_adamw"), torch.cuda.device_of(weight):
         update = rate, beta1, beta2, eps, decay, seed, first, number, apart
         launch(weight, grad, mean, square, master, step, found_inf, *update)
     step.add_(1.0 if found_inf is None else 1.0 - found_inf)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
-from preheat.ops.optim.optimizers import Guarded, adamw_, adamw_state, locally
+from preheat.ops.optim.optimizers import Guarded, adamw_, adamw_state, local_shards
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -174,7 +174,7 @@ class MasterAdamW(Guarded):
         return state if p.dtype == torch.float32 else state | {"master": p.detach().float()}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
-        p, grad, state = locally(p, grad, state)
+        p, grad, state = local_shards(p, grad, state)
         if self.fused:
             if "master" in state:
                 half_adamw_(p, grad, state, group, self.found_inf)

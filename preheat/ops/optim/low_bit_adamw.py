@@ -51,7 +51,7 @@ def code_book(bits: Bits, *, signed: bool) -> tuple[float, ...]:
 
 
 @functools.cache
-def _nearest(bits: Bits, *, signed: bool) -> tuple[int, ...]:
+def _find_nearest_codes(bits: Bits, *, signed: bool) -> tuple[int, ...]:
     """Returns the nearest code of every fp16 number, indexed by its bits: about 15 times as fast as searching the code
     book.
     """
@@ -74,7 +74,7 @@ class _Tables:
         # 4 bits: a byte holds two codes, the first in the low half; one lookup returns both values.
         values = book if bits == 8 else [(book[i & 15], book[i >> 4]) for i in range(256)]
         self.values = torch.tensor(values, dtype=torch.float32, device=device)
-        self.codes = torch.tensor(_nearest(bits, signed=signed), dtype=torch.uint8, device=device)
+        self.codes = torch.tensor(_find_nearest_codes(bits, signed=signed), dtype=torch.uint8, device=device)
 
 
 def quantize(x: Tensor, tables: _Tables, block: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def dequantize(codes: Tensor, scales: Tensor, tables: _Tables, block: int) -> Te
     return values
 
 
-def _joined(share: Tensor, devices: int, like: DTensor) -> Tensor:
+def _join_state(share: Tensor, devices: int, like: DTensor) -> Tensor:
     """Wraps this rank's part of a state vector as a DTensor with the placements of `like`."""
     shape = torch.Size([share.numel() * devices])
     return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(1,))
@@ -173,7 +173,7 @@ class LowBitAdamW(StochasticAdamW):
             state |= {name: codes, f"{name}_scale": torch.zeros(-(-share // self.block), device=p.device)}
         if share == count or not isinstance(p, DTensor):
             return state
-        return {key: t if key == "step" else _joined(t, count // share, p) for key, t in state.items()}
+        return {key: t if key == "step" else _join_state(t, count // share, p) for key, t in state.items()}
 
     def _local_numel(self, p: Tensor) -> int:
         """Returns the number of a parameter's elements on this rank."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard, runs_of, spread_as
+from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard, runs_of, wrap_local_shard
 from preheat.ops.dry_run_loops import fold_identical
 from preheat.ops.optim.half_adamw import half_adamw_
-from preheat.ops.optim.param_groups import as_lists
+from preheat.ops.optim.param_groups import to_lists
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ __all__ = [
     "StochasticAdamW",
     "adamw_",
     "adamw_state",
-    "decay_groups",
+    "group_by_decay",
     "fused_adamw",
     "keep_",
-    "locally",
+    "local_shards",
     "orthogonalize",
     "prepare_state",
     "split_matrices",
 ]
 
 
-def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
+def group_by_decay(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
     """Groups parameters per device mesh: matrices with weight decay, vectors (norms, biases) without."""
     named = list(named)
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(
@@ -121,7 +121,7 @@ def keep_(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
     old.copy_(new if found_inf is None else torch.where(found_inf == 0, new, old.to(new.dtype)))
 
 
-def locally(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def local_shards(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Returns the local shards of a parameter, its gradient and its state."""
     # The local shard shares the DTensor's memory, so in-place updates of it reach the parameter.
     here = local(p)
@@ -132,8 +132,8 @@ def locally(p: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, 
 class Guarded(torch.optim.Optimizer):
     """Base class: allocates the state at construction and skips the step if `found_inf` is 1, without a host sync.
 
-    Parameters may be DTensors: `_update` works on local shards (`locally`) and gathers full tensors with `whole` if it
-    needs them.
+    Parameters may be DTensors: `_update` works on local shards (`local_shards`) and gathers full tensors with `whole`
+    if it needs them.
     """
 
     found_inf: Tensor | None = None
@@ -264,9 +264,9 @@ class StochasticAdamW(Numbered):
         """Writes updated moments back if the state stores them in another form."""
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
-        # Before `locally`: the indices and the number of elements are those of the full parameter.
+        # Before `local_shards`: the indices and the number of elements are those of the full parameter.
         runs, count = runs_of(p), p.numel()
-        here, grad, state = locally(p, grad, state)
+        here, grad, state = local_shards(p, grad, state)
         low = p.dtype != torch.float32
         # The kernel works in registers, so there is no scratch to bound by chunks.
         if self.fused:
@@ -331,7 +331,7 @@ class Lion(Guarded):
         return {"exp_avg": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)}
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
-        p, grad, state = locally(p, grad, state)
+        p, grad, state = local_shards(p, grad, state)
         (first, second), lr = group["betas"], group["lr"] * group["scale"]
         flat = (p.view(-1), grad.reshape(-1), state["exp_avg"].view(-1))
         for weight, slope, mean in fold_identical(list(zip(*(t.split(self.chunk) for t in flat), strict=True))):
@@ -375,7 +375,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfl
 def split_matrices(groups: Iterable[Any], by_adamw: Iterable[Tensor], mark: str) -> list[ParamGroup]:
     """Splits each parameter group: matrices, marked `mark`, and the rest for AdamW (`by_adamw` and vectors)."""
     # Parameters or groups, as for any torch optimizer; the loop below reads a group's parameters twice.
-    listed = as_lists(groups)
+    listed = to_lists(groups)
     others = {id(p) for p in by_adamw}
     split = []
     for group in listed if isinstance(listed[0], dict) else [{"params": listed}]:
@@ -418,7 +418,7 @@ class Muon(Guarded):
 
     def _update(self, p: Tensor, grad: Tensor, state: dict[str, Tensor], group: ParamGroup) -> None:
         like, side = p, max(p.shape)
-        p, grad, state = locally(p, grad, state)
+        p, grad, state = local_shards(p, grad, state)
         if not group["muon"]:
             adamw_(p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, self.found_inf)
             return
@@ -430,7 +430,8 @@ class Muon(Guarded):
         # Orthogonalization mixes all rows, so a shard alone cannot be updated.
         if isinstance(like, DTensor):  # gathers the full matrix on every rank, in the dtype of the computation
             update = local_shard(
-                orthogonalize(full_tensor(spread_as(update.to(self.dtype), like)), group["steps"], self.dtype), like
+                orthogonalize(full_tensor(wrap_local_shard(update.to(self.dtype), like)), group["steps"], self.dtype),
+                like,
             )
         else:
             update = orthogonalize(update, group["steps"], self.dtype)

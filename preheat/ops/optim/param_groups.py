@@ -7,7 +7,7 @@ from typing import Any, Required, TypeAlias, TypedDict
 
 from torch import Tensor
 
-__all__ = ["AdamSettings", "ParamGroup", "as_lists"]
+__all__ = ["AdamSettings", "ParamGroup", "to_lists"]
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Parameters (`params`) and the settings that the optimizer uses for them, as in torch's `param_groups`."""
@@ -22,7 +22,7 @@ class AdamSettings(TypedDict, total=False):
     weight_decay: float
 
 
-def as_lists(params: Iterable[Any]) -> list[Any]:
+def to_lists(params: Iterable[Any]) -> list[Any]:
     """Returns the parameters or groups that torch's optimizers accept, as lists that can be read several times.
 
     Names of (name, parameter) pairs are dropped. A group's `params` may be a generator, or a single parameter.
@@ -34,7 +34,7 @@ def as_lists(params: Iterable[Any]) -> list[Any]:
         [2, 1]
     """
     return [
-        {**p, "params": [p["params"]] if isinstance(p["params"], Tensor) else as_lists(p["params"])}
+        {**p, "params": [p["params"]] if isinstance(p["params"], Tensor) else to_lists(p["params"])}
         if isinstance(p, dict)
         else p[1]
         if isinstance(p, tuple)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from preheat.ops.optim.param_groups import as_lists
+from preheat.ops.optim.param_groups import to_lists
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ZeROAdamW"]
 
 
-def _world() -> int:
+def _world_size() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -84,14 +84,14 @@ class ZeROAdamW(torch.optim.Optimizer):
             raise ValueError(
                 "stage: 3 shards the weights too, so it needs module=, the model whose parameters these are"
             )
-        self.stage, self.world = stage, _world()
+        self.stage, self.world = stage, _world_size()
         self._rank = torch.distributed.get_rank() if self.world > 1 else 0
         # Before `super().__init__`, which calls `add_param_group` below for every group.
         self._owner: dict[Tensor, int] = {}
         self._loads = [0] * self.world
         self._averaged: dict[Tensor, Tensor] = {}  # owned parameter -> gradient averaged over all processes
         self._reduced = False  # stage 1: this step's gradients have been averaged
-        listed = as_lists(params)
+        listed = to_lists(params)
         all_parameters = (p for each in listed for p in (each["params"] if isinstance(each, dict) else [each]))
         on_host = all(p.device.type == "cpu" for p in all_parameters)
         if self.world == 1:
@@ -169,7 +169,7 @@ class ZeROAdamW(torch.optim.Optimizer):
         grads = list(self._gradients().values())
         # Stage 3: this process's shards of all gradients. Stages 1 and 2: the full gradients of the parameters that it
         # owns. Either way the sum below counts each element once.
-        local = [_local(g) for g in grads]
+        local = [_local_shard(g) for g in grads]
         device = self.param_groups[0]["params"][0].device
         square = torch.zeros((), device=device)
         for g in local:
@@ -249,10 +249,10 @@ class ZeROAdamW(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Returns the bytes of optimizer state on this process."""
-        return sum(_local(t).nbytes for state in self.state.values() for t in state.values())
+        return sum(_local_shard(t).nbytes for state in self.state.values() for t in state.values())
 
 
-def _local(t: Tensor) -> Tensor:
+def _local_shard(t: Tensor) -> Tensor:
     """Returns the local shard of a DTensor; other tensors unchanged."""
     return t.to_local() if isinstance(t, DTensor) else t
 

@@ -34,7 +34,7 @@ def _cut(t: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 @contextmanager
-def _swapped_parameters(modules: Iterable[nn.Module], others: dict[Tensor, nn.Parameter]) -> Iterator[None]:
+def _swap_parameters(modules: Iterable[nn.Module], others: dict[Tensor, nn.Parameter]) -> Iterator[None]:
     """Context manager that swaps the modules' parameters for `others`, so that an optimizer that inspects modules sees
     its own.
     """
@@ -135,5 +135,5 @@ def shard_optimizer(
             shares[p].grad_dtype = None  # allows fp32 gradients of half-precision weights
         cut.append({**group, "params": [shares[p] for p in group["params"]]})
     # Only while the optimizer is created: the forward pass needs the full parameters.
-    with _swapped_parameters(modules, shares):
+    with _swap_parameters(modules, shares):
         return ShardedOptimizer(make(cut, **settings), shares)

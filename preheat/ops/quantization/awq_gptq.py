@@ -9,15 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from preheat.ops.quantization.grids import HALF, Groups, group_grid, group_values, quantize_groups, round_groups
+from preheat.ops.quantization.grids import (
+    HALF,
+    Groups,
+    compute_group_grid,
+    dequantize_groups,
+    quantize_groups,
+    round_groups,
+)
 
-__all__ = ["awq", "gptq", "output_error", "ranged", "smooth"]
+__all__ = ["quantize_awq", "quantize_gptq", "compute_output_error", "search_clipping", "smooth"]
 
 _SHRINKS = tuple(1.0 - 0.05 * n for n in range(9))  # clipping candidates: 100 % to 60 % of a group's range
 _POWERS = tuple(n / 20 for n in range(21))  # AWQ's grid of exponents
 
 
-def output_error(change: Tensor, gram: Tensor) -> float:
+def compute_output_error(change: Tensor, gram: Tensor) -> float:
     """Returns the squared output error over all tokens for a change [out, in] of the weight.
 
     Example:
@@ -29,7 +36,7 @@ def output_error(change: Tensor, gram: Tensor) -> float:
     return float(((change @ gram) * change).sum())
 
 
-def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
+def search_clipping(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
     """Searches the clipping of each group that minimizes its output error; returns scales and zeros as `group_grid`.
 
     Groups are searched independently, with the diagonal blocks of the Gram matrix.
@@ -40,8 +47,8 @@ def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tupl
     best: Tensor | None = None
     grid: tuple[Tensor, Tensor | None] | None = None
     for shrink in _SHRINKS:
-        scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
-        change = group_values(Groups(round_groups(weight, scales, zeros), scales, zeros)) - weight
+        scales, zeros = compute_group_grid(weight, group, symmetric=symmetric, shrink=shrink)
+        change = dequantize_groups(Groups(round_groups(weight, scales, zeros), scales, zeros)) - weight
         change = change.unflatten(1, (count, group)).transpose(0, 1)  # [groups, out, group]
         error = ((change @ own) * change).sum(dim=2).t()  # [out, groups]
         if best is None or grid is None:
@@ -56,7 +63,7 @@ def ranged(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool) -> tupl
     return grid
 
 
-def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> tuple[Groups, Tensor]:
+def quantize_awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> tuple[Groups, Tensor]:
     """Activation-aware weight quantization (AWQ): finer steps for inputs that are large on average.
 
     The weight's columns are multiplied by s and the inputs divided by it, with s = rms(x)^a and the a in [0, 1] of
@@ -80,33 +87,35 @@ def awq(weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True) -> 
     # Root of the summed squares; the mean's divisor cancels in the normalization below.
     size = gram.diagonal().clamp(min=1e-12).sqrt()
 
-    def tried(power: float, searched: bool) -> tuple[float, Groups, Tensor]:
+    def try_scale(power: float, searched: bool) -> tuple[float, Groups, Tensor]:
         s = size.pow(power)
         # Normalized by the geometric mean of the extremes, as in the authors' code, which centers the factors on 1.
         factors = (1 / (s / (s.max() * s.min()).sqrt())).to(HALF)
         wide = weight / factors.float()
         if searched:
             # The inputs of the scaled weight are x * factors, so their Gram matrix is F G F.
-            grid = ranged(wide, gram * factors.float()[:, None] * factors.float(), group, symmetric=symmetric)
+            grid = search_clipping(wide, gram * factors.float()[:, None] * factors.float(), group, symmetric=symmetric)
             groups = Groups(round_groups(wide, *grid), *grid)
         else:
             groups = quantize_groups(wide, group, symmetric=symmetric)
         # Compared in the original space: the quantized weight with its factors against the weight.
-        return output_error(group_values(groups) * factors.float() - weight, gram), groups, factors
+        return compute_output_error(dequantize_groups(groups) * factors.float() - weight, gram), groups, factors
 
     # The power is chosen without the search of ranges, which tries nine grids per power.
-    power = min(_POWERS, key=lambda power: tried(power, False)[0])
-    _, groups, factors = min((tried(power, searched) for searched in (False, True)), key=lambda candidate: candidate[0])
+    power = min(_POWERS, key=lambda power: try_scale(power, False)[0])
+    _, groups, factors = min(
+        (try_scale(power, searched) for searched in (False, True)), key=lambda candidate: candidate[0]
+    )
     return groups, factors
 
 
-def gptq(
+def quantize_gptq(
     weight: Tensor, gram: Tensor, group: int, *, symmetric: bool = True, damping: float = 0.01, block: int = 128
 ) -> Groups:
     """GPTQ: quantizes column by column and compensates each error in the remaining columns.
 
     Frantar et al. 2022 (arXiv:2210.17323), algorithm 1. Columns are processed by decreasing input size, on grids that
-    `ranged` chooses beforehand, so that the column order in memory does not change.
+    `search_clipping` chooses beforehand, so that the column order in memory does not change.
 
     Args:
         weight: [out, in].
@@ -122,7 +131,7 @@ def gptq(
         torch.uint8
     """
     original = weight.detach().float()
-    scales, zeros = ranged(original, gram.float(), group, symmetric=symmetric)
+    scales, zeros = search_clipping(original, gram.float(), group, symmetric=symmetric)
     # The Hessian of the squared output error, up to a factor. fp64, because it may be nearly singular.
     curve = gram.double().clone()
     diagonal = curve.diagonal()  # a view: writing to it changes `curve`
@@ -148,7 +157,7 @@ def gptq(
             zero = None if zeros is None else zeros[:, columns[n] // group, None]
             code = round_groups(left[:, n : n + 1], scale, zero)
             codes[:, columns[n]] = code[:, 0]
-            error = (left[:, n] - group_values(Groups(code, scale, zero))[:, 0]) / upper[n, n]
+            error = (left[:, n] - dequantize_groups(Groups(code, scale, zero))[:, 0]) / upper[n, n]
             # Spreads the error over the remaining columns of the block.
             left[:, n:end] -= error[:, None] * upper[n, n:end]
             lost[:, n - start] = error

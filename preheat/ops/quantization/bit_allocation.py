@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["loss_rise", "allocate_bits"]
+__all__ = ["estimate_loss_rise", "allocate_bits"]
 
 
-def loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
+def estimate_loss_rise(x: Tensor, change: Tensor, gradient: Tensor) -> float:
     """Estimates how much a change of a layer's weight raises the loss, to second order.
 
     The estimate is half the sum over tokens of (change in outputs . gradient)^2. Its expectation over the model's own

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preheat.hardware.cpp_build import quick_library
+from preheat.hardware.cpp_build import load_native_library
 
-__all__ = ["eight_bits", "four_bits", "of_use"]
+__all__ = ["multiply_int8", "multiply_int4", "is_supported"]
 
 
-def of_use() -> bool:
+def is_supported() -> bool:
     """True if the AVX2 kernels compile here and no tracer or dispatch mode is active.
 
     aten's own kernels target AVX512 and ARM and are slower with AVX2 alone.
@@ -26,22 +26,22 @@ def of_use() -> bool:
     # A tracer would miss a call through ctypes, and a fake tensor has no memory to point to.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return _avx2_alone() and _library() is not None
+    return _has_only_avx2() and _load_library() is not None
 
 
 @functools.cache
-def _avx2_alone() -> bool:
+def _has_only_avx2() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def eight_bits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def multiply_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Multiplies x bf16 [rows, in] by codes int8 [out, in] * scales bf16 [out]: bf16 [rows, out]; `in` % 32 == 0."""
     out = x.new_empty(x.shape[0], codes.shape[0])
     _call("preheat_eight_bits", (x, codes, scales), out, *codes.shape)
     return out
 
 
-def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def multiply_int4(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Multiplies x bf16 [rows, in] by (code - 8) * scale + zero: bf16 [rows, out].
 
     Args:
@@ -56,7 +56,7 @@ def four_bits(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None) ->
 
 
 def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int) -> None:
-    library = _library()
+    library = _load_library()
     assert library is not None, "of_use() comes first"
     # Kept in a list until the call returns: the kernel reads raw pointers, and a freed copy would be garbage.
     inputs = [None if t is None else t.contiguous() for t in given]
@@ -66,8 +66,8 @@ def _call(name: str, given: tuple[Tensor | None, ...], out: Tensor, *sizes: int)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    return quick_library(
+def _load_library() -> ctypes.CDLL | None:
+    return load_native_library(
         Path(__file__).with_suffix(".cpp"),
         "maps in eight and four bits are computed by aten, which takes two to three times as long",
     )

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from preheat.ops.adapters.peft_layers import added_linear
-from preheat.ops.quantization.grids import group_values, quantize_groups, quantize_rows, round_inputs
+from preheat.ops.adapters.peft_layers import added_linear_class
+from preheat.ops.quantization.grids import dequantize_groups, quantize_groups, quantize_rows, round_inputs
 from preheat.ops.quantization.nf4 import PackedMap
 
 if TYPE_CHECKING:
     from preheat.ops.autograd_context import AutogradContext
 
 
-__all__ = ["Grid", "fake_", "rounded", "unfake_"]
+__all__ = ["Grid", "add_fake_quantization", "round_weight", "unfake_"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Grid:
     inputs: bool = False
 
 
-def rounded(weight: Tensor, grid: Grid) -> Tensor:
+def round_weight(weight: Tensor, grid: Grid) -> Tensor:
     """Rounds a weight [out, in] to a grid; returns fp32.
 
     Example:
@@ -53,7 +53,7 @@ def rounded(weight: Tensor, grid: Grid) -> Tensor:
         [[-8.0, 7.0, 0.0, 1.0]]
     """
     if grid.bits == 4:
-        return group_values(quantize_groups(weight, grid.group, symmetric=grid.symmetric))
+        return dequantize_groups(quantize_groups(weight, grid.group, symmetric=grid.symmetric))
     codes, scales = quantize_rows(weight)
     return codes.float() * scales.float()[:, None]
 
@@ -62,7 +62,7 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, weight: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
         # Nothing is saved: the gradient passes through unchanged.
-        return rounded(weight, grid).to(weight.dtype)
+        return round_weight(weight, grid).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: AutogradContext, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -81,7 +81,7 @@ class _Inputs(torch.autograd.Function):
         return slope
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid) -> Tensor:
     """weight: [out, in]."""
     values = _Weight.apply(weight, grid)
     return F.linear(
@@ -95,7 +95,7 @@ class FakeLinear(nn.Linear):
     preheat_grid: Grid
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight, self.bias, self.preheat_grid)
+        return _multiply(x, self.weight, self.bias, self.preheat_grid)
 
 
 class FakeConv1D(Conv1D):  # type: ignore[misc]
@@ -104,11 +104,11 @@ class FakeConv1D(Conv1D):  # type: ignore[misc]
     preheat_grid: Grid
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight.t(), self.bias, self.preheat_grid)  # [in, out] -> [out, in]
+        return _multiply(x, self.weight.t(), self.bias, self.preheat_grid)  # [in, out] -> [out, in]
 
 
 @functools.cache
-def _adapted() -> type[nn.Module]:
+def _adapt_lora_class() -> type[nn.Module]:
     """Returns peft's LoRA layer with fake quantization of W + s B A together, as merging will give."""
     from peft.tuners.lora import Linear
 
@@ -124,7 +124,7 @@ def _adapted() -> type[nn.Module]:
             weight = weight.t() if isinstance(base, Conv1D) else weight
             kind = x.device.type
             x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.weight.dtype)
-            return _product(x, weight, None if base.bias is None else base.bias.to(x.dtype), self.preheat_grid)
+            return _multiply(x, weight, None if base.bias is None else base.bias.to(x.dtype), self.preheat_grid)
 
     return FakeAdapted
 
@@ -132,7 +132,7 @@ def _adapted() -> type[nn.Module]:
 _FAKE: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FakeLinear, Conv1D: FakeConv1D}
 
 
-def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
+def add_fake_quantization(model: nn.Module, grids: Mapping[str, Grid]) -> int:
     """Adds fake quantization to layers of a model, in place. Under LoRA, base and adapter are rounded together.
 
     Args:
@@ -152,7 +152,7 @@ def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
             module.__class__ = _FAKE[type(module)]
         else:
             _require_lora(name, module)
-            module.__class__ = _adapted()
+            module.__class__ = _adapt_lora_class()
         module.preheat_grid = grid
     return len(grids)
 
@@ -160,7 +160,7 @@ def fake_(model: nn.Module, grids: Mapping[str, Grid]) -> int:
 def _require_lora(name: str, module: Any) -> None:
     from peft.tuners.lora import Linear
 
-    if type(module) not in (Linear, added_linear()) or module.use_dora.get("default", False):
+    if type(module) not in (Linear, added_linear_class()) or module.use_dora.get("default", False):
         raise ValueError(
             f"{name}: only a plain LoRA (variant lora, rslora or pissa) can be rounded together with its base"
         )
@@ -174,9 +174,9 @@ def _require_lora(name: str, module: Any) -> None:
 
 
 def unfake_(model: nn.Module) -> int:
-    """Undoes `fake_` in place; weights stay unrounded. Returns the number of layers."""
+    """Undoes `add_fake_quantization` in place; weights stay unrounded. Returns the number of layers."""
     plain: dict[type[nn.Module], type[nn.Module]] = {fake: real for real, fake in _FAKE.items()} | {
-        _adapted(): added_linear()
+        _adapt_lora_class(): added_linear_class()
     }
     modules = [m for m in model.modules() if type(m) in plain]
     for module in modules:

@@ -17,9 +17,9 @@ from torch import Tensor
 __all__ = [
     "HALF",
     "Groups",
-    "divisor",
-    "group_grid",
-    "group_values",
+    "nearest_divisor",
+    "compute_group_grid",
+    "dequantize_groups",
     "pack",
     "quantize_groups",
     "quantize_rows",
@@ -69,7 +69,9 @@ def quantize_rows(weight: Tensor, limit: Tensor | None = None) -> tuple[Tensor, 
     return (weight / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scales
 
 
-def group_grid(weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]:
+def compute_group_grid(
+    weight: Tensor, group: int, *, symmetric: bool, shrink: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
     """Returns scales and zeros for a weight [out, in], bf16 [out, in / group] each; zeros are None if symmetric.
 
     Args:
@@ -107,11 +109,11 @@ def quantize_groups(weight: Tensor, group: int, *, symmetric: bool = True, shrin
         >>> groups.codes.tolist(), group_values(groups).tolist()
         ([[0, 15, 8, 9]], [[-8.0, 7.0, 0.0, 1.0]])
     """
-    scales, zeros = group_grid(weight, group, symmetric=symmetric, shrink=shrink)
+    scales, zeros = compute_group_grid(weight, group, symmetric=symmetric, shrink=shrink)
     return Groups(round_groups(weight, scales, zeros), scales, zeros)
 
 
-def group_values(groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_groups(groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantizes to a weight [out, in]."""
     codes = groups.codes.to(dtype).unflatten(1, (groups.scales.shape[1], -1)).sub_(8)  # [out, groups, group]
     codes.mul_(groups.scales.to(dtype)[..., None])
@@ -154,7 +156,7 @@ def round_inputs(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
     return (wide / scale).round_().clamp_(-127, 127), scale
 
 
-def divisor(inputs: int, wanted: int) -> int:
+def nearest_divisor(inputs: int, wanted: int) -> int:
     """Returns the divisor of `inputs` nearest to `wanted` (the smaller on a tie); 1 only for `inputs` 1.
 
     Example:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preheat.hardware.cpp_build import quick_library
-from preheat.ops.quantization.grids import HALF, Groups, group_values, unpack
+from preheat.hardware.cpp_build import load_native_library
+from preheat.ops.quantization.grids import HALF, Groups, dequantize_groups, unpack
 
 __all__ = ["unpack4"]
 
@@ -29,9 +29,9 @@ def unpack4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     group = columns // scales.shape[1]
     # The kernel reads whole bytes, and an odd group would end within one.
-    library = _library() if group % 2 == 0 else None
+    library = _load_library() if group % 2 == 0 else None
     if library is None:
-        return group_values(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
+        return dequantize_groups(Groups(unpack(codes, columns), scales, zeros)).to(HALF)
     out = torch.empty(rows, columns, dtype=HALF)
     # A list that lives until the call returns, because the kernel gets raw pointers.
     tensors = [
@@ -51,7 +51,7 @@ def _(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    return quick_library(
+def _load_library() -> ctypes.CDLL | None:
+    return load_native_library(
         Path(__file__).with_suffix(".cpp"), "four-bit weights are unpacked by torch, which takes several times as long"
     )

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from preheat.hardware.probe import quick_half
-from preheat.ops.cuda_kernels import Operator, is_plain, named_failures
-from preheat.ops.quantization.cpu_gemv import eight_bits, four_bits, of_use
+from preheat.hardware.probe import fastest_half_dtype
+from preheat.ops.cuda_kernels import Operator, is_plain, name_failures
+from preheat.ops.quantization.cpu_gemv import is_supported, multiply_int4, multiply_int8
 from preheat.ops.quantization.grids import (
     HALF,
     Groups,
-    group_values,
+    dequantize_groups,
     pack,
     quantize_groups,
     quantize_rows,
@@ -108,10 +108,10 @@ class QuantizedMap(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """Multiplies x [tokens, in] by the weight; returns [tokens, out] in the dtype of x."""
         # The dequantized weight [out, in] lives for this call alone.
-        quick = _quick(x)
+        quick = _matmul_dtype(x)
         return F.linear(x.to(quick), self.values(x.dtype).to(quick)).to(x.dtype)
 
-    def _few(self, x: Tensor, device: str = "cpu") -> bool:
+    def _has_few_rows(self, x: Tensor, device: str = "cpu") -> bool:
         """True if the packed-weight kernels apply: few rows and no gradients, which they lack."""
         return (
             x.device.type == device
@@ -119,9 +119,9 @@ class QuantizedMap(nn.Module):
             and not (x.requires_grad and torch.is_grad_enabled())
         )
 
-    def _by_kernel(self, x: Tensor, operator: Operator) -> bool:
+    def _uses_cuda_kernel(self, x: Tensor, operator: Operator) -> bool:
         """True if few rows use a CUDA kernel. torch.compile generates faster code without it."""
-        return self._few(x, "cuda") and not torch.compiler.is_compiling() and not is_plain(operator)
+        return self._has_few_rows(x, "cuda") and not torch.compiler.is_compiling() and not is_plain(operator)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -169,14 +169,14 @@ class Int8Linear(QuantizedMap):
         factors = None if input_scales is None else input_scales.to(HALF)
         # Divided by the bf16 factors that are stored, not by the exact ones: forward multiplies by the stored ones.
         codes, scales = chosen or quantize_rows(weight if factors is None else weight / factors.float())
-        tensors = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _bias(module)}
+        tensors = {"codes": codes, "scales": scales, "input_scales": factors, "bias": _copy_bias(module)}
         tensors["input_scale"] = None if input_scale is None else input_scale.to(HALF)
         return cls(weight.shape[1], weight.shape[0], {"inputs": inputs, "input_scales": factors is not None}, tensors)
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int8Linear:
-        tensors = _common(inputs, outputs, bias, form)
-        tensors |= {"codes": _empty((outputs, inputs), torch.int8), "scales": _empty((outputs,))}
+        tensors = _common_buffers(inputs, outputs, bias, form)
+        tensors |= {"codes": _allocate_empty((outputs, inputs), torch.int8), "scales": _allocate_empty((outputs,))}
         return cls(inputs, outputs, form, tensors)
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -184,15 +184,15 @@ class Int8Linear(QuantizedMap):
 
     def product(self, x: Tensor) -> Tensor:
         # Few rows: our AVX2 kernel, else aten's; on CUDA our Triton kernel. Many rows: codes cast for the call.
-        few = self._few(x)
-        if few and self.in_features % 32 == 0 and x.dtype == HALF and of_use():
-            return eight_bits(x, self.codes, self.scales.to(HALF))
+        few = self._has_few_rows(x)
+        if few and self.in_features % 32 == 0 and x.dtype == HALF and is_supported():
+            return multiply_int8(x, self.codes, self.scales.to(HALF))
         if few and self.in_features % _KERNEL_INPUTS == 0 and x.dtype == HALF:
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.codes, self.scales.to(HALF))
-        if x.dtype in (HALF, torch.float16) and self._by_kernel(x, "int8_product"):
-            with named_failures("int8_product"), torch.cuda.device_of(x):
-                return eight_bits_product(x, self.codes, self.scales)
-        quick = _quick(x)
+        if x.dtype in (HALF, torch.float16) and self._uses_cuda_kernel(x, "int8_product"):
+            with name_failures("int8_product"), torch.cuda.device_of(x):
+                return multiply_int8_codes(x, self.codes, self.scales)
+        quick = _matmul_dtype(x)
         # One scale per output, so it multiplies the result [tokens, out] instead of the weight.
         # Codes are exact in bf16.
         return F.linear(x.to(quick), self.codes.to(quick)).mul_(self.scales.to(quick)).to(x.dtype)
@@ -203,8 +203,8 @@ class Int8Linear(QuantizedMap):
         if x.device.type != "cpu" and not (cuda and wide and not is_plain("int8_product")):
             return super().rounded_product(x)
         codes, scale = round_inputs(x, self.input_scale)
-        with named_failures("int8_product") if cuda else nullcontext():
-            sums = integer_product(codes.to(torch.int8), self.codes, least=_INTEGER_ROWS if cuda else 0)
+        with name_failures("int8_product") if cuda else nullcontext():
+            sums = multiply_integers(codes.to(torch.int8), self.codes, least=_INTEGER_ROWS if cuda else 0)
         # int32 sums are exact; one fp32 multiplication applies both scales: [tokens, 1] or [] times [out].
         return (sums.float() * (scale * self.scales.float())).to(x.dtype)
 
@@ -248,15 +248,15 @@ class Int4Linear(QuantizedMap):
             "input_scales": factors is not None,
         }
         tensors = {"codes": pack(groups.codes), "scales": groups.scales, "zeros": groups.zeros, "input_scales": factors}
-        return cls(weight.shape[1], weight.shape[0], form, tensors | {"bias": _bias(module), "input_scale": None})
+        return cls(weight.shape[1], weight.shape[0], form, tensors | {"bias": _copy_bias(module), "input_scale": None})
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Int4Linear:
         grid = (outputs, inputs // form["group"])
-        tensors = _common(inputs, outputs, bias, form)
+        tensors = _common_buffers(inputs, outputs, bias, form)
         # Two codes per byte; a last odd input has its own byte.
-        tensors |= {"codes": _empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _empty(grid)}
-        return cls(inputs, outputs, form, tensors | {"zeros": _empty(grid) if form["zeros"] else None})
+        tensors |= {"codes": _allocate_empty((outputs, -(-inputs // 2)), torch.uint8), "scales": _allocate_empty(grid)}
+        return cls(inputs, outputs, form, tensors | {"zeros": _allocate_empty(grid) if form["zeros"] else None})
 
     def groups(self) -> Groups:
         """Returns codes and grid, for exports to other formats."""
@@ -267,17 +267,24 @@ class Int4Linear(QuantizedMap):
         # The C++ kernel reads whole bytes, so it has no odd number of inputs.
         if dtype == HALF and self.codes.device.type == "cpu" and self.in_features % 2 == 0:
             return unpack4(self.codes, self.scales, self.zeros)
-        return group_values(self.groups(), dtype)
+        return dequantize_groups(self.groups(), dtype)
 
     def product(self, x: Tensor) -> Tensor:
         # Few rows: our AVX2 kernel, aten's tiles on CUDA, or last aten's CPU kernel. Others: a dequantized weight.
-        few = self._few(x)
-        if few and self.form["group"] % 32 == 0 and x.dtype == HALF and of_use():
-            return four_bits(x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF))
-        if self._by_kernel(x, "int4_product") and x.dtype == HALF and takes_four_bits(self) and _has_tiles(x.device):
-            with named_failures("int4_product"):
+        few = self._has_few_rows(x)
+        if few and self.form["group"] % 32 == 0 and x.dtype == HALF and is_supported():
+            return multiply_int4(
+                x, self.codes, self.scales.to(HALF), None if self.zeros is None else self.zeros.to(HALF)
+            )
+        if (
+            self._uses_cuda_kernel(x, "int4_product")
+            and x.dtype == HALF
+            and fits_int4_kernel(self)
+            and _has_tiles(x.device)
+        ):
+            with name_failures("int4_product"):
                 if self._ready is None:
-                    self._ready = tiles(self)
+                    self._ready = tile_codes(self)
                 return torch.ops.aten._weight_int4pack_mm(
                     x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
                 )
@@ -286,7 +293,7 @@ class Int4Linear(QuantizedMap):
         if self._ready is None:  # repacked in this CPU's order; prefill uses the neutral one
             groups = self.groups()
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.codes.int(), 1)
-            self._ready = packed, _grid(groups.scales, groups.zeros)
+            self._ready = packed, _aten_grid(groups.scales, groups.zeros)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self._ready[0], self.form["group"], self._ready[1]
         )
@@ -313,13 +320,19 @@ class Fp8Linear(QuantizedMap):
         # Clamped, because a scale that bf16 rounds down puts the largest value above 448, which torch may cast to NaN.
         codes = (weight / scales.float()[:, None]).clamp(-most, most).to(_FP8)
         codes = codes.view(torch.uint8)  # as bytes, so that casting a model's floats does not change them
-        tensors = {"codes": codes, "scales": scales, "bias": _bias(module), "input_scales": None, "input_scale": None}
+        tensors = {
+            "codes": codes,
+            "scales": scales,
+            "bias": _copy_bias(module),
+            "input_scales": None,
+            "input_scale": None,
+        }
         return cls(weight.shape[1], weight.shape[0], {"inputs": "dynamic"}, tensors)
 
     @classmethod
     def on_meta(cls, inputs: int, outputs: int, bias: bool, form: Form) -> Fp8Linear:
-        tensors = _common(inputs, outputs, bias, form)
-        tensors |= {"codes": _empty((outputs, inputs), torch.uint8), "scales": _empty((outputs,))}
+        tensors = _common_buffers(inputs, outputs, bias, form)
+        tensors |= {"codes": _allocate_empty((outputs, inputs), torch.uint8), "scales": _allocate_empty((outputs,))}
         return cls(inputs, outputs, form, tensors)
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -360,7 +373,7 @@ class Int8Embedding(nn.Module):
 
     @classmethod
     def on_meta(cls, rows: int, width: int) -> Int8Embedding:
-        return cls(_empty((rows, width), torch.int8), _empty((rows,)))
+        return cls(_allocate_empty((rows, width), torch.int8), _allocate_empty((rows,)))
 
     @property
     def weight(self) -> Tensor:
@@ -372,7 +385,7 @@ class Int8Embedding(nn.Module):
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * self.scales[tokens][..., None]
 
 
-def eight_bits_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def multiply_int8_codes(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Multiplies x [rows, in] in half precision by int8 codes [out, in] * scales [out] with Triton; sums in fp32."""
     from preheat.ops.triton_kernels import eight_bits_kernel
 
@@ -386,7 +399,7 @@ def eight_bits_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-def integer_product(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
+def multiply_integers(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
     """Multiplies x int8 [rows, in] by codes int8 [out, in]: int32 [rows, out].
 
     Args:
@@ -400,21 +413,21 @@ def integer_product(x: Tensor, codes: Tensor, *, least: int = 0) -> Tensor:
     return torch._int_mm(F.pad(x, (0, 0, 0, max(least - rows, 0))), codes.t())[:rows]
 
 
-def takes_four_bits(module: Int4Linear) -> bool:
+def fits_int4_kernel(module: Int4Linear) -> bool:
     """True if a layer's sizes suit aten's int4 kernel on CUDA: tiles of 8 outputs by 32 inputs."""
     return module.form["group"] in _KERNEL_GROUPS and module.out_features % 8 == 0 and module.in_features % 32 == 0
 
 
-def tiles(module: Int4Linear) -> tuple[Tensor, Tensor]:
+def tile_codes(module: Int4Linear) -> tuple[Tensor, Tensor]:
     """Returns codes tiled for tensor cores and interleaved scales and zeros, as aten's int4 kernel reads them."""
     # Inner k tiles of 16 inputs; in_features is a multiple of 32, so 2 always fits.
     inner = next(n for n in (8, 4, 2) if module.in_features % (16 * n) == 0)
     swapped = module.codes << 4 | module.codes >> 4  # aten expects the even position in the high half
     packed = torch.ops.aten._convert_weight_to_int4pack(swapped, inner)
-    return packed, _grid(module.scales, module.zeros)
+    return packed, _aten_grid(module.scales, module.zeros)
 
 
-def _grid(scales: Tensor, zeros: Tensor | None) -> Tensor:
+def _aten_grid(scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Returns scales and zeros as aten's kernels expect them: bf16 [in / group, out, 2]."""
     zeros = torch.zeros_like(scales) if zeros is None else zeros
     return torch.stack([scales.to(HALF).t(), zeros.to(HALF).t()], dim=2).contiguous()
@@ -426,23 +439,23 @@ def _has_tiles(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _quick(x: Tensor) -> torch.dtype:
+def _matmul_dtype(x: Tensor) -> torch.dtype:
     """Returns the matmul dtype of x: fp32 for bf16 on a CPU that is slow in bf16, else its own."""
-    return quick_half() if x.dtype == HALF and x.device.type == "cpu" else x.dtype
+    return fastest_half_dtype() if x.dtype == HALF and x.device.type == "cpu" else x.dtype
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype = HALF) -> Tensor:
+def _allocate_empty(shape: tuple[int, ...], dtype: torch.dtype = HALF) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _bias(module: nn.Module) -> Tensor | None:
+def _copy_bias(module: nn.Module) -> Tensor | None:
     bias: Any = module.bias
     return None if bias is None else bias.detach().clone()
 
 
-def _common(inputs: int, outputs: int, bias: bool, form: Form) -> dict[str, Tensor | None]:
+def _common_buffers(inputs: int, outputs: int, bias: bool, form: Form) -> dict[str, Tensor | None]:
     return {
-        "bias": _empty((outputs,)) if bias else None,
-        "input_scales": _empty((inputs,)) if form.get("input_scales") else None,
-        "input_scale": _empty(()) if form.get("inputs") == "static" else None,
+        "bias": _allocate_empty((outputs,)) if bias else None,
+        "input_scales": _allocate_empty((inputs,)) if form.get("input_scales") else None,
+        "input_scale": _allocate_empty(()) if form.get("inputs") == "static" else None,
     }

@@ -8,23 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from preheat.errors import nearest
-from preheat.ops.quantization.grids import divisor
+from preheat.errors import suggest_nearest
+from preheat.ops.quantization.grids import nearest_divisor
 
-__all__ = ["AUTO", "GROUP", "group_of", "kept_names", "linear_maps"]
+__all__ = ["AUTO", "GROUP", "group_of", "select_kept", "find_linear_maps"]
 
 AUTO = "auto"
 GROUP = 32
 """Group size of `auto` if it divides the inputs: that of llama.cpp's Q4_0 and ExecuTorch's 8da4w."""
 
 
-def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
+def find_linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the plain linear layers of a model by name."""
     # Exact types: a subclass may compute something else from its weight.
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)}
 
 
-def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[str, Sequence[str]]) -> set[str]:
+def select_kept(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[str, Sequence[str]]) -> set[str]:
     """Returns the `names` that `keep` selects.
 
     Args:
@@ -43,18 +43,18 @@ def kept_names(names: Iterable[str], keep: str | Sequence[str], roles: Mapping[s
     names = list(names)
     matches: set[str] = set()
     for entry in (keep,) if isinstance(keep, str) else keep:
-        matched = [name for name in names if name in roles[entry]] if entry in roles else _matching(names, entry)
+        matched = [name for name in names if name in roles[entry]] if entry in roles else _match_names(names, entry)
         # A role may select nothing in a model; a name that matches nothing is misspelled.
         if not matched and entry not in roles:
             known = sorted({name.rpartition(".")[2] for name in names} | set(roles))
             raise ValueError(
-                f"keep: {entry!r} matches no linear map or embedding of the model; {nearest(entry, known)}"
+                f"keep: {entry!r} matches no linear map or embedding of the model; {suggest_nearest(entry, known)}"
             )
         matches.update(matched)
     return matches
 
 
-def _matching(names: Sequence[str], entry: str) -> list[str]:
+def _match_names(names: Sequence[str], entry: str) -> list[str]:
     try:
         pattern = re.compile(entry)
     except re.error as error:
@@ -77,12 +77,12 @@ def group_of(name: str, inputs: int, group: int | str) -> int:
         43
     """
     if group == AUTO:
-        return divisor(inputs, GROUP)
+        return nearest_divisor(inputs, GROUP)
     wanted = int(group)
     if inputs % wanted:
         raise ValueError(
             f"group: {wanted} does not divide the {inputs} inputs of {name}; the closest that does is "
-            f"{divisor(inputs, wanted)}; "
+            f"{nearest_divisor(inputs, wanted)}; "
             f"use group=auto for each map's own, or keep the map ({name.rpartition('.')[2]})"
         )
     return int(wanted)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from preheat.ops.cuda_kernels import is_plain, named_failures
+from preheat.ops.cuda_kernels import is_plain, name_failures
 from preheat.ops.distributed.dtensor_utils import full_tensor, local, local_shard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = [
     "dequantize",
     "pack_",
     "quantize",
-    "tables",
+    "build_tables",
     "unpack_",
 ]
 
@@ -86,7 +86,7 @@ def dynamic_levels() -> Tensor:
     return torch.cat([levels, -levels, torch.tensor([0.0, 1.0])]).sort().values
 
 
-def tables(device: torch.device | str | None = None) -> Tables:
+def build_tables(device: torch.device | str | None = None) -> Tables:
     """Returns the lookup tables of `dequantize`."""
     levels = torch.tensor(LEVELS)
     # A lookup per byte gives two weights at once: [256, 2], the high half first.
@@ -95,13 +95,13 @@ def tables(device: torch.device | str | None = None) -> Tables:
     return Tables(*(t.to(device) for t in on_host))
 
 
-def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+def _find_nearest_level(values: Tensor, levels: Tensor) -> Tensor:
     """Returns the int32 index of the nearest level."""
     # The nearest of sorted levels changes at the midpoints between neighbors.
     return torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)
 
 
-def _blocks(flat: Tensor, size: int) -> Tensor:
+def _split_blocks(flat: Tensor, size: int) -> Tensor:
     """Reshapes to [n, size], padding the last row with zeros."""
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
@@ -116,10 +116,12 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
     """
     levels = torch.tensor(LEVELS, device=value.device)
     codes, scales = [], []
-    for blocks in _blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):  # [blocks, 64]
+    for blocks in _split_blocks(value.detach().float().reshape(-1), BLOCK).split(_CHUNK):  # [blocks, 64]
         scale = blocks.abs().amax(dim=1)  # [blocks]
         # A block of zeros has scale 0: `tiny` avoids 0 / 0, and its weights get the level 0.
-        indices = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(torch.uint8)
+        indices = _find_nearest_level(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels).to(
+            torch.uint8
+        )
         codes.append(indices[:, 0::2] << 4 | indices[:, 1::2])  # [blocks, 32]
         scales.append(scale)
     scale = torch.cat(scales)
@@ -128,9 +130,9 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
         return Packed(packed, scale.view(torch.int32), None)
     # Scales are all positive; less their mean, they use the negative levels too.
     mean = scale.mean()
-    centred = _blocks(scale - mean, SCALES)  # [ranges, 256]
+    centred = _split_blocks(scale - mean, SCALES)  # [ranges, 256]
     largest = centred.abs().amax(dim=1)
-    small = _nearest(
+    small = _find_nearest_level(
         centred / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], dynamic_levels().to(value.device)
     )
     return Packed(
@@ -143,30 +145,30 @@ def quantize(value: Tensor, *, double: bool = True) -> Packed:
 
 def dequantize(packed: Packed, shape: tuple[int, ...], dtype: torch.dtype, look: Tables) -> Tensor:
     """Dequantizes an NF4 weight to `shape`; multiplies in fp32 and rounds once to `dtype`."""
-    values = _values(packed.codes, packed.scales, packed.ranges, look.pairs, look.scales, dtype)
+    values = _dequantize_values(packed.codes, packed.scales, packed.ranges, look.pairs, look.scales, dtype)
     # The last block may be padded with zeros.
     return values[: prod(shape)].view(shape)
 
 
 # A custom operator, so that a dry run sees a single kernel, as on CUDA, and does not iterate over the chunks.
 @torch.library.custom_op("preheat::nf4_values", mutates_args=())
-def _values(
+def _dequantize_values(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
     if codes.is_cuda and not is_plain("nf4_values"):
-        with named_failures("nf4_values"):
-            return by_triton(codes, scales, ranges, pairs, levels, dtype)
+        with name_failures("nf4_values"):
+            return dequantize_by_triton(codes, scales, ranges, pairs, levels, dtype)
     codes = codes.view(-1, BLOCK // 2)  # [blocks, 32]
     out = torch.empty(codes.shape[0], BLOCK, dtype=dtype, device=codes.device)
     for start in range(0, codes.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
         # [chunk, 32] bytes -> [chunk, 32, 2] levels -> [chunk, 64] weights
         values = F.embedding(codes[rows].int(), pairs).view(-1, BLOCK)
-        out[rows] = values.mul_(_scales(scales, ranges, levels, rows)[:, None])
+        out[rows] = values.mul_(_dequantize_scales(scales, ranges, levels, rows)[:, None])
     return out.view(-1)
 
 
-@_values.register_fake
+@_dequantize_values.register_fake
 def _(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -174,7 +176,7 @@ def _(
     return codes.new_empty(codes.numel() * 2, dtype=dtype)
 
 
-def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) -> Tensor:
+def _dequantize_scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) -> Tensor:
     """Returns the fp32 scales of the blocks `rows`, which must start at a range boundary."""
     if ranges is None:
         return scales.view(torch.float32)[rows]
@@ -185,7 +187,7 @@ def _scales(scales: Tensor, ranges: Tensor | None, levels: Tensor, rows: slice) 
     return levels.index_select(0, small.int()) * each + largest[-1]  # the mean is stored last
 
 
-def by_triton(
+def dequantize_by_triton(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor, levels: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Dequantizes with our Triton kernel. Without fused multiply-add the result is bit-identical to the CPU's."""
@@ -273,7 +275,7 @@ class PackedMap(nn.Module):
         with torch.no_grad():
             # Tables too: they are uninitialized in a module that was built on meta.
             for old, value in zip(
-                (*self._packed(), *self._tables()), (*new, *tables(self.nf4_codes.device)), strict=True
+                (*self._packed(), *self._tables()), (*new, *build_tables(self.nf4_codes.device)), strict=True
             ):
                 if old is not None and value is not None:
                     local(old).copy_(local_shard(value, old))
@@ -303,7 +305,7 @@ def pack_(maps: list[nn.Module], *, double: bool = True) -> int:
         maps: modules of exactly the types nn.Linear and Conv1D.
     """
     # Shared by all layers.
-    look = tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]
+    look = build_tables(next((m._parameters["weight"].device for m in maps), None))  # type: ignore[union-attr]
     count = 0
     for module in maps:
         weight: Tensor = module._parameters.pop("weight")  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch import nn
 
 from preheat.ops.quantization.grids import HALF
 from preheat.ops.quantization.linear import Fp8Linear, Int4Linear, Int8Embedding, Int8Linear, QuantizedMap, map_weight
-from preheat.ops.quantization.nf4 import PackedMap, pack_, tables
+from preheat.ops.quantization.nf4 import PackedMap, build_tables, pack_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STORED",
-    "form_of",
+    "find_form",
     "is_compressed",
     "open_on_meta",
     "put_in",
-    "quantized_modules",
-    "stored",
-    "tables_of",
-    "to_half",
+    "find_quantized_modules",
+    "quantization_config",
+    "register_tables",
+    "cast_to_half",
 ]
 
 STORED = "preheat"
@@ -42,7 +42,7 @@ _KINDS: dict[str, type[Int8Linear | Int4Linear | Fp8Linear]] = {
 }
 
 
-def form_of(module: nn.Module) -> Form | None:
+def find_form(module: nn.Module) -> Form | None:
     """Returns how a module is quantized, in the stored format; None if it is not."""
     # NF4 layers have no `form`; theirs follows from their tensors.
     if isinstance(module, PackedMap):
@@ -50,9 +50,9 @@ def form_of(module: nn.Module) -> Form | None:
     return dict(module.form) if isinstance(module, QuantizedMap | Int8Embedding) else None
 
 
-def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
+def find_quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Returns every quantized module by name."""
-    return {name: m for name, m in model.named_modules() if form_of(m) is not None}
+    return {name: m for name, m in model.named_modules() if find_form(m) is not None}
 
 
 def is_compressed(model: PreTrainedModel) -> bool:
@@ -75,7 +75,7 @@ def put_in(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, new)
 
 
-def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> JsonObject:
+def quantization_config(model: nn.Module, method: str, tied: tuple[str, str]) -> JsonObject:
     """Returns the `quantization_config` of config.json: which modules are quantized and how.
 
     Args:
@@ -83,8 +83,8 @@ def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> JsonObject:
         tied: names of the embedding and the head, which may share their codes.
     """
     forms: list[Form] = []
-    for name, module in quantized_modules(model).items():
-        form = form_of(module)
+    for name, module in find_quantized_modules(model).items():
+        form = find_form(module)
         assert form is not None
         # Layers of equal form share one entry, so that config.json stays short.
         same = next((f for f in forms if {**f, "modules": None} == {**form, "modules": None}), None)
@@ -99,10 +99,10 @@ def stored(model: nn.Module, method: str, tied: tuple[str, str]) -> JsonObject:
 
 
 def open_on_meta(model: nn.Module, stored_config: JsonObject) -> list[str]:
-    """Replaces modules of a model on meta as `stored` describes, in place and without values; the rest becomes bf16.
+    """Replaces modules of a model on meta as `quantization_config` says, in place, without values; others become bf16.
 
     Returns:
-        Names of the NF4 modules, whose lookup tables are not stored (see `tables_of`).
+        Names of the NF4 modules, whose lookup tables are not stored (see `register_tables`).
 
     Raises:
         KeyError, AttributeError, ValueError: written by another version, or for another model.
@@ -126,11 +126,11 @@ def open_on_meta(model: nn.Module, stored_config: JsonObject) -> list[str]:
         first, last = (model.get_submodule(name) for name in stored_config["tied"])
         # Tied after all replacements, which would otherwise separate the two again.
         last.codes, last.scales = first.codes, first.scales
-    to_half(model)
+    cast_to_half(model)
     return packed
 
 
-def to_half(model: nn.Module) -> None:
+def cast_to_half(model: nn.Module) -> None:
     """Casts floating-point parameters to bf16 in place; leaves buffers (rotary tables) unchanged."""
     for p in model.parameters():
         if p.is_floating_point():
@@ -138,9 +138,9 @@ def to_half(model: nn.Module) -> None:
             p.data = p.data.to(HALF)
 
 
-def tables_of(module: nn.Module) -> None:
+def register_tables(module: nn.Module) -> None:
     """Registers the lookup tables, which are not stored, in all NF4 layers of a module."""
     for m in module.modules():
         if isinstance(m, PackedMap):
-            for name, value in zip(("nf4_pairs", "nf4_levels"), tables(m.nf4_codes.device), strict=True):
+            for name, value in zip(("nf4_pairs", "nf4_levels"), build_tables(m.nf4_codes.device), strict=True):
                 m.register_buffer(name, value, persistent=False)

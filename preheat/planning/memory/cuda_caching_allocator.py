@@ -88,7 +88,7 @@ class Caching:
         pool = self._pools.setdefault((stream, small), _Pool())
         piece = pool.holes.take(need)
         if piece is None:
-            piece = self._from_driver(pool, need, small)
+            piece = self._allocate_segment(pool, need, small)
         if piece is None:
             return False
         start, room = piece
@@ -109,7 +109,7 @@ class Caching:
         self.allocated -= size
         pool.holes.give(start, size)
 
-    def _from_driver(self, pool: _Pool, need: int, small: bool) -> tuple[int, int] | None:
+    def _allocate_segment(self, pool: _Pool, need: int, small: bool) -> tuple[int, int] | None:
         if self.expandable:
             # Pages of an expandable segment: 2 MiB for small tensors, 20 MiB for large ones.
             piece, grown = pool.stretch(need, _SMALL_SEGMENT if small else _LARGE_SEGMENT)

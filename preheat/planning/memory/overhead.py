@@ -13,7 +13,7 @@ from preheat.planning.memory.cuda_caching_allocator import replay_caching
 from preheat.planning.observation import Observation
 from preheat.recipe import Recipe
 
-__all__ = ["EXACT", "SOURCES", "process_overhead", "exporting", "needs_allocator_retries"]
+__all__ = ["EXACT", "SOURCES", "observe_process_overhead", "estimate_export", "needs_allocator_retries"]
 
 _MIB = 2**20
 # Thread stacks, autograd's and the build's objects, and what every step loads of torch and MKL: tiny models in fp32,
@@ -59,18 +59,20 @@ SOURCES = {
 """Item of a plan's `overhead` -> source of its figure."""
 
 
-def process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
+def observe_process_overhead(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int]:
     """Returns {item: bytes} of the memory that a process holds in addition to the tensors of the dry run."""
     # What the allocator holds beyond the tensors; the tensors themselves are counted by the dry run.
-    cached = max(_reserved(observation, device) - _allocated(observation), 0)
+    cached = max(_replay_with_limit(observation, device) - _peak_allocated(observation), 0)
     if device.kind == "cpu":
         products = [kernel for kernel in observation.kernels if kernel.operator.startswith(_PRODUCTS)]
         # Distinct kernels, because each shape is compiled once, however often it runs.
         compiled = sum(kernel.dtype == "bf16" for kernel in products)
         return {
             "process": _CPU_BASE,
-            "code": _code_bytes(observation.kernels, compiles=compiled > 0),
-            "packing": max((_packing_bytes(kernel) for kernel in products if kernel.dtype == "fp32"), default=0),
+            "code": _estimate_code_bytes(observation.kernels, compiles=compiled > 0),
+            "packing": max(
+                (_estimate_packing_bytes(kernel) for kernel in products if kernel.dtype == "fp32"), default=0
+            ),
             "kernels": _CPU_PRODUCT * compiled,
             "allocator": cached,
             "saving": _copy_to_save(recipe, observation, device),
@@ -79,7 +81,7 @@ def process_overhead(recipe: Recipe, observation: Observation, device: Device) -
     return {"context": CONTEXT, "workspaces": _CUBLAS, "allocator": cached}
 
 
-def _code_bytes(kernels: Iterable[Kernel], *, compiles: bool) -> int:
+def _estimate_code_bytes(kernels: Iterable[Kernel], *, compiles: bool) -> int:
     """Returns the resident bytes of the operators' machine code on a CPU.
 
     Args:
@@ -91,7 +93,7 @@ def _code_bytes(kernels: Iterable[Kernel], *, compiles: bool) -> int:
     return _OPERATOR_CODE * len(operators) + onednn + (_ONEDNN_CODE if onednn or compiles else 0)
 
 
-def _packing_bytes(product: Kernel) -> int:
+def _estimate_packing_bytes(product: Kernel) -> int:
     """Returns the bytes of MKL's buffers for an fp32 matmul."""
     # The summand of addmm comes first.
     (rows, inner), columns = product.shapes[-2][-2:], product.shapes[-1][-1]
@@ -107,49 +109,51 @@ def needs_allocator_retries(observation: Observation, device: Device) -> bool:
     segments. That takes time in every step. Source: `release_cached_blocks` in torch's
     CUDACachingAllocator.cpp.
     """
-    return device.kind != "cpu" and _allocated(observation) <= _room(device) < _reserved_without_limit(
+    return device.kind != "cpu" and _peak_allocated(observation) <= _estimate_workspace(device) < _replay_without_limit(
         observation, device
     )
 
 
-def _room(device: Device) -> int:
+def _estimate_workspace(device: Device) -> int:
     # The limit of the caching allocator is the device without the memory that it does not manage.
     return device.memory - CONTEXT - _CUBLAS
 
 
-def _allocated(observation: Observation) -> int:
+def _peak_allocated(observation: Observation) -> int:
     """Returns the peak of allocated bytes in training."""
     return max(size for phase, size in observation.peak.items() if phase in (Phase.LOAD, *STEP))
 
 
-def _reserved_without_limit(observation: Observation, device: Device) -> int:
+def _replay_without_limit(observation: Observation, device: Device) -> int:
     """Returns the peak of reserved bytes on a device that is large enough."""
     if observation.reserved is None:
         observation.reserved = hold(observation.log, observation.streams, device)
     return observation.reserved
 
 
-def _reserved(observation: Observation, device: Device) -> int:
+def _replay_with_limit(observation: Observation, device: Device) -> int:
     """Returns the peak of reserved bytes on this device.
 
     Only a replay of the log shows if segments of fixed size can be released in time.
     """
     if needs_allocator_retries(observation, device):
         limited = (
-            replay_caching(observation.log, observation.streams, expandable=device.expandable, limit=_room(device))
+            replay_caching(
+                observation.log, observation.streams, expandable=device.expandable, limit=_estimate_workspace(device)
+            )
             if observation.log
             else None
         )
         # Without a log there is no replay; expandable segments can always be released page by page.
         if limited.fits if limited else device.expandable:
-            return limited.reserved if limited else _room(device)
-    return _reserved_without_limit(observation, device)
+            return limited.reserved if limited else _estimate_workspace(device)
+    return _replay_without_limit(observation, device)
 
 
 EXACT = 1 << 29  # parameters up to which an export is verified in fp64, as in compress/export/verify.py
 
 
-def exporting(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int] | None:
+def estimate_export(recipe: Recipe, observation: Observation, device: Device) -> dict[str, int] | None:
     """Returns the categories at the peak of `preheat export`, which builds the recipe again on one device.
 
     The export compares the trained model with the written file in fp64 (large models in fp32). On a CPU the written

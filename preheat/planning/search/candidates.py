@@ -31,21 +31,21 @@ from preheat.core import (
     single_device,
     sizes_of,
 )
-from preheat.engine.builder import context_of, techniques_of
+from preheat.engine.builder import build_context, list_techniques
 from preheat.errors import RecipeError
 from preheat.models import hf
-from preheat.planning.plan import steps_of
+from preheat.planning.plan import count_steps
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
 
-__all__ = ["NUMERICS", "Settings", "Space", "candidate_problems", "describe_techniques", "worst"]
+__all__ = ["NUMERICS", "Settings", "Space", "find_candidate_problems", "describe_techniques", "worst_numerics"]
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 """Effects on the numbers, smallest first."""
 Settings = tuple[Technique, ...]
 
 
-def worst(techniques: Iterable[Technique]) -> Numerics:
+def worst_numerics(techniques: Iterable[Technique]) -> Numerics:
     """Returns the largest change of numerics among these techniques."""
     given_up = (t.search_numerics() for t in techniques if isinstance(t, Searchable))
     return max((numerics for numerics in given_up if numerics), key=NUMERICS.index, default="exact")
@@ -104,14 +104,14 @@ class Space:
 
     @cached_property
     def model(self) -> ModelFacts:
-        return hf.facts(self.request.config)
+        return hf.read_facts(self.request.config)
 
     def context(self, recipe: Recipe, world: int | None = None) -> Context:
         """Returns the context of a recipe; raises RecipeError if the mesh does not match the number of devices."""
-        context = context_of(recipe, self.request.config, self.device, world or self.world, facts=self.model)
+        context = build_context(recipe, self.request.config, self.device, world or self.world, facts=self.model)
         return replace(context, per_host=self.request.per_host)
 
-    def allowed(self, technique: Technique) -> bool:
+    def is_allowed(self, technique: Technique) -> bool:
         if technique.name() in self.left_open:
             return True
         # None: a search never adds this technique.
@@ -134,14 +134,14 @@ class Space:
         """Returns the tokens/s of the whole run, given those of its steps and the startup time of the techniques."""
         start = sum(t.startup_seconds(self.device) for t in added)
         stop, batch = self.recipe.stop, self.recipe.batch
-        steps = steps_of(self.recipe, self.request.rows)
+        steps = count_steps(self.recipe, self.request.rows)
         # Seconds of the run by its steps and by its time limit: the shorter one ends it.
         ends = [steps * batch.size * batch.seq_len / speed] if steps else []
         ends += [stop.hours * 3600] if stop.hours else []
         # Start-up (a compilation, for example) is spread over the run: it matters in short runs only.
         return speed / (1 + start / min(ends)) if ends else speed
 
-    def on_one_device(self) -> list[type[Searchable]]:
+    def single_device_techniques(self) -> list[type[Searchable]]:
         """Returns the techniques that also work on a single device, without gradient accumulation."""
         shared = parallel_tags()
         return [
@@ -155,15 +155,15 @@ class Space:
         if self.world == 1:
             yield ()
             return
-        alone = set(self.on_one_device())
+        alone = set(self.single_device_techniques())
         # Parallel techniques, and those that build on the tags of one.
         spread = [cls for cls in self.searched() if cls not in alone and cls().micro_batch_count() == 1]
         given = list(self.recipe.techniques.values())
         # Degree 0 takes all devices that the other axes leave, so there may be one such technique only.
         is_open = any(0 in t.degrees().values() for t in given)
-        open_ended = [cls for cls in spread if 0 in cls().degrees().values() and not _inner(cls)]
-        extras = [t for cls in spread if not cls.is_parallel() for t in self._options(cls)]
-        inner = [[None, *self._options(cls)] for cls in spread if cls.is_parallel() and _inner(cls)]
+        open_ended = [cls for cls in spread if 0 in cls().degrees().values() and not _is_inner_parallel(cls)]
+        extras = [t for cls in spread if not cls.is_parallel() for t in self._list_options(cls)]
+        inner = [[None, *self._list_options(cls)] for cls in spread if cls.is_parallel() and _is_inner_parallel(cls)]
         for cut in itertools.product(*inner):
             chosen = tuple(t for t in cut if t is not None)
             used = math.prod(size for t in (*given, *chosen) for size in t.degrees().values() if size)
@@ -173,12 +173,12 @@ class Space:
             if used == self.world or is_open:
                 yield chosen
                 continue
-            for t in (t for cls in open_ended for t in self._options(cls, (*given, *chosen))):
+            for t in (t for cls in open_ended for t in self._list_options(cls, (*given, *chosen))):
                 yield (*chosen, t)
                 # Techniques that build on the tags of a parallel one, one at a time.
-                yield from ((*chosen, t, also) for also in extras if self._serves(also, (*chosen, t)))
+                yield from ((*chosen, t, also) for also in extras if self._is_useful(also, (*chosen, t)))
 
-    def _serves(self, t: Technique, layout: Settings) -> bool:
+    def _is_useful(self, t: Technique, layout: Settings) -> bool:
         """True if a technique that is not parallel by itself can be added to a layout."""
         tags = frozenset(tag for other in (*self.recipe.techniques.values(), *layout) for tag in other.provided())
         sizes = self.sizes((*self.recipe.techniques.values(), *layout))
@@ -190,25 +190,25 @@ class Space:
         """Returns a technique as the recipe has it if that leaves settings open, else with its defaults."""
         return self.left_open.get(cls.name()) or cls()
 
-    def _options(self, cls: type[Searchable], others: Iterable[Technique] = ()) -> list[Technique]:
+    def _list_options(self, cls: type[Searchable], others: Iterable[Technique] = ()) -> list[Technique]:
         """Returns the allowed settings of a technique, for a mesh with the degrees of others and the rest sharded."""
         sizes = dict.fromkeys(Axis, 1)
         for t in others:
             sizes |= {axis: size for axis, size in t.degrees().items() if size > 1}
         sizes[Axis.SHARD] *= self.world // math.prod(sizes.values())
-        tags = frozenset(tag for t in techniques_of(self.recipe) for tag in t.provided())
+        tags = frozenset(tag for t in list_techniques(self.recipe) for tag in t.provided())
         context = Context(self.recipe, self.model, self.device, tags, sizes, self.request.per_host)
-        return [t for t in self.settings_of(cls).options(context) if self.allowed(t)]
+        return [t for t in self.settings_of(cls).options(context) if self.is_allowed(t)]
 
-    def having(self, added: Iterable[Technique]) -> Request:
+    def add_techniques(self, added: Iterable[Technique]) -> Request:
         """Returns the request with these techniques added to its recipe, on all devices."""
         techniques = {**self.recipe.techniques, **{t.name(): t for t in added}}
         parallel = replace(self.recipe.parallel, devices=self.world)
         return replace(self.request, recipe=replace(self.recipe, techniques=techniques, parallel=parallel))
 
-    def single(self, added: Iterable[Technique]) -> Request:
+    def to_single_device(self, added: Iterable[Technique]) -> Request:
         """Returns the request for one device and batch size 1: without parallelism and gradient accumulation."""
-        recipe = self.having(added).recipe
+        recipe = self.add_techniques(added).recipe
         techniques = {name: t for name, t in single_device(recipe.techniques).items() if t.micro_batch_count() == 1}
         parallel = replace(recipe.parallel, devices=1)
         model = recipe.model
@@ -219,9 +219,9 @@ class Space:
         recipe = replace(recipe, model=model, techniques=techniques, parallel=parallel, batch=batch)
         return replace(self.request, recipe=recipe, world=1)
 
-    def pair(self, spread: Technique) -> Request:
+    def to_two_devices(self, spread: Technique) -> Request:
         """Returns the request for two devices that share rows by a parallel technique, with a row each."""
-        request = self.single(())
+        request = self.to_single_device(())
         recipe = request.recipe
         recipe = replace(
             recipe,
@@ -231,7 +231,7 @@ class Space:
         )
         return replace(request, recipe=recipe, world=2)
 
-    def even(self, sizes: Mapping[Axis, int]) -> bool:
+    def divides_evenly(self, sizes: Mapping[Axis, int]) -> bool:
         """True if the batch divides evenly across the data-parallel ranks."""
         return self.recipe.batch.size % math.prod(sizes[axis] for axis in DATA) == 0
 
@@ -247,15 +247,15 @@ class Space:
         return self.context(recipe).sizes
 
 
-def _inner(cls: type[Technique]) -> bool:
+def _is_inner_parallel(cls: type[Technique]) -> bool:
     """True if the technique splits something other than the batch (layers, tensors, sequences)."""
     return not set(cls().degrees()) & set(DATA)
 
 
-def candidate_problems(space: Space, candidate: Request) -> list[Problem]:
+def find_candidate_problems(space: Space, candidate: Request) -> list[Problem]:
     """Returns why a candidate cannot be used; empty if it can."""
     try:
         context = space.context(candidate.recipe, candidate.world)
     except RecipeError as error:
         return [Problem("", ProblemCode.DEVICES, str(error))]
-    return conflicts_of(techniques_of(candidate.recipe), context)
+    return conflicts_of(list_techniques(candidate.recipe), context)

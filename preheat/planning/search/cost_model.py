@@ -16,15 +16,15 @@ from preheat.core import DATA, Axis, ModelFacts, Phase, Tag
 from preheat.errors import RecipeError
 from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
-from preheat.planning.layer_extrapolation import of_layers, sampled_layers
+from preheat.planning.layer_extrapolation import choose_sampled_layers, set_layers
 from preheat.planning.observation import Observation
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
-from preheat.planning.speed.step_time import step_seconds
+from preheat.planning.speed.step_time import estimate_step_seconds
 from preheat.recipe import Batch
 
-__all__ = ["Guess", "LayerCost", "estimate", "gathered_share", "observe_layer", "seconds"]
+__all__ = ["Guess", "LayerCost", "estimate", "estimate_gathered_share", "observe_layer", "estimate_seconds"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerCost:
         saved: activations that a layer saves for backward; for the ends everything else that is alive at the peak.
         seconds: forward and backward.
         update: optimizer update, which does not depend on the batch size.
-        once: the part of `seconds` that a micro-batch takes however many rows it has, where that is known.
+        once: the part of `estimate_seconds` that a micro-batch takes however many rows it has, where that is known.
         experts: number of the weights that belong to experts.
     """
 
@@ -83,12 +83,14 @@ class Guess:
     tokens_per_second: float
 
 
-def seconds(observation: Observation, rates: Rates | Roofline) -> float:
+def estimate_seconds(observation: Observation, rates: Rates | Roofline) -> float:
     """Returns the seconds of one optimizer step."""
-    return rates.seconds(observation).total if isinstance(rates, Roofline) else step_seconds(observation, rates)
+    return (
+        rates.seconds(observation).total if isinstance(rates, Roofline) else estimate_step_seconds(observation, rates)
+    )
 
 
-def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
+def _estimate_update(observation: Observation, rates: Rates | Roofline) -> float:
     """Returns the device seconds of the update; the host launches its kernels while earlier ones still run."""
     only = replace(
         observation, kernels=Counter({kernel: n for kernel, n in observation.kernels.items() if kernel.alone})
@@ -96,7 +98,7 @@ def _of_update(observation: Observation, rates: Rates | Roofline) -> float:
     if isinstance(rates, Roofline):
         parts = rates.seconds(only)
         return parts.total - parts.host
-    return step_seconds(only, rates)
+    return estimate_step_seconds(only, rates)
 
 
 def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerCost:
@@ -115,17 +117,17 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
     tags = frozenset(tag for t in request.recipe.techniques.values() for tag in t.provided())
     recomputes = Tag.RECOMPUTATION in tags and bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags)
 
-    def numbers(layers: int) -> tuple[float, ...]:
+    def scale_costs(layers: int) -> tuple[float, ...]:
         # `step`: an estimate needs neither evaluation nor checkpoints.
-        observation = observe_cached(of_layers(request, layers), how="step")
+        observation = observe_cached(set_layers(request, layers), how="step")
         at = observation.categories[Phase.UPDATE]
-        update = _of_update(observation, rates)
+        update = _estimate_update(observation, rates)
         states = at["parameters"] + at["gradients"] + at["optimizer"]
         # Without communication, which is estimated for each mesh.
         alone = replace(
             observation, kernels=Counter({k: count for k, count in observation.kernels.items() if k.group is None})
         )
-        computing = max(seconds(alone, rates) - update, 0.0)
+        computing = max(estimate_seconds(alone, rates) - update, 0.0)
         weights, trained = (at["parameters"], observation.parameters), 4 * observation.trained
         passing = observation.passing
         head = observation.categories[Phase.HEAD_AND_LOSS]
@@ -135,16 +137,16 @@ def observe_layer(request: Request, *, layer: LayerCost | None = None) -> LayerC
         # In the order of the fields of LayerCost.
         return states, *weights, at["optimizer"], trained, passing, computing, update, 0.0, observation.experts
 
-    fewest, more = sampled_layers(request)
+    fewest, more = choose_sampled_layers(request)
     try:
-        first = numbers(fewest)
+        first = scale_costs(fewest)
     except RecipeError:  # a setting that leaves the last layer as it is has no effect on one
         fewest, more = fewest + 1, more + 1
-        first = numbers(fewest)
+        first = scale_costs(fewest)
     if layer is not None:
         of_layer = [getattr(layer, each.name)[0] for each in fields(layer)]
     else:
-        of_layer = [max(b - a, 0.0) / (more - fewest) for a, b in zip(first, numbers(more), strict=True)]
+        of_layer = [max(b - a, 0.0) / (more - fewest) for a, b in zip(first, scale_costs(more), strict=True)]
     ends = [max(a - fewest * b, 0.0) for a, b in zip(first, of_layer, strict=True)]
     return LayerCost(*zip(of_layer, ends, strict=True))
 
@@ -189,14 +191,18 @@ def estimate(
     # A stage at an end of a pipeline has embedding or head; a tied matrix is in both.
     ends_here = 1.0 if pipeline == 1 or model.tied else 0.5
 
-    def of_all(pair: tuple[float, float]) -> float:
+    def divide_among_all(pair: tuple[float, float]) -> float:
         return (pair[0] * layers + pair[1] * ends_here) / tensor
 
-    def of_part(pair: tuple[float, float]) -> float:
-        return of_all((pair[0] * (1 - elsewhere), pair[1]))
+    def divide_among_part(pair: tuple[float, float]) -> float:
+        return divide_among_all((pair[0] * (1 - elsewhere), pair[1]))
 
-    weights, trained, optimizer = of_part(cost.weights), of_part(cost.trained), of_all(cost.optimizer)
-    half = gathered_share(cost, tags)
+    weights, trained, optimizer = (
+        divide_among_part(cost.weights),
+        divide_among_part(cost.trained),
+        divide_among_all(cost.optimizer),
+    )
+    half = estimate_gathered_share(cost, tags)
     # Gathered weights: those of all stages of the device while a pipeline drains, and those while it fills.
     gathered = filling = 0.0
     # The peak is at the head, or in the backward pass of a layer: what each has beside the activations of all layers.
@@ -223,45 +229,45 @@ def estimate(
             in_layer += min(layer, reduced) + reduced  # a layer's gradients, and the buffer in which they are reduced
     elif Tag.REPLICATED_WEIGHTS in tags:
         gathered = filling = weights  # torch's `replicate` computes with a second copy
-    alive = micro * layers * _saved_by_layer(cost.saved[0], hidden_bytes, tensor, tags) / context
+    alive = micro * layers * _estimate_saved_bytes(cost.saved[0], hidden_bytes, tensor, tags) / context
     # The first device of a pipeline holds the most micro-batches, the last one the head. While the pipeline drains, a
     # micro-batch of each device remains when the weights of all stages are gathered.
     first = max(in_flight * alive + filling, min(pipeline, in_flight) * alive + gathered) + in_layer
     last = max(in_flight - pipeline + 1, 1.0) * alive + filling + max(at_head, in_layer)
     # Bytes: states + gathered weights + activations.
     if sharded > 1:
-        states = (of_all(cost.states) - optimizer) / sharded + optimizer / updating
+        states = (divide_among_all(cost.states) - optimizer) / sharded + optimizer / updating
     else:
-        local_optimizer = of_part(cost.optimizer)
-        states = of_part(cost.states) - local_optimizer + min(optimizer / updating, local_optimizer)
+        local_optimizer = divide_among_part(cost.optimizer)
+        states = divide_among_part(cost.states) - local_optimizer + min(optimizer / updating, local_optimizer)
     memory = states + max(first, last)
     # Weights and gradients are cast once per micro-batch, but the cost of a layer is that of a single row: 4 + 2 bytes
     # of each weight, 2 + 4 of each gradient. Without recomputation the casts are saved for backward.
-    casts = of_part(cost.parameters) if _casts_weights(cost, tags) else 0.0
+    casts = divide_among_part(cost.parameters) if _is_casting_weights(cost, tags) else 0.0
     if Tag.RECOMPUTATION not in tags:
         memory -= 2 * casts * (micro - 1)
     # Seconds: computation + exposed communication, times the pipeline's bubble, plus the update.
-    working = rows * _of_busiest(model.layers, cost.seconds, pipeline) / (tensor * context)
+    working = rows * _estimate_busiest_stage(model.layers, cost.seconds, pipeline) / (tensor * context)
     # Rows of all devices that split the experts meet at each expert.
     working -= (rows - micros / expert_degree) * cost.once[0] * layers / (tensor * context)
     if isinstance(rates, Roofline):
         working -= (rows - micros) * rates.moving(int(12 * casts))
-        passes = rows * layers * _passes_over_whole(tensor, tags)
+        passes = rows * layers * _count_hidden_passes(tensor, tags)
         working += rates.moving(int(passes * hidden_bytes / context))
     expert_bytes = cost.weights[0] * cost.experts[0] / max(cost.parameters[0], 1.0) * layers / expert_degree / tensor
     split = expert_degree, min(expert_bytes / weights, 1.0) if expert_degree > 1 else 0.0
-    copying, waiting, hidden, after = _sent(
+    copying, waiting, hidden, after = _estimate_communication(
         batch, model, sizes, micros, micro, weights, weights * half, trained, tags, rates, split
     )
     # Copies run on the device as the computation does, and hide as much.
     working += copying
     time = (working + waiting + max(hidden - working, 0.0)) * (1 + idle)
-    update = of_all(cost.update) / updating if updating > 1 else of_part(cost.update)
+    update = divide_among_all(cost.update) / updating if updating > 1 else divide_among_part(cost.update)
     time += update + after
     return Guess(memory, time, batch.size * batch.seq_len / time)
 
 
-def _saved_by_layer(saved: float, hidden: int, tensor: int, tags: frozenset[Tag]) -> float:
+def _estimate_saved_bytes(saved: float, hidden: int, tensor: int, tags: frozenset[Tag]) -> float:
     """Returns the bytes that a layer saves of a row, on each of `tensor` devices that split its products.
 
     Hidden states between products are on all of these devices: inputs of the two norms and their outputs, or with
@@ -277,7 +283,7 @@ def _saved_by_layer(saved: float, hidden: int, tensor: int, tags: frozenset[Tag]
     return whole + (saved - whole) / tensor
 
 
-def _of_busiest(layers: int, seconds: tuple[float, float], pipeline: int) -> float:
+def _estimate_busiest_stage(layers: int, seconds: tuple[float, float], pipeline: int) -> float:
     """Returns the seconds of a row on the device of a pipeline that computes the most; each has whole layers.
 
     Args:
@@ -292,7 +298,7 @@ def _of_busiest(layers: int, seconds: tuple[float, float], pipeline: int) -> flo
     return min(max(count * layer, max(layers - (pipeline - 1) * count, 1) * layer + ends) for count in counts)
 
 
-def _passes_over_whole(tensor: int, tags: frozenset[Tag]) -> float:
+def _count_hidden_passes(tensor: int, tags: frozenset[Tag]) -> float:
     """Returns how often a layer reads or writes hidden states beyond the `1 / tensor` of what it does on one device.
 
     Counted in dry runs of Llama: norms (10 times) and residuals and sums of gradients (21) pass over all of them on
@@ -306,18 +312,18 @@ def _passes_over_whole(tensor: int, tags: frozenset[Tag]) -> float:
     return (38 if Tag.RECOMPUTATION in tags else 31) * (1 - 1 / tensor)
 
 
-def gathered_share(cost: LayerCost, tags: frozenset[Tag]) -> float:
+def estimate_gathered_share(cost: LayerCost, tags: frozenset[Tag]) -> float:
     """Returns the bytes of gathered weights over those of the shards: fp32 weights may be gathered in bf16."""
     return min(2 * sum(cost.parameters) / sum(cost.weights), 1.0) if Tag.BF16_ALL_GATHER in tags else 1.0
 
 
-def _casts_weights(cost: LayerCost, tags: frozenset[Tag]) -> bool:
+def _is_casting_weights(cost: LayerCost, tags: frozenset[Tag]) -> bool:
     """True if layers cast fp32 weights to half precision, and those are not gathered so."""
     half = bool({Tag.BF16_COMPUTE, Tag.FP16_COMPUTE} & tags)
-    return half and gathered_share(cost, tags) == 1.0 and sum(cost.weights) > 3 * sum(cost.parameters)
+    return half and estimate_gathered_share(cost, tags) == 1.0 and sum(cost.weights) > 3 * sum(cost.parameters)
 
 
-def _sent(
+def _estimate_communication(
     batch: Batch,
     model: ModelFacts,
     sizes: Mapping[Axis, int],
@@ -346,43 +352,45 @@ def _sent(
     # The axis along which experts are split.
     splitting = Axis.SHARD if sizes[Axis.SHARD] > 1 else Axis.REPLICATE
 
-    def copied(size: float) -> float:
+    def count_copied(size: float) -> float:
         return rates.moving(2 * int(size))  # read and written
 
-    def between(kind: str, size: float, devices: int, stride: int) -> float:
+    def time_between(kind: str, size: float, devices: int, stride: int) -> float:
         return rates.collective(Kernel(kind, "bf16", 0, int(size), int(size), (), group=(devices, stride)))
 
-    def across(*axes: Axis) -> tuple[int, int]:
+    def find_span(*axes: Axis) -> tuple[int, int]:
         """Returns the number of ranks along axes, and how far these are apart."""
         used = [axis for axis in axes if sizes[axis] > 1]
         # Ranks along an axis are as far apart as the product of the axes inside of it.
         inner = order[max(map(order.index, used)) + 1 :] if used else []
         return math.prod(sizes[axis] for axis in used), math.prod(sizes[axis] for axis in inner)
 
-    def once(kind: str, size: float, *axes: Axis, groups: float = groups) -> float:
-        devices, stride = across(*axes)
+    def time_once(kind: str, size: float, *axes: Axis, groups: float = groups) -> float:
+        devices, stride = find_span(*axes)
         if devices == 1:
             return 0.0
         if degree == 1 or splitting not in axes:
-            return groups * between(kind, size / groups, devices, stride)
+            return groups * time_between(kind, size / groups, devices, stride)
         # The devices that split the experts are neighbours; devices with the same experts are that far apart.
-        alike = between(kind, size * expert_share / groups, devices // degree, stride * degree)
-        return groups * (between(kind, size * (1 - expert_share) / groups, devices, stride) + alike)
+        alike = time_between(kind, size * expert_share / groups, devices // degree, stride * degree)
+        return groups * (time_between(kind, size * (1 - expert_share) / groups, devices, stride) + alike)
 
     # Bytes of the hidden states of a micro-batch in bf16.
     hidden = micro * batch.seq_len / sizes[Axis.CONTEXT] * model.width * 2
     # Megatron (arXiv:1909.08053): two all-reduces per layer in forward and two in backward; recomputation repeats one.
     reduced = 5 if Tag.RECOMPUTATION in tags else 4
-    waiting = micros * layers * reduced * between("all_reduce", hidden, *across(Axis.TENSOR))
-    waiting += micros * layers * 4 * between("all_to_all_single", hidden / sizes[Axis.TENSOR], *across(Axis.CONTEXT))
+    waiting = micros * layers * reduced * time_between("all_reduce", hidden, *find_span(Axis.TENSOR))
+    waiting += (
+        micros * layers * 4 * time_between("all_to_all_single", hidden / sizes[Axis.TENSOR], *find_span(Axis.CONTEXT))
+    )
     if degree > 1:
         # Each token goes to the devices of its experts, and back; recomputation sends it once more.
         times, routed = 6 if Tag.RECOMPUTATION in tags else 4, hidden * model.experts_per_token
-        exchange = between("all_to_all_single", routed, degree, across(splitting)[1])
+        exchange = time_between("all_to_all_single", routed, degree, find_span(splitting)[1])
         waiting += micros * model.expert_layers * times * exchange
     reductions = micros if Tag.REDUCE_EACH_MICRO_BATCH in tags else 1
     # Gradients of later micro-batches are added to those of earlier ones: two are read, one is written.
-    copying = (micros - reductions) * copied(1.5 * trained)
+    copying = (micros - reductions) * count_copied(1.5 * trained)
     after = 0.0
     # Expert parallelism shards weights too, but gathers none on replicas.
     if Tag.SHARDED_WEIGHTS in tags and sizes[Axis.SHARD] * sizes[Axis.CONTEXT] > 1:
@@ -392,19 +400,19 @@ def _sent(
         gathers = micros * (2 if resharded else 1) if sizes[Axis.PIPELINE] == 1 else micros + 1 if resharded else 1
         shards = (Axis.SHARD, Axis.CONTEXT)
         # FSDP copies weights out of the buffer of a gather, and gradients into that of a reduction.
-        copying += gathers * copied(gathered) + reductions * copied(trained)
-        overlapped = gathers * once("all_gather_into_tensor", gathered, *shards)
-        overlapped += reductions * once("reduce_scatter_tensor", trained, *shards)
+        copying += gathers * count_copied(gathered) + reductions * count_copied(trained)
+        overlapped = gathers * time_once("all_gather_into_tensor", gathered, *shards)
+        overlapped += reductions * time_once("reduce_scatter_tensor", trained, *shards)
         # A device's shard of all gradients: that of the experts is of as many devices, those that split them included.
         shard = trained * (1 + expert_share * (degree - 1)) / (sizes[Axis.SHARD] * sizes[Axis.CONTEXT])
-        overlapped += reductions * once("all_reduce", shard, Axis.REPLICATE)
+        overlapped += reductions * time_once("all_reduce", shard, Axis.REPLICATE)
     else:
         replicas = (Axis.REPLICATE, Axis.CONTEXT)
         if Tag.REPLICATED_WEIGHTS in tags:
             # The second copy of the weights passes through such a buffer in each micro-batch.
-            copying += micros * copied(2 * weights) + copied(trained)
-        overlapped = once("all_reduce", trained, *replicas)
+            copying += micros * count_copied(2 * weights) + count_copied(trained)
+        overlapped = time_once("all_reduce", trained, *replicas)
         if Tag.SHARDED_STATES in tags:
             # Each rank sends the weights that it updated; half-precision weights are smaller than their gradients.
-            after = once("all_gather_into_tensor", min(weights, trained), *replicas, groups=1)
+            after = time_once("all_gather_into_tensor", min(weights, trained), *replicas, groups=1)
     return copying, waiting, overlapped, after

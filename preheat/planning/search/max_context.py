@@ -14,10 +14,10 @@ from preheat.hardware.interrupts import Interrupted
 from preheat.planning.plan import plan
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
-from preheat.planning.search.result import SearchResult, too_large
+from preheat.planning.search.result import SearchResult, describe_too_large
 from preheat.planning.search.search import search
 
-__all__ = ["longest", "longest_as_stated"]
+__all__ = ["find_longest", "find_longest_as_stated"]
 
 DOUBLINGS = 10
 """For a recipe as it is: each doubling costs a dry run, and 1024 times its length is beyond any practical limit."""
@@ -25,7 +25,7 @@ SHORTEST = 32
 """Tokens of the shortest sequence worth reporting."""
 
 
-def longest(
+def find_longest(
     space: Space,
     *,
     passes: int = 160,
@@ -55,7 +55,7 @@ def longest(
             return replace(best or result, interrupted=True)
         if not result.best.plan.fits_safely:
             if best is not None:
-                best.rejected.append((f"sequences of {length:,} tokens", too_large(result.best.plan)))
+                best.rejected.append((f"sequences of {length:,} tokens", describe_too_large(result.best.plan)))
             return best or result
         best = result
         # A technique that scales the rotary embedding extends the positions with the length.
@@ -65,7 +65,7 @@ def longest(
         length *= 2
 
 
-def longest_as_stated(request: Request) -> LongestContext:
+def find_longest_as_stated(request: Request) -> LongestContext:
     """Finds the longest sequences that fit with the recipe's own techniques and micro-batches of one sequence.
 
     Starts from the recipe's length and doubles it, or halves it if it does not fit.
@@ -90,7 +90,7 @@ def longest_as_stated(request: Request) -> LongestContext:
                 return longest
             length, doubled = 2 * length, doubled + 1
             continue
-        longest = replace(longest, limit=f"sequences of {length:,} tokens: {too_large(planned)}")
+        longest = replace(longest, limit=f"sequences of {length:,} tokens: {describe_too_large(planned)}")
         if longest.length or length < 2 * SHORTEST:
             return longest
         length //= 2

@@ -11,21 +11,21 @@ from preheat.planning.plan import describe
 from preheat.planning.request import Request
 from preheat.planning.search.candidates import Space
 from preheat.planning.search.result import EvaluatedPlan, SearchResult
-from preheat.planning.search.search import least_estimate, search
+from preheat.planning.search.search import find_least_estimate, search
 
-__all__ = ["on_more_devices", "with_shorter_rows"]
+__all__ = ["find_more_devices", "find_shorter_rows"]
 
 _DOUBLINGS = 10
 _SHORTEST = 128  # tokens of the shortest row worth training on
 _STATES = ("parameters", "gradients", "optimizer")
 
 
-def _states(least: EvaluatedPlan) -> float:
+def _estimate_states(least: EvaluatedPlan) -> float:
     """Returns the GiB of a device that do not depend on the batch."""
     return float(sum(least.plan.memory[category] for category in _STATES))
 
 
-def on_more_devices(
+def find_more_devices(
     least: EvaluatedPlan,
     space: Space,
     request_on: Callable[[int], Request | None],
@@ -45,14 +45,14 @@ def on_more_devices(
     """
     for devices in (space.world * 2**n for n in range(1, _DOUBLINGS + 1)):
         # Sharding divides the states at best.
-        if _states(least) * space.world / devices > least.plan.available_gib:
+        if _estimate_states(least) * space.world / devices > least.plan.available_gib:
             continue
         request = request_on(devices)
         if request is None:
             continue
         wider = Space(request, space.allow)
         try:
-            if least_estimate(wider) > least.plan.available_gib:
+            if find_least_estimate(wider) > least.plan.available_gib:
                 continue
             result = search(wider, passes=passes, confirm=False, tell=tell)
         except RecipeError:  # the batch or the techniques go with no layout on so many devices
@@ -62,9 +62,9 @@ def on_more_devices(
     return None
 
 
-def with_shorter_rows(least: EvaluatedPlan, space: Space) -> EvaluatedPlan | None:
+def find_shorter_rows(least: EvaluatedPlan, space: Space) -> EvaluatedPlan | None:
     """Returns the candidate with the longest rows that fit, in halves of the recipe's; None if none does."""
-    states, peak, room = _states(least), least.plan.peak_gib, least.plan.available_gib
+    states, peak, room = _estimate_states(least), least.plan.peak_gib, least.plan.available_gib
     length = least.recipe.batch.seq_len // 2
     while length >= _SHORTEST:
         share = length / least.recipe.batch.seq_len

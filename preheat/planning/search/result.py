@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 from preheat.core import Numerics
 from preheat.core.plan import Candidate, Plan
 from preheat.hardware.gpu_memory import OTHERS
-from preheat.sanitize import memory
+from preheat.sanitize import format_memory
 
 if TYPE_CHECKING:  # the views import this module without torch
     from preheat.planning.search.candidates import Settings  # imports torch, which printing a stored plan does not need
@@ -20,12 +20,12 @@ __all__ = [
     "BestByStart",
     "EvaluatedPlan",
     "SearchResult",
-    "falls_short",
-    "fragmentation_hint",
-    "held_by_others",
+    "describe_shortfall",
+    "hint_fragmentation",
+    "describe_held_memory",
     "is_better_in_something",
     "is_tradeoff",
-    "too_large",
+    "describe_too_large",
 ]
 
 # Share of the answer's memory above which an alternative saves nothing noticeable.
@@ -106,7 +106,7 @@ def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
     Memory, speed, the time before the first step and the change of numerics count, and the size of micro-batches as a
     loss.
     """
-    speed, memory, later, trades = _compared(s, best)
+    speed, memory, later, trades = _compare_plans(s, best)
     # The slightest loss counts: the search ranks by it.
     loses = speed < 1 or memory > 1 / LESS_MEMORY or later > 0 or trades > 0 or s.micro < best.micro
     return is_better_in_something(s, best) and loses
@@ -114,11 +114,11 @@ def is_tradeoff(s: EvaluatedPlan, best: EvaluatedPlan) -> bool:
 
 def is_better_in_something(s: EvaluatedPlan, other: EvaluatedPlan) -> bool:
     """True if a candidate has more speed, less memory, a shorter start or a smaller change of numerics than another."""
-    speed, memory, later, trades = _compared(s, other)
+    speed, memory, later, trades = _compare_plans(s, other)
     return memory < LESS_MEMORY or speed > _FASTER or later < 0 or trades < 0
 
 
-def _compared(s: EvaluatedPlan, other: EvaluatedPlan) -> tuple[float, float, float, int]:
+def _compare_plans(s: EvaluatedPlan, other: EvaluatedPlan) -> tuple[float, float, float, int]:
     """Returns speed and memory over those of another, and the differences of start (seconds) and numerics."""
     return (
         s.plan.tokens_per_second / other.plan.tokens_per_second,
@@ -128,34 +128,34 @@ def _compared(s: EvaluatedPlan, other: EvaluatedPlan) -> tuple[float, float, flo
     )
 
 
-def too_large(plan: Plan) -> str:
+def describe_too_large(plan: Plan) -> str:
     """Describes why a plan does not fit (safely), with the two largest categories."""
     # The two largest categories show which kind of technique could help.
     most = sorted(plan.memory.items(), key=lambda item: -item[1])[:2]
     what = ", ".join(f"{category} {size:.1f}" for category, size in most)
     return "; ".join(
-        filter(None, (f"needs {plan.peak_gib:.1f} GiB of {plan.available_gib:.1f}: {what}", fragmentation_hint(plan)))
+        filter(None, (f"needs {plan.peak_gib:.1f} GiB of {plan.available_gib:.1f}: {what}", hint_fragmentation(plan)))
     )
 
 
-def falls_short(plan: Plan) -> str:
+def describe_shortfall(plan: Plan) -> str:
     """Describes by how much a plan does not fit."""
-    needs = f"does not fit: needs {memory(plan.peak_gib)}"
-    if others := held_by_others(plan):
-        return f"{needs}, has {memory(plan.available_gib)}: {others}"
+    needs = f"does not fit: needs {format_memory(plan.peak_gib)}"
+    if others := describe_held_memory(plan):
+        return f"{needs}, has {format_memory(plan.available_gib)}: {others}"
     if plan.available_gib * 1024 < 1:
         return f"{needs}, and the process itself takes all that {plan.device.name} may use"
-    return f"{needs}, has {memory(plan.available_gib)}"
+    return f"{needs}, has {format_memory(plan.available_gib)}"
 
 
-def held_by_others(plan: Plan) -> str:
+def describe_held_memory(plan: Plan) -> str:
     """Describes the memory that other processes hold on a GPU of this machine; "" if there is none."""
     if plan.device.kind != "cuda" or not plan.in_use_gib:
         return ""
-    return f"other processes hold {memory(plan.in_use_gib)} of {plan.device.name}; {OTHERS}"
+    return f"other processes hold {format_memory(plan.in_use_gib)} of {plan.device.name}; {OTHERS}"
 
 
-def fragmentation_hint(plan: Plan) -> str:
+def hint_fragmentation(plan: Plan) -> str:
     """Suggests expandable segments if the tensors fit on a GPU but the allocator's fragmentation does not."""
     cached = plan.overhead.get("allocator", 0.0)
     if plan.device.kind == "cpu" or plan.device.expandable:

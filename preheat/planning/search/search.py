@@ -20,19 +20,26 @@ from preheat.core import DATA, Axis, Problem, ProblemCode, Searchable, Slot, Tag
 from preheat.core.plan import Candidate as PlottedCandidate
 from preheat.errors import RecipeError
 from preheat.hardware.interrupts import Interrupted
-from preheat.planning.layer_extrapolation import ENOUGH, FEW, of_layers
+from preheat.planning.layer_extrapolation import ENOUGH, FEW, set_layers
 from preheat.planning.observation_cache import observe_cached
 from preheat.planning.plan import GIB, describe
-from preheat.planning.search.candidates import NUMERICS, Settings, Space, candidate_problems, describe_techniques, worst
-from preheat.planning.search.cost_model import Guess, LayerCost, estimate, gathered_share, observe_layer
+from preheat.planning.search.candidates import (
+    NUMERICS,
+    Settings,
+    Space,
+    describe_techniques,
+    find_candidate_problems,
+    worst_numerics,
+)
+from preheat.planning.search.cost_model import Guess, LayerCost, estimate, estimate_gathered_share, observe_layer
 from preheat.planning.search.result import (
     LESS_MEMORY,
     BestByStart,
     EvaluatedPlan,
     SearchResult,
+    describe_too_large,
     is_better_in_something,
     is_tradeoff,
-    too_large,
 )
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
 from preheat.planning.speed.roofline import Roofline
@@ -40,7 +47,7 @@ from preheat.planning.speed.roofline import Roofline
 if TYPE_CHECKING:
     from preheat.recipe import Recipe
 
-__all__ = ["AIMS", "Aim", "least_estimate", "passes_for", "search"]
+__all__ = ["AIMS", "Aim", "find_least_estimate", "count_passes", "search"]
 
 Aim = Literal["fastest", "cheapest", "largest-batch", "closest"]
 AIMS: tuple[Aim, ...] = ("fastest", "cheapest", "largest-batch", "closest")
@@ -138,7 +145,7 @@ def search(
     return _Search(space, aim, passes, tell).run(confirm)
 
 
-def passes_for(devices: int) -> int:
+def count_passes(devices: int) -> int:
     """Returns the passes that `preheat plan` gives a search on so many devices.
 
     Example:
@@ -148,7 +155,7 @@ def passes_for(devices: int) -> int:
     return next((passes for most, passes in _PASSES.items() if devices <= most), _MANY)
 
 
-def least_estimate(space: Space) -> float:
+def find_least_estimate(space: Space) -> float:
     """Returns the estimated GiB of a device with the candidate that needs the least; infinite without candidates.
 
     Raises:
@@ -156,7 +163,7 @@ def least_estimate(space: Space) -> float:
     """
     smallest = _Search(space, "fastest", 0, lambda message: None)
     combinations = TechniqueCombinations(space, smallest._refuse)
-    return min((c.guess.bytes for c in smallest._candidates(combinations.sampled())), default=math.inf) / GIB
+    return min((c.guess.bytes for c in smallest._list_candidates(combinations.sampled())), default=math.inf) / GIB
 
 
 def _is_same_estimate(a: Guess, b: Guess) -> bool:
@@ -191,24 +198,24 @@ class _Search:
         startup = None
         try:
             self._explore()
-            best = self._preferred()
+            best = self._choose_preferred()
             if confirm and best.plan.fits:
                 best, confirmed = self._confirm(best)
             if best.plan.fits:
-                startup = self._startup(best)
+                startup = self._compare_startup(best)
         except Interrupted as signal:
             # Ctrl-C asks for the best so far. Other signals, and a second one, end the command.
             if signal.number != SIGINT or not self.seen:
                 raise
-            best, interrupted = self._preferred(), True
+            best, interrupted = self._choose_preferred(), True
         return SearchResult(
             best,
-            self._alternatives(best),
+            self._list_alternatives(best),
             self.seen,
-            [*self._refusals(best), *self.rejected],
+            [*self._list_refusals(best), *self.rejected],
             self.guessed,
             confirmed,
-            self._guesses(self.candidates),
+            self._list_guesses(self.candidates),
             interrupted,
             startup,
         )
@@ -217,7 +224,7 @@ class _Search:
         """Dry-runs candidates until no estimate promises a better one; if nothing fits, the smallest."""
         for resort in (False, True):
             combinations = TechniqueCombinations(self.space, self._refuse, resort=resort)
-            self.candidates = candidates = self._candidates(combinations.sampled())
+            self.candidates = candidates = self._list_candidates(combinations.sampled())
             if not candidates:
                 raise RecipeError(self._no_candidate_message())
             self.passed = 0
@@ -240,14 +247,14 @@ class _Search:
             reasons = dict.fromkeys(texts)
             raise RecipeError(f"techniques: nothing that may be added can be planned here: {'; '.join([*reasons][:3])}")
 
-    def _best(self) -> EvaluatedPlan:
+    def _choose_best(self) -> EvaluatedPlan:
         """Returns the best candidate that fits safely; if none does, the one that needs the least memory."""
         fitting = [s for s in self.seen if s.plan.fits_safely]
         return min(fitting, key=self._rank) if fitting else min(self.seen, key=lambda s: s.plan.peak_gib)
 
-    def _preferred(self) -> EvaluatedPlan:
+    def _choose_preferred(self) -> EvaluatedPlan:
         """Returns the best candidate; if it fits only tightly, the best with room that is at most 1 % slower."""
-        best = self._best()
+        best = self._choose_best()
         if not best.plan.is_tight:
             return best
         with_room = [s for s in self.seen if s.plan.fits and not s.plan.is_tight and self._is_close(s, best)]
@@ -259,10 +266,10 @@ class _Search:
 
     # Candidates
 
-    def _candidates(self, kinds: list[Combination]) -> list[Candidate]:
+    def _list_candidates(self, kinds: list[Combination]) -> list[Candidate]:
         """Returns all candidates of the most promising layouts; if there are many, a few kinds decide which."""
         # Hundreds of layouts times hundreds of kinds are too many estimates: rank the layouts by a sample of the kinds.
-        layouts = list(self._meshes())
+        layouts = list(self._iterate_meshes())
         layouts = [pair for pair in layouts if self._may_hold_states(kinds, pair[1])] or layouts
         if len(layouts) > _LAYOUTS:
             best = [k for k in kinds if not k.better]
@@ -277,13 +284,15 @@ class _Search:
             some: dict[Hashable, list[Combination]] = {}
             # Layouts with the most rows per device first: these can be cut into enough micro-batches for a pipeline.
             for layout, _ in sorted(layouts, key=lambda pair: math.prod(pair[1][axis] for axis in DATA)):
-                if (shape := _shape(layout)) not in some:
+                if (shape := _layout_shape(layout)) not in some:
                     compatible = [k for k in best if self._is_compatible(k, layout)]
                     firsts = (
                         next((k for k in order[::every] if self._is_compatible(k, layout)), None) for order in others
                     )
                     some[shape] = compatible or [k for k in firsts if k is not None]
-            tried = [self._candidates_of(layout, sizes, some[_shape(layout)]) for layout, sizes in layouts]
+            tried = [
+                self._list_layout_candidates(layout, sizes, some[_layout_shape(layout)]) for layout, sizes in layouts
+            ]
             self.guessed += sum(map(len, tried))
             counts: Counter[tuple[str, ...]] = Counter()
             ranked = []
@@ -293,7 +302,7 @@ class _Search:
                 if counts[names] <= _ALIKE:
                     ranked.append(layouts[n])
             layouts = ranked[:_LAYOUTS]
-        candidates = [c for layout, _ in layouts for c in self._undominated(layout, kinds)]
+        candidates = [c for layout, _ in layouts for c in self._remove_dominated(layout, kinds)]
         self.guessed += len(candidates)
         return candidates
 
@@ -307,7 +316,7 @@ class _Search:
 
         return min(least(k.cost) for k in kinds) <= self.room * _TOLERANCE
 
-    def _undominated(self, layout: Settings, kinds: list[Combination]) -> list[Candidate]:
+    def _remove_dominated(self, layout: Settings, kinds: list[Combination]) -> list[Candidate]:
         """Returns the candidates of a layout with the kinds that no other compatible one dominates."""
         sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
         assert sizes is not None, "only meshes of all devices are candidates"
@@ -319,18 +328,18 @@ class _Search:
                 continue
             if self._is_compatible(kinds[n], layout):
                 undominated.add(n)
-        return self._candidates_of(layout, sizes, [kinds[n] for n in sorted(undominated)])
+        return self._list_layout_candidates(layout, sizes, [kinds[n] for n in sorted(undominated)])
 
     def _is_compatible(self, kind: Combination, layout: Settings) -> bool:
         """True if a kind is compatible with a layout, with the largest or the smallest micro-batches."""
         key = (kind.settings, layout)
         if key not in self._conflicts:
             both = (*kind.settings, *layout)
-            why = candidate_problems(self.space, self.space.having(both))
+            why = find_candidate_problems(self.space, self.space.add_techniques(both))
             # A pipeline, for example, needs several micro-batches: try again with the most of them.
-            cuts = self._micro_batch_options(layout) if why else [None]
+            cuts = self._list_micro_batch_options(layout) if why else [None]
             if cuts[-1] is not None:
-                why = candidate_problems(self.space, self.space.having((*both, cuts[-1])))
+                why = find_candidate_problems(self.space, self.space.add_techniques((*both, cuts[-1])))
             self._conflicts[key] = why[0] if why else None
         return self._conflicts[key] is None
 
@@ -340,19 +349,21 @@ class _Search:
         least = min((c.guess.bytes for c in candidates), default=math.inf)
         return (0.0, -max(c.guess.tokens_per_second for c in fitting)) if fitting else (1.0, least)
 
-    def _meshes(self) -> Iterator[tuple[Settings, dict[Axis, int]]]:
+    def _iterate_meshes(self) -> Iterator[tuple[Settings, dict[Axis, int]]]:
         for layout in self.space.layouts():
             sizes = self.space.sizes((*self.space.recipe.techniques.values(), *layout))
-            if sizes is not None and self.space.even(sizes):
+            if sizes is not None and self.space.divides_evenly(sizes):
                 yield layout, sizes
 
-    def _candidates_of(self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]) -> list[Candidate]:
+    def _list_layout_candidates(
+        self, layout: Settings, sizes: dict[Axis, int], kinds: Iterable[Combination]
+    ) -> list[Candidate]:
         own, batch = tuple(self.space.recipe.techniques.values()), self.space.recipe.batch
         fixed, rows = (
             math.prod(t.micro_batch_count() for t in own),
             batch.size // math.prod(sizes[axis] for axis in DATA),
         )
-        cuts = self._micro_batch_options(layout)
+        cuts = self._list_micro_batch_options(layout)
         expert_degree = max(t.expert_degree(sizes) for t in (*own, *layout)) if own or layout else 1
         stages = math.prod(t.stages_per_device() for t in (*own, *layout))
         all_logits = not any(Slot.OVER_LOGITS in t.claimed() for t in layout)
@@ -361,7 +372,7 @@ class _Search:
             self._kinds[kind.settings] = kind
             tags = frozenset(tag for t in (*own, *kind.settings, *layout) for tag in t.provided())
             cost = kind.cost
-            if gathered_share(cost, tags) < 1 and (change := self._change_by_cast) is not None:
+            if estimate_gathered_share(cost, tags) < 1 and (change := self._change_by_cast) is not None:
                 cost = cost.with_change(*change)
             for cut in cuts:
                 micros = cut.micro_batch_count() if cut else fixed
@@ -402,11 +413,11 @@ class _Search:
         if own is None:
             return None
         try:
-            return observe_layer(self.space.pair(cast)), observe_layer(self.space.pair(own))
+            return observe_layer(self.space.to_two_devices(cast)), observe_layer(self.space.to_two_devices(own))
         except RecipeError:  # found by the build only
             return None
 
-    def _micro_batch_options(self, layout: Settings) -> list[Technique | None]:
+    def _list_micro_batch_options(self, layout: Settings) -> list[Technique | None]:
         """Returns the gradient accumulation settings of a layout; only None if the recipe has its own."""
         own = self.space.recipe.techniques.values()
         sizes = self.space.sizes((*own, *layout))
@@ -415,7 +426,7 @@ class _Search:
         if rows == 1 or any(t.micro_batch_count() > 1 for t in own):
             return [None]
         if rows not in self._cuts:
-            context = self.space.context(self.space.having(layout).recipe)
+            context = self.space.context(self.space.add_techniques(layout).recipe)
             cuts = [cls for cls in self.space.searched() if cls().micro_batch_count() > 1]
             self._cuts[rows] = [t for cls in cuts for t in self.space.settings_of(cls).options(context)]
         return [None, *self._cuts[rows]]
@@ -446,19 +457,19 @@ class _Search:
 
     # Dry runs
 
-    def _corrected(self, c: Candidate) -> tuple[float, float]:
+    def _correct_estimate(self, c: Candidate) -> tuple[float, float]:
         """Returns bytes and tokens/s of an estimate, corrected by the dry run of the most similar candidate."""
         memory = speed = gain = 1.0
-        if similar := self._most_similar(c):
+        if similar := self._find_most_similar(c):
             memory, speed = similar.memory, similar.speed
             if similar.names != c.names:
                 memory, speed = 1.0, math.sqrt(speed)
             elif similar.kind != c.kind:
                 memory = math.sqrt(memory)
-            gain = self._micro_batch_gain(c, similar.micro)
+            gain = self._estimate_micro_batch_gain(c, similar.micro)
         return c.guess.bytes * memory, self.space.over_run(c.guess.tokens_per_second * speed * gain, c.added)
 
-    def _most_similar(self, c: Candidate) -> _Correction | None:
+    def _find_most_similar(self, c: Candidate) -> _Correction | None:
         """Returns the dry run that differs least in layout, techniques and micro-batch; of several the last."""
         key = (c.kind, c.names, c.micro)
         if key not in self._similar:
@@ -470,12 +481,12 @@ class _Search:
             )
         return self._similar[key]
 
-    def _micro_batch_gain(self, c: Candidate, micro: int) -> float:
+    def _estimate_micro_batch_gain(self, c: Candidate, micro: int) -> float:
         """Returns the speedup by micro-batches of `c.micro` instead of `micro` rows, which estimates do not see.
 
         The time of a row is `fixed / rows + each`, through two dry runs of the same techniques; 1 without two.
         """
-        if c.micro == micro or (by_micro := self._speeds_by_micro(c)) is None:
+        if c.micro == micro or (by_micro := self._collect_speeds(c)) is None:
             return 1.0
         few, many = sorted(by_micro, key=lambda n: abs(math.log(n / c.micro)))[:2]
         fixed = (1 / by_micro[few] - 1 / by_micro[many]) / (1 / few - 1 / many)
@@ -484,7 +495,7 @@ class _Search:
             return 1.0
         return (fixed / micro + each) / (fixed / c.micro + each)
 
-    def _speeds_by_micro(self, c: Candidate) -> dict[int, float] | None:
+    def _collect_speeds(self, c: Candidate) -> dict[int, float] | None:
         """Returns tokens/s over their estimates by micro-batch size, of the same techniques or, in the same layout, of
         others; None without two dry runs that differ in the micro-batch alone."""
         ratios: dict[Settings, dict[int, float]] = {}
@@ -494,13 +505,13 @@ class _Search:
         own = ratios.get(c.kind, {})
         return next((by_micro for by_micro in (own, *reversed(ratios.values())) if len(by_micro) > 1), None)
 
-    def _unknown_gain(self, c: Candidate) -> float:
+    def _estimate_unknown_gain(self, c: Candidate) -> float:
         """Returns the speedup by larger micro-batches that the estimate may not see."""
-        return self._gain_of_rows(c.kind) if self._speeds_by_micro(c) is None else _SLACK
+        return self._estimate_row_gain(c.kind) if self._collect_speeds(c) is None else _SLACK
 
-    def _gain_of_rows(self, kind: Settings) -> float:
+    def _estimate_row_gain(self, kind: Settings) -> float:
         """Returns the largest speedup of one device by more rows: almost none if rows are long and layers wide."""
-        one = self.space.single(kind)
+        one = self.space.to_single_device(kind)
         # Weights in 4 or 8 bits are dequantized for each micro-batch, however many rows it has.
         quantized = any(Tag.QUANTIZED_BASE in t.provided() for t in one.recipe.techniques.values())
         if quantized or not isinstance(self.rates, Roofline):
@@ -519,14 +530,14 @@ class _Search:
 
     def _estimated_rank(self, c: Candidate) -> tuple[float, ...]:
         """Sort key as `_rank`, from the estimate."""
-        _, speed = self._corrected(c)
+        _, speed = self._correct_estimate(c)
         # Speed in steps of 1 %: within one, larger micro-batches and fewer techniques come first.
         slow = -round(math.log(speed) / math.log(_GAIN))
         first: tuple[float, ...] = ()
         if self.aim == "largest-batch":
             first = (-c.micro,)
         if self.aim == "closest":
-            first = (NUMERICS.index(worst(c.added)),)
+            first = (NUMERICS.index(worst_numerics(c.added)),)
         return (*first, slow, -c.micro, len(c.added))
 
     def _speed(self, s: EvaluatedPlan) -> float:
@@ -546,7 +557,7 @@ class _Search:
         """True if the dry runs have taken the passes of the search so many times."""
         return self.passed >= times * self.passes
 
-    def _passes_of(self, c: Candidate) -> int:
+    def _count_layer_passes(self, c: Candidate) -> int:
         """Returns the passes of a micro-batch through a layer in the dry run of a candidate."""
         micros = c.cuts.micro_batch_count() if c.cuts else 1
         layers = self.space.model.layers
@@ -556,7 +567,7 @@ class _Search:
         few = layers if self.space.device.kind == "cpu" else min(layers, 2 * FEW[0] + FEW[1])
         return few * min(micros, 2)
 
-    def _viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
+    def _list_viable(self, candidates: list[Candidate], slack: float = _SLACK) -> list[Candidate]:
         """Returns the candidates that may fit, and are not dry-run or ruled out by an earlier dry run."""
         # A setting that does not change the estimate has no effect: `reduce`, for example, without accumulation.
         planned = {s.added for s in self.seen}
@@ -567,7 +578,7 @@ class _Search:
             if c.added not in self._tried
             and (c.kind, c.names, c.cuts, c.guess) not in tried
             and not self._was_too_large(c)
-            and self._corrected(c)[0] <= self.room * slack
+            and self._correct_estimate(c)[0] <= self.room * slack
         ]
 
     def _was_too_large(self, c: Candidate) -> bool:
@@ -586,11 +597,11 @@ class _Search:
                 self._evaluate_layout_settings()
 
     def _evaluate_best_first(self) -> None:
-        while left := self._viable(self.candidates):
+        while left := self._list_viable(self.candidates):
             c = min(left, key=self._estimated_rank)
             fitting = [s for s in self.seen if s.plan.fits_safely]
             worth = _FINE if self._is_late() else _GAIN
-            if fitting and self._cannot_improve(c, min(fitting, key=self._rank), worth):
+            if fitting and self._is_optimal(c, min(fitting, key=self._rank), worth):
                 return
             if self._is_late(_OVERTIME) and len(self.seen) >= _MIN_DRY_RUNS:
                 return
@@ -599,15 +610,17 @@ class _Search:
     def _evaluate_with_room(self) -> None:
         """If the best candidate fits tightly, dry-runs those that may be as fast with room for errors of the plan."""
         for _ in range(_WITH_ROOM):
-            best = self._preferred()
+            best = self._choose_preferred()
             if not best.plan.is_tight or self._is_late():
                 return
             above = best.plan.peak_gib_interval.high / best.plan.peak_gib
             nearby = [
                 c
-                for c in self._viable(self.candidates, 1 / above)
+                for c in self._list_viable(self.candidates, 1 / above)
                 # Smaller micro-batches may be slower than estimated.
-                if not self._cannot_improve(c, best, (self._unknown_gain(c) if c.micro < best.micro else 1.0) / _GAIN)
+                if not self._is_optimal(
+                    c, best, (self._estimate_unknown_gain(c) if c.micro < best.micro else 1.0) / _GAIN
+                )
             ]
             if not nearby:
                 return
@@ -620,13 +633,13 @@ class _Search:
         weights), so larger micro-batches may be faster and need less memory than estimated.
         """
         while not self._is_late():
-            best = self._best()
+            best = self._choose_best()
             nearby = [
                 c
-                for c in self._viable(self.candidates, _TOLERANCE)
+                for c in self._list_viable(self.candidates, _TOLERANCE)
                 if best.micro <= c.micro
                 and set(c.layout) <= set(best.added)
-                and not self._cannot_improve(c, best, 1 / self._unknown_gain(c))
+                and not self._is_optimal(c, best, 1 / self._estimate_unknown_gain(c))
             ]
             if not nearby:
                 return
@@ -640,15 +653,15 @@ class _Search:
         Layouts are listed without the techniques of one device; here also the settings that those allow are tried.
         """
         tried = None
-        while not self._is_late() and tried is not (best := self._best()):
+        while not self._is_late() and tried is not (best := self._choose_best()):
             tried = best
             current = next((c for c in self.candidates if c.added == best.added), None)
-            others = [*self._with_other_settings(current, best), *self._with_other_degrees(current)] if current else []
-            for c in self._viable(others):
-                if not self._cannot_improve(c, best, 1 / _SLACK):
+            others = [*self._vary_settings(current, best), *self._vary_degrees(current)] if current else []
+            for c in self._list_viable(others):
+                if not self._is_optimal(c, best, 1 / _SLACK):
                     self._evaluate(c)
 
-    def _with_other_settings(self, current: Candidate, best: EvaluatedPlan) -> list[Candidate]:
+    def _vary_settings(self, current: Candidate, best: EvaluatedPlan) -> list[Candidate]:
         """Returns the candidates that differ from the best in settings of a parallel technique, not in its degrees.
 
         Returns only the first of several candidates with equal estimates. Their bytes may differ slightly, because
@@ -662,9 +675,9 @@ class _Search:
             assert isinstance(t, Searchable), "only these are searched"
             for other in self.space.settings_of(type(t)).options(context):
                 layout = (*current.layout[:n], other, *current.layout[n + 1 :])
-                if other == t or other.degrees() != t.degrees() or not self.space.allowed(other):
+                if other == t or other.degrees() != t.degrees() or not self.space.is_allowed(other):
                     continue
-                for c in self._candidates_of(layout, dict(context.sizes), [self._kinds[current.kind]]):
+                for c in self._list_layout_candidates(layout, dict(context.sizes), [self._kinds[current.kind]]):
                     if c.cuts == current.cuts and not any(_is_same_estimate(c.guess, guess) for guess in guesses):
                         guesses.append(c.guess)
                         candidates.append(c)
@@ -672,25 +685,26 @@ class _Search:
         self.candidates = [*self.candidates, *(c for c in candidates if c.added not in known)]
         return candidates
 
-    def _with_other_degrees(self, current: Candidate) -> list[Candidate]:
+    def _vary_degrees(self, current: Candidate) -> list[Candidate]:
         """Returns the best estimates of other divisions of the devices among the same parallel techniques."""
 
         def degrees(c: Candidate) -> tuple[tuple[Axis, int], ...]:
             return tuple(pair for t in c.layout for pair in t.degrees().items())
 
         best: dict[tuple[tuple[Axis, int], ...], Candidate] = {}
-        for c in sorted(self._viable(self.candidates), key=self._estimated_rank):
+        for c in sorted(self._list_viable(self.candidates), key=self._estimated_rank):
             if c.names == current.names and degrees(c) != degrees(current):
                 best.setdefault(degrees(c), c)
         return list(best.values())[:_DEGREES]
 
     def _is_limited_by_memory(self) -> bool:
         """True if a candidate that does not fit safely may be faster than the best by more than `_FINE`."""
-        best, viable = self._best(), {c.added for c in self._viable(self.candidates)} | self._tried
+        best, viable = self._choose_best(), {c.added for c in self._list_viable(self.candidates)} | self._tried
         unfit = (c for c in self.candidates if c.added not in viable or self._was_too_large(c))
         fastest = self._speed(best)
         return any(
-            self._corrected(c)[1] * (self._unknown_gain(c) if c.micro > best.micro else 1.0) > _FINE * fastest
+            self._correct_estimate(c)[1] * (self._estimate_unknown_gain(c) if c.micro > best.micro else 1.0)
+            > _FINE * fastest
             for c in unfit
         )
 
@@ -700,18 +714,18 @@ class _Search:
         sampled = {c.kind for c in self.candidates}
         kinds = combinations.refined(_FINE)
         layouts = dict.fromkeys(c.layout for c in self.candidates)
-        refined = [c for layout in layouts for c in self._undominated(layout, kinds) if c.kind not in sampled]
+        refined = [c for layout in layouts for c in self._remove_dominated(layout, kinds) if c.kind not in sampled]
         self.guessed += len(refined)
         self.candidates = [*self.candidates, *refined]
         return bool(refined)
 
-    def _cannot_improve(self, c: Candidate, best: EvaluatedPlan, worth: float = _GAIN) -> bool:
-        speed = self._corrected(c)[1]
+    def _is_optimal(self, c: Candidate, best: EvaluatedPlan, worth: float = _GAIN) -> bool:
+        speed = self._correct_estimate(c)[1]
         slower = bool(speed < self._speed(best) * worth)
         if self.aim == "largest-batch":
             return c.micro < best.micro or (c.micro == best.micro and slower)
         if self.aim == "closest":
-            trade, mine = NUMERICS.index(worst(c.added)), NUMERICS.index(best.trades)
+            trade, mine = NUMERICS.index(worst_numerics(c.added)), NUMERICS.index(best.trades)
             return trade > mine or (trade == mine and slower)
         return slower
 
@@ -732,10 +746,10 @@ class _Search:
     def _evaluate_alternatives(self, candidates: list[Candidate]) -> None:
         """Dry-runs the best of other sets of techniques while passes remain, as alternatives."""
         runs = 0
-        for c in sorted(self._viable(candidates), key=self._estimated_rank):
-            best = self._best()
+        for c in sorted(self._list_viable(candidates), key=self._estimated_rank):
+            best = self._choose_best()
             # As many dry runs at most as there may be alternatives: estimates may be wrong about the gain.
-            if self._is_late() or runs >= _ALTERNATIVES or len(self._alternatives(best)) >= _ALTERNATIVES:
+            if self._is_late() or runs >= _ALTERNATIVES or len(self._list_alternatives(best)) >= _ALTERNATIVES:
                 return
             # One dry run for each set of techniques.
             names = frozenset(t.name() for t in (*c.kind, *c.layout))
@@ -746,36 +760,38 @@ class _Search:
     def _may_gain(self, c: Candidate, best: EvaluatedPlan) -> bool:
         """True if a candidate that is estimated to be slower is better than the best in something else."""
         start, others = self._start(c.added), self._start(best.added)
-        milder = NUMERICS.index(worst(c.added)) < NUMERICS.index(best.trades)
-        faster = self._corrected(c)[1] > self._speed(best)  # with smaller micro-batches, for example
-        return faster or milder or start < others or self._corrected(c)[0] < LESS_MEMORY * best.plan.peak_gib * GIB
+        milder = NUMERICS.index(worst_numerics(c.added)) < NUMERICS.index(best.trades)
+        faster = self._correct_estimate(c)[1] > self._speed(best)  # with smaller micro-batches, for example
+        return (
+            faster or milder or start < others or self._correct_estimate(c)[0] < LESS_MEMORY * best.plan.peak_gib * GIB
+        )
 
-    def _guesses(self, candidates: list[Candidate]) -> list[PlottedCandidate]:
+    def _list_guesses(self, candidates: list[Candidate]) -> list[PlottedCandidate]:
         """Returns the estimates of the candidates, fastest first; at most as many as a plot can show."""
-        ordered = sorted(candidates, key=lambda c: -self._corrected(c)[1])
+        ordered = sorted(candidates, key=lambda c: -self._correct_estimate(c)[1])
         # A sample at equal ranks keeps the shape of the whole cloud.
         shown = [ordered[n * len(ordered) // _PLOTTED] for n in range(_PLOTTED)] if len(ordered) > _PLOTTED else ordered
         return [
             PlottedCandidate(describe_techniques(c.added, c.micro), describe_techniques(c.added), c_bytes / GIB, speed)
             for c in shown
-            for c_bytes, speed in [self._corrected(c)]
+            for c_bytes, speed in [self._correct_estimate(c)]
         ]
 
     def _evaluate(self, c: Candidate) -> EvaluatedPlan | None:
         self._tried.add(c.added)
-        request = self.space.having(c.added)
-        why = candidate_problems(self.space, request)
+        request = self.space.add_techniques(c.added)
+        why = find_candidate_problems(self.space, request)
         if why:
             self._reject(describe_techniques(c.added, c.micro), str(why[0]))
             return None
         self.tell(describe_techniques(c.added, c.micro))
-        self.passed += self._passes_of(c)  # also of one that the build refuses
+        self.passed += self._count_layer_passes(c)  # also of one that the build refuses
         try:
             plan = describe(request, observe_cached(request, how="few"))
         except RecipeError as error:  # found by the build only, or the device has no rate for this precision
             self._reject(describe_techniques(c.added, c.micro), str(error).splitlines()[0])
             return None
-        evaluated = EvaluatedPlan(request.recipe, plan, worst(c.added), c.micro, c.added)
+        evaluated = EvaluatedPlan(request.recipe, plan, worst_numerics(c.added), c.micro, c.added)
         self.seen.append(evaluated)
         memory, speed = plan.peak_gib * GIB / c.guess.bytes, plan.tokens_per_second / c.guess.tokens_per_second
         self._corrections.append(_Correction(c.kind, c.names, c.micro, memory, speed))
@@ -784,7 +800,7 @@ class _Search:
             key = (c.kind, c.layout)
             # Memory grows with the micro-batch: larger ones of the same candidate need no dry run.
             self._too_large[key] = min(c.micro, self._too_large.get(key, c.micro))
-            self._reject(describe_techniques(c.added, c.micro), too_large(plan))
+            self._reject(describe_techniques(c.added, c.micro), describe_too_large(plan))
         return evaluated
 
     def _refuse(self, t: Technique, problem: Problem) -> None:
@@ -825,12 +841,12 @@ class _Search:
                 return confirmed, all_
             self._reject(
                 describe_techniques(s.added, s.micro),
-                f"{too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
+                f"{describe_too_large(plan)}, with {'all its' if how == 'whole' else 'more'} layers",
             )
         # None fits with its layers: `seen` has the plans that say so.
-        return self._best(), False
+        return self._choose_best(), False
 
-    def _alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
+    def _list_alternatives(self, best: EvaluatedPlan) -> list[EvaluatedPlan]:
         """Returns the dry-run candidates that fit safely and are worth a choice, the best first.
 
         These are the best of each other set of techniques, and all that need less memory than every better one, if
@@ -848,7 +864,7 @@ class _Search:
             least = min(least, s.plan.peak_gib)
         return alternatives
 
-    def _startup(self, best: EvaluatedPlan) -> BestByStart | None:
+    def _compare_startup(self, best: EvaluatedPlan) -> BestByStart | None:
         """Compares the best with the fastest candidate that starts later, or sooner if the best starts late.
 
         The search may have dry-run none of them, or slow ones only, because they cannot be the answer for a run of this
@@ -857,9 +873,9 @@ class _Search:
         if self._start(tuple(self.space.recipe.techniques.values())):
             return None  # the recipe itself delays the start of every candidate
         late = bool(self._start(best.added))
-        exchanged = self._without_delay(best) if late else self._with_delay(best)
+        exchanged = self._remove_delaying(best) if late else self._add_delaying(best)
         others = [s for s in self.seen if bool(self._start(s.added)) != late]
-        others += [s for added in exchanged[:_EXCHANGED] if (s := self._planned(added, best.micro)) is not None]
+        others += [s for added in exchanged[:_EXCHANGED] if (s := self._plan_candidate(added, best.micro)) is not None]
         # Of two answers that the aim ranks apart (by batch, or by numerics), the start explains only a part.
         others = [s for s in others if s.plan.fits_safely and self._rank(s)[:-1] == self._rank(best)[:-1]]
         if not others:
@@ -868,54 +884,54 @@ class _Search:
         without, with_them = (other, best) if late else (best, other)
         return BestByStart(tuple(t.name() for t in with_them.added if self._start((t,))), without, with_them)
 
-    def _with_delay(self, best: EvaluatedPlan) -> list[Settings]:
+    def _add_delaying(self, best: EvaluatedPlan) -> list[Settings]:
         """Returns the settings of the best with a technique that delays the start, without one that excludes it."""
         settings: list[Settings] = []
-        for t in self._searched_settings(best.recipe):
+        for t in self._iterate_searched_settings(best.recipe):
             others = tuple(other for other in best.added if type(other) is not type(t))
             fewer = (tuple(o for o in others if o is not left_out) for left_out in others)
             if self._start((t,)):
                 settings += [(*rest, t) for rest in (others, *fewer) if self._is_valid((*rest, t))]
         return settings
 
-    def _without_delay(self, best: EvaluatedPlan) -> list[Settings]:
+    def _remove_delaying(self, best: EvaluatedPlan) -> list[Settings]:
         """Returns the settings of the best without the techniques that delay the start: first with one that these
         exclude, then alone."""
         remaining = tuple(t for t in best.added if not self._start((t,)))
         instead = (
             t
-            for t in self._searched_settings(self.space.having(remaining).recipe)
+            for t in self._iterate_searched_settings(self.space.add_techniques(remaining).recipe)
             if t.name() not in {other.name() for other in best.added} and not self._is_valid((*best.added, t))
         )
         return [settings for settings in (*((*remaining, t) for t in instead), remaining) if self._is_valid(settings)]
 
-    def _searched_settings(self, recipe: Recipe) -> Iterator[Technique]:
+    def _iterate_searched_settings(self, recipe: Recipe) -> Iterator[Technique]:
         context = self.space.context(recipe)
         for cls in self.space.searched():
-            yield from (t for t in self.space.settings_of(cls).options(context) if self.space.allowed(t))
+            yield from (t for t in self.space.settings_of(cls).options(context) if self.space.is_allowed(t))
 
     def _is_valid(self, added: Settings) -> bool:
-        return not candidate_problems(self.space, self.space.having(added))
+        return not find_candidate_problems(self.space, self.space.add_techniques(added))
 
-    def _planned(self, added: Settings, micro: int) -> EvaluatedPlan | None:
+    def _plan_candidate(self, added: Settings, micro: int) -> EvaluatedPlan | None:
         """Returns a candidate that only a comparison needs, by a dry run; None if the build refuses it."""
         self.tell(describe_techniques(added, micro))
-        request = self.space.having(added)
+        request = self.space.add_techniques(added)
         try:
             plan = describe(request, observe_cached(request, how="few"))
         except RecipeError:
             return None
-        return EvaluatedPlan(request.recipe, plan, worst(added), micro, added)
+        return EvaluatedPlan(request.recipe, plan, worst_numerics(added), micro, added)
 
     def _start(self, added: Settings) -> float:
         return sum(t.startup_seconds(self.space.device) for t in added)
 
-    def _refusals(self, best: EvaluatedPlan) -> list[tuple[str, str]]:
+    def _list_refusals(self, best: EvaluatedPlan) -> list[tuple[str, str]]:
         """Returns (settings, reason) of the refused techniques that the best recipe refuses too, with its reason."""
         refusals: list[tuple[str, str]] = []
         for t, problem in self.refused:
             others = tuple(other for other in best.added if type(other) is not type(t))
-            problems = candidate_problems(self.space, self.space.having((*others, t)))
+            problems = find_candidate_problems(self.space, self.space.add_techniques((*others, t)))
             if not problems and problem.code is ProblemCode.BUILD:
                 problems = self._build_problems((*others, t))
             if problems:
@@ -929,12 +945,12 @@ class _Search:
     def _build_problems(self, added: Settings) -> list[Problem]:
         """Returns why a recipe that nothing else refuses cannot be built; empty if it can."""
         try:
-            observe_cached(of_layers(self.space.single(added), 1), how="step")
+            observe_cached(set_layers(self.space.to_single_device(added), 1), how="step")
         except RecipeError as error:
             return [Problem(added[-1].name(), ProblemCode.BUILD, str(error).splitlines()[0])]
         return []
 
 
-def _shape(layout: Settings) -> Hashable:
+def _layout_shape(layout: Settings) -> Hashable:
     """Returns the layout without its parallel degrees."""
     return tuple((type(t), *(value for value in vars(t).values() if type(value) is not int)) for t in layout)

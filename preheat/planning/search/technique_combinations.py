@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from preheat.core import Problem, ProblemCode, Searchable, Slot, Tag, Technique
 from preheat.errors import RecipeError
-from preheat.planning.layer_extrapolation import of_layers, sampled_layers
+from preheat.planning.layer_extrapolation import choose_sampled_layers, set_layers
 from preheat.planning.observation_cache import prefetch
-from preheat.planning.search.candidates import Settings, Space, candidate_problems
+from preheat.planning.search.candidates import Settings, Space, find_candidate_problems
 from preheat.planning.search.cost_model import LayerCost, observe_layer
 
 __all__ = ["Combination", "TechniqueCombinations"]
@@ -76,7 +76,8 @@ class TechniqueCombinations:
         for cls, left in self._left.items():
             choices = self._choices.get(cls, [])
             seconds = [
-                self._seconds(c.cost, (c.setting,) if c.setting else ()) / self._seconds(c.base) for c in choices
+                self._estimate_seconds(c.cost, (c.setting,) if c.setting else ()) / self._estimate_seconds(c.base)
+                for c in choices
             ]
             if not left or not seconds or max(seconds) < least * min(seconds):
                 continue
@@ -87,7 +88,7 @@ class TechniqueCombinations:
             except RecipeError:  # nothing else goes without this technique
                 continue
             tried = [choice for t in left if (choice := self._try(t, base, under))]
-            self._choices[cls] = self._pareto([*choices, *tried])
+            self._choices[cls] = self._find_pareto_front([*choices, *tried])
         self._left.clear()
         return self._combine()
 
@@ -96,14 +97,14 @@ class TechniqueCombinations:
         for chosen in itertools.product(*self._choices.values()):
             kind = tuple(c.setting for c in chosen if c.setting is not None)
             # Options that are fine alone may exclude each other.
-            if not self._problems(kind):
+            if not self._find_problems(kind):
                 cost = self._plain
                 for c in chosen:
                     cost = cost if c.setting is None else cost.with_change(c.cost, c.base)
                 kinds.append((kind, replace(cost, once=(self._share_once * cost.seconds[0], 0.0))))
-        sums = [self._sums(cost, kind) for kind, cost in kinds]
+        sums = [self._sum_costs(cost, kind) for kind, cost in kinds]
         return [
-            Combination(kind, cost, frozenset(n for n, other in enumerate(sums) if _worse(mine, other)))
+            Combination(kind, cost, frozenset(n for n, other in enumerate(sums) if _is_worse(mine, other)))
             for (kind, cost), mine in zip(kinds, sums, strict=True)
         ]
 
@@ -116,12 +117,12 @@ class TechniqueCombinations:
         """
         if not self.space.model.experts:
             return 0.0
-        one = self.space.single(self._base)
+        one = self.space.to_single_device(self._base)
         two = replace(one, recipe=replace(one.recipe, batch=replace(one.recipe.batch, size=2)))
         prefetch(
-            {"request": of_layers(request, layers), "how": "step"}
+            {"request": set_layers(request, layers), "how": "step"}
             for request in (one, two)
-            for layers in sampled_layers(request)
+            for layers in choose_sampled_layers(request)
         )
         return min(max(2 - observe_layer(two).seconds[0] / observe_layer(one).seconds[0], 0.0), 1.0)
 
@@ -136,20 +137,22 @@ class TechniqueCombinations:
             nonlocal base, under
             without = Option(None, under, under)
             # Together with the options of an earlier turn: a technique may get here twice.
-            worthwhile = self._pareto([*choices.get(cls, [without]), *tried])
+            worthwhile = self._find_pareto_front([*choices.get(cls, [without]), *tried])
             # Keep the option to do without: a technique that excludes this one may be better.
             choices[cls] = worthwhile if worthwhile[0].setting is None else [without, *worthwhile]
             # Optimizers exclude each other and are slow to observe, so they do not become part of the base.
             light = [c for c in worthwhile if c.setting is None or Slot.OPTIMIZER not in c.setting.claimed()]
-            best = min(light or worthwhile, key=lambda c: self._cost(c.cost, c.setting) / self._cost(c.base))
+            best = min(
+                light or worthwhile, key=lambda c: self._estimate_cost(c.cost, c.setting) / self._estimate_cost(c.base)
+            )
             # Only an option that was observed on this base extends it.
             if best.setting is not None and best.base is under:
                 base, under = (*base, best.setting), best.cost
 
-        searched = [cls for cls in self.space.on_one_device() if self.resort or not cls.last_resort]
+        searched = [cls for cls in self.space.single_device_techniques() if self.resort or not cls.last_resort]
         for cls in sorted(searched, key=self._priority):
             # The new technique first, then those refused before: it may provide the tag that they need.
-            refused = {cls: self._options(cls, base), **refused}
+            refused = {cls: self._list_options(cls, base), **refused}
             for each in [each for each in refused if each not in choices]:
                 # All dry runs of this turn at once, so that the worker processes have something to do.
                 self._prepare([(*base, t) for t in refused[each]])
@@ -175,13 +178,13 @@ class TechniqueCombinations:
         """
         attention = Slot.ATTENTION_KERNEL in cls().claimed()
         precision = self.space.device.kind == "cuda" and Tag.BF16_COMPUTE in cls.provides
-        return _changes_ends_only((cls(),)), not attention, not precision
+        return _is_change_of_ends((cls(),)), not attention, not precision
 
-    def _options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
+    def _list_options(self, cls: type[Searchable], base: Settings) -> list[Technique]:
         """Returns the settings that show their effect in a single layer; of many the first, the middle and the last."""
-        context = self.space.context(self.space.single(base).recipe, 1)
+        context = self.space.context(self.space.to_single_device(base).recipe, 1)
         settings = [
-            t for t in self.space.settings_of(cls).options(context) if self.space.allowed(t) and t.period() == 1
+            t for t in self.space.settings_of(cls).options(context) if self.space.is_allowed(t) and t.period() == 1
         ]
         if len(settings) <= 4:
             return settings
@@ -189,38 +192,40 @@ class TechniqueCombinations:
         self._left[cls] = [t for t in settings if t not in sample]
         return sample
 
-    def _problems(self, added: Settings) -> list[Problem]:
-        return candidate_problems(self.space, self.space.single(added))
+    def _find_problems(self, added: Settings) -> list[Problem]:
+        return find_candidate_problems(self.space, self.space.to_single_device(added))
 
     def _observe(self, added: Settings, under: LayerCost | None = None) -> LayerCost:
-        return observe_layer(self.space.single(added), layer=under if _changes_ends_only(added) else None)
+        return observe_layer(self.space.to_single_device(added), layer=under if _is_change_of_ends(added) else None)
 
     def _prepare(self, tried: list[Settings]) -> None:
         """Observes the given settings in all worker processes at once."""
         singles = [
-            (self.space.single(added), _changes_ends_only(added)) for added in tried if not self._problems(added)
+            (self.space.to_single_device(added), _is_change_of_ends(added))
+            for added in tried
+            if not self._find_problems(added)
         ]
         prefetch(
-            {"request": of_layers(request, layers), "how": "step"}
+            {"request": set_layers(request, layers), "how": "step"}
             for request, ends in singles
-            for layers in sampled_layers(request)[: 1 if ends else 2]
+            for layers in choose_sampled_layers(request)[: 1 if ends else 2]
         )
 
     def _try(self, t: Technique, base: Settings, under: LayerCost) -> Option | None:
         """Returns a setting on top of the base; None if the two are incompatible."""
         try:
-            return None if self._problems((*base, t)) else Option(t, self._observe((*base, t), under), under)
+            return None if self._find_problems((*base, t)) else Option(t, self._observe((*base, t), under), under)
         except RecipeError:  # found by the build only
             return None
 
     def _try_elsewhere(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Option | None:
         """Tries a setting that conflicts with the base on the compatible part of it; reports why if there is none."""
-        problems = self._problems((*(other for other in base if type(other) is not type(t)), t))
-        place = self._compatible_base(t, base, choices)
+        problems = self._find_problems((*(other for other in base if type(other) is not type(t)), t))
+        place = self._find_compatible_base(t, base, choices)
         try:
             if place is not None:
                 # The cost without `t` on the same techniques, so that the difference is that of `t` alone.
-                rest = self._servable(place)  # some techniques may need `t`
+                rest = self._keep_compatible(place)  # some techniques may need `t`
                 self._prepare([(*place, t), rest])
                 return Option(t, self._observe((*place, t)), self._observe(rest))
         except RecipeError as error:  # found by the build only
@@ -229,14 +234,14 @@ class TechniqueCombinations:
             self.refuse(t, problems[0])
         return None
 
-    def _compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
+    def _find_compatible_base(self, t: Technique, base: Settings, choices: list[list[Option]]) -> Settings | None:
         """Returns the part of the base that is compatible with a setting, plus one other option if it needs one.
 
         Beside the settings from before the one that excludes it, if possible: there it is compared with that one, and
         what came later (recomputation) does not hide its effect.
         """
-        before = next((n for n in range(len(base)) if self._problems((*base[: n + 1], t))), 0)
-        if before and not self._problems((*base[:before], t)):
+        before = next((n for n in range(len(base)) if self._find_problems((*base[: n + 1], t))), 0)
+        if before and not self._find_problems((*base[:before], t)):
             return base[:before]
         others = [
             c.setting for choice in choices for c in choice if c.setting is not None and type(c.setting) is not type(t)
@@ -245,54 +250,54 @@ class TechniqueCombinations:
         for first in (Settings(), *((other,) for other in others)):
             # Greedy: adds the techniques of the base one by one, as long as all are compatible.
             place = first
-            if not self._problems((*place, t)):
+            if not self._find_problems((*place, t)):
                 for other in base:
-                    if type(other) not in map(type, (*place, t)) and not self._problems((*place, other, t)):
+                    if type(other) not in map(type, (*place, t)) and not self._find_problems((*place, other, t)):
                         place = (*place, other)
                 places.append(place)
         return max(places, key=lambda place: len(set(place) & set(base)), default=None)
 
-    def _servable(self, settings: Settings) -> Settings:
+    def _keep_compatible(self, settings: Settings) -> Settings:
         """Returns as many of these as are compatible by themselves."""
         servable = Settings()
         for t in settings:
-            if not self._problems((*servable, t)):
+            if not self._find_problems((*servable, t)):
                 servable = (*servable, t)
         return servable
 
-    def _of_model(self, pair: tuple[float, float]) -> float:
+    def _scale_to_model(self, pair: tuple[float, float]) -> float:
         return pair[0] * self._layers + pair[1]
 
     @property
     def _layers(self) -> int:
         return self.space.model.layers
 
-    def _bytes(self, cost: LayerCost) -> float:
+    def _estimate_bytes(self, cost: LayerCost) -> float:
         """Returns the bytes of a device with one sequence, with the states sharded across all devices."""
-        return self._of_model(cost.states) / self.space.world + self._of_model(cost.saved)
+        return self._scale_to_model(cost.states) / self.space.world + self._scale_to_model(cost.saved)
 
-    def _cost(self, cost: LayerCost, added: Technique | None = None) -> float:
+    def _estimate_cost(self, cost: LayerCost, added: Technique | None = None) -> float:
         """Returns bytes times seconds of one sequence."""
-        return self._bytes(cost) * self._seconds(cost, (added,) if added else ())
+        return self._estimate_bytes(cost) * self._estimate_seconds(cost, (added,) if added else ())
 
-    def _seconds(self, cost: LayerCost, added: Settings = ()) -> float:
+    def _estimate_seconds(self, cost: LayerCost, added: Settings = ()) -> float:
         """Returns the seconds of one sequence, with its part of the update and of the startup time of `added`."""
         batch = self.space.recipe.batch
         # The update runs once per batch: a row pays for its fraction of it.
-        row = self._of_model(cost.seconds) + self._of_model(cost.update) / batch.size * self.space.world
+        row = self._scale_to_model(cost.seconds) + self._scale_to_model(cost.update) / batch.size * self.space.world
         tokens = batch.seq_len * self.space.world
         return tokens / self.space.over_run(tokens / row, added)
 
-    def _sums(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
-        return self._of_model(cost.states), self._of_model(cost.saved), self._seconds(cost, added)
+    def _sum_costs(self, cost: LayerCost, added: Settings) -> tuple[float, float, float]:
+        return self._scale_to_model(cost.states), self._scale_to_model(cost.saved), self._estimate_seconds(cost, added)
 
-    def _pareto(self, choices: list[Option]) -> list[Option]:
+    def _find_pareto_front(self, choices: list[Option]) -> list[Option]:
         """Returns the options on the Pareto front of memory and time; of nearly equal ones the first."""
         # Relative to each option's own base, because options of different turns were observed on different bases.
         sizes = [
             (
-                self._bytes(c.cost) / self._bytes(c.base),
-                self._seconds(c.cost, (c.setting,) if c.setting else ()) / self._seconds(c.base),
+                self._estimate_bytes(c.cost) / self._estimate_bytes(c.base),
+                self._estimate_seconds(c.cost, (c.setting,) if c.setting else ()) / self._estimate_seconds(c.base),
             )
             for c in choices
         ]
@@ -308,12 +313,12 @@ class TechniqueCombinations:
         return worthwhile
 
 
-def _changes_ends_only(added: Settings) -> bool:
+def _is_change_of_ends(added: Settings) -> bool:
     """True if the last of these techniques changes only head and loss, not the layers."""
     return bool(added) and Slot.OVER_LOGITS in added[-1].claimed()
 
 
-def _worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _is_worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:
     """True if `other` dominates `mine` by more than the error of an estimate."""
     better = any(a < b * 0.995 for a, b in zip(mine, other, strict=True))
     return not better and any(a > b * 1.005 for a, b in zip(mine, other, strict=True))

@@ -20,12 +20,12 @@ from functools import cached_property
 
 from preheat.core import DATA, Axis, Device
 from preheat.core.plan import HostLaunches
-from preheat.hardware.catalogue import Accelerator, accelerator
+from preheat.hardware.catalogue import Accelerator, find_accelerator
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
 from preheat.planning.speed.flop_formulas import FUSED
 
-__all__ = ["Roofline", "Seconds", "fused_share", "link_seconds"]
+__all__ = ["Roofline", "Seconds", "estimate_fused_share", "estimate_link_seconds"]
 
 # Of memory bandwidth, reached by kernels over large tensors (device copies on H100 and H200: 0.82 to 0.90).
 _BANDWIDTH = 0.85
@@ -197,7 +197,7 @@ class Roofline:
         Raises:
             RecipeError: the name is unknown; the message suggests the closest one.
         """
-        return cls(accelerator(name), per_host)
+        return cls(find_accelerator(name), per_host)
 
     @property
     def as_device(self) -> Device:
@@ -215,7 +215,7 @@ class Roofline:
     def _sustained(self) -> Mapping[str, float]:
         return self.device.sustained(alone=self.alone)
 
-    def _rate(self, dtype: str) -> float:
+    def _find_rate(self, dtype: str) -> float:
         rates = self._sustained
         return rates.get(dtype) or rates.get("bf16") or rates["fp32"]
 
@@ -224,7 +224,7 @@ class Roofline:
         assert self.device.bandwidth is not None
         return bytes / (self.device.bandwidth * _BANDWIDTH)
 
-    def _moving(self, kernel: Kernel) -> float:
+    def _time_movement(self, kernel: Kernel) -> float:
         """Returns the seconds of a kernel's bytes, of which the largest operand was just written and is in the cache.
 
         Other operands, such as saved activations and the residual stream, come from memory, and what a kernel writes
@@ -237,28 +237,28 @@ class Roofline:
         fresh = kernel.bytes_read * max(operands) // max(sum(operands), 1)
         return min(self.moving(size), max(size / rate, self.moving(size - fresh)))
 
-    def _product(self, kernel: Kernel) -> float:
+    def _time_matmul(self, kernel: Kernel) -> float:
         # max(FLOPs / rate, bytes / bandwidth): the two overlap within a kernel.
-        full = _last_wave(kernel, self.device.units)
-        computing = kernel.flops / (self._rate(kernel.dtype) * full)
+        full = _estimate_utilization(kernel, self.device.units)
+        computing = kernel.flops / (self._find_rate(kernel.dtype) * full)
         # The weights of an adapter are small beside its activations; others come from memory.
         if _is_narrow(kernel):
-            return computing + self._moving(kernel)  # too short an inner loop, or too few columns, to overlap
+            return computing + self._time_movement(kernel)  # too short an inner loop, or too few columns, to overlap
         return max(computing, self.moving(kernel.bytes_read + kernel.bytes_written))
 
-    def _attention(self, kernel: Kernel, cudnn: bool = False) -> float:
+    def _time_attention(self, kernel: Kernel, cudnn: bool = False) -> float:
         shares = _ATTENTION | _CUDNN if cudnn else _ATTENTION
         forward, backward = shares.get(self.device.generation, (0.45, 0.38))
         share = backward if "backward" in kernel.operator else forward
         dtype = kernel.dtype if kernel.dtype in self.peak_matrix_rate else "bf16"
         # The fractions above count causal work only, i.e. half of the score matrix.
-        return kernel.unmasked_flops / (self.peak_matrix_rate.get(dtype, self._rate("bf16")) * share)
+        return kernel.unmasked_flops / (self.peak_matrix_rate.get(dtype, self._find_rate("bf16")) * share)
 
-    def _fused(self, kernel: Kernel) -> float:
+    def _time_fused_kernel(self, kernel: Kernel) -> float:
         """Seconds of a recurrent layer's kernel: small matmuls in one pass, as attention is."""
         share, _ = _ATTENTION.get(self.device.generation, (0.45, 0.38))
         return max(
-            kernel.flops / (self._rate(kernel.dtype) * share),
+            kernel.flops / (self._find_rate(kernel.dtype) * share),
             self.moving(kernel.bytes_read + kernel.bytes_written),
         )
 
@@ -284,18 +284,18 @@ class Roofline:
             return _LATENCY + size * share / link
         # The catalogue's rate is per device: the group's devices on a host use their network cards together.
         network = (self.device.network or _NETWORK) * _LINK * within
-        return _latency(name, devices, within) + size * share / min(network, link)
+        return _estimate_latency(name, devices, within) + size * share / min(network, link)
 
     def kernel_seconds(self, kernel: Kernel, observation: Observation) -> float:
         """Returns the seconds of one call on the device; of no collective."""
         if kernel.flops and "attention" in kernel.operator:
             # cuDNN supports only rows of one document; packed rows use flash attention.
-            return self._attention(kernel, observation.cudnn and "varlen" not in kernel.operator) + _LAUNCH
+            return self._time_attention(kernel, observation.cudnn and "varlen" not in kernel.operator) + _LAUNCH
         if kernel.operator.startswith(FUSED):
-            return self._fused(kernel) + _LAUNCH
+            return self._time_fused_kernel(kernel) + _LAUNCH
         if kernel.flops:
-            return self._product(kernel) + _LAUNCH
-        return (self._moving(kernel) + _LAUNCH) * fused_share(kernel, observation)
+            return self._time_matmul(kernel) + _LAUNCH
+        return (self._time_movement(kernel) + _LAUNCH) * estimate_fused_share(kernel, observation)
 
     def seconds(self, observation: Observation) -> Seconds:
         """Returns the seconds of one optimizer step, by cause."""
@@ -303,7 +303,7 @@ class Roofline:
         launches = 0
         for kernel, count in observation.kernels.items():
             if kernel.where != "device":
-                continue  # `_link` counts these
+                continue  # `_find_link` counts these
             if kernel.group is not None:
                 seconds = self.collective(kernel) * count
                 axes = observation.groups[kernel.group]
@@ -332,7 +332,7 @@ class Roofline:
         waiting += max(overlapped - computing, 0.0)
         working = computing + host + waiting
         # The bubble of a pipeline is a fraction of the time in which the stage works.
-        idle, link = working * observation.idle, self._link(observation, computing)
+        idle, link = working * observation.idle, self._find_link(observation, computing)
         return Seconds(products, attention, moved, waiting, min(overlapped, computing), host, idle, link)
 
     def limiting_host(self, observation: Observation) -> HostLaunches | None:
@@ -340,9 +340,9 @@ class Roofline:
         operators = sum(n for kernel, n in observation.kernels.items() if kernel.where == "device" and not kernel.group)
         return HostLaunches(operators, _launch_seconds(observation)) if self.seconds(observation).host else None
 
-    def _link(self, observation: Observation, computing: float) -> float:
+    def _find_link(self, observation: Observation, computing: float) -> float:
         link = (self.device.host or _HOST_LINK) * _LINK
-        return link_seconds(observation, computing, to_host=link, to_device=link)
+        return estimate_link_seconds(observation, computing, to_host=link, to_device=link)
 
 
 def _launch_seconds(observation: Observation) -> float:
@@ -350,7 +350,7 @@ def _launch_seconds(observation: Observation) -> float:
     return (_HOST_COMPILED if observation.compiled else _HOST) * observation.slowed
 
 
-def _latency(name: str, devices: int, within: int) -> float:
+def _estimate_latency(name: str, devices: int, within: int) -> float:
     """Returns the seconds of a collective across hosts, without those of its bytes; `within` devices share a host."""
     hosts = devices / within
     tree = 2 * ((within - 1) * _TREE[0] + math.log2(max(hosts, 2)) * _TREE[1])
@@ -364,12 +364,12 @@ def _latency(name: str, devices: int, within: int) -> float:
     return _START + tree
 
 
-def fused_share(kernel: Kernel, observation: Observation) -> float:
+def estimate_fused_share(kernel: Kernel, observation: Observation) -> float:
     """Returns the fraction of a pointwise operator's time that remains after fusion with its neighbours."""
     return _FUSED.get(kernel.dtype, 1.0) if observation.compiled and kernel.operator in _POINTWISE else 1.0
 
 
-def link_seconds(observation: Observation, computing: float, *, to_host: float, to_device: float) -> float:
+def estimate_link_seconds(observation: Observation, computing: float, *, to_host: float, to_device: float) -> float:
     """Returns the exposed seconds of copies between GPU and host memory, with both directions in parallel.
 
     Copies of the forward pass overlap with it, and those of backward with backward, which takes twice as long. In the
@@ -395,15 +395,15 @@ def link_seconds(observation: Observation, computing: float, *, to_host: float, 
     return update + exposed + times["host", False]
 
 
-def _last_wave(kernel: Kernel, units: int | None) -> float:
+def _estimate_utilization(kernel: Kernel, units: int | None) -> float:
     """Returns the SM utilization of a matmul under wave and tile quantization."""
     if units is None:
         return 1.0
-    (rows, columns), inner, batch = _output(kernel)
+    (rows, columns), inner, batch = _parse_output(kernel)
     if _is_narrow(kernel):
         # Kernels for narrow results have narrow tiles, and split the inner dimension until all SMs have work.
-        tile = _edge(rows) * _edge(columns)
-        tiles = -(-rows // _edge(rows)) * -(-columns // _edge(columns)) * batch
+        tile = _choose_tile_edge(rows) * _choose_tile_edge(columns)
+        tiles = -(-rows // _choose_tile_edge(rows)) * -(-columns // _choose_tile_edge(columns)) * batch
         splits = max(1, min(units // tiles, inner // _SPLIT))
     else:
         tile, splits = _TILE**2, 1
@@ -414,7 +414,7 @@ def _last_wave(kernel: Kernel, units: int | None) -> float:
     return max(work / (waves * units), 1e-3)
 
 
-def _output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
+def _parse_output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
     """Returns the (rows, columns) of a matmul's result, its inner dimension and its batch."""
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     # a: (..., rows, inner), b: (..., inner, columns).
@@ -424,10 +424,10 @@ def _output(kernel: Kernel) -> tuple[tuple[int, int], int, int]:
 
 def _is_narrow(kernel: Kernel) -> bool:
     """True for the matmuls of an adapter, of which one side is narrower than a tile of the result."""
-    (rows, columns), inner, _ = _output(kernel)
+    (rows, columns), inner, _ = _parse_output(kernel)
     return min(rows, columns, inner) < _TILE
 
 
-def _edge(size: int) -> int:
+def _choose_tile_edge(size: int) -> int:
     """Returns the side of a tile: powers of two from 32 to 128."""
     return min(_TILE, max(_NARROW, 1 << (size - 1).bit_length()))

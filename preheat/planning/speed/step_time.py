@@ -15,16 +15,22 @@ from typing import Any
 from preheat.core import Device
 from preheat.core.plan import HostLaunches
 from preheat.hardware.benchmark_rates import FULL, Grid, grid_of
-from preheat.hardware.cpp_build import compiler
+from preheat.hardware.cpp_build import find_compiler
 from preheat.hardware.rates import Layout, Rates
-from preheat.ops.attention.causal_cpu import RATE, multiplied_in
+from preheat.ops.attention.causal_cpu import RATE, matmul_dtype
 from preheat.ops.fused_norm_gate import BY_PIECES
 from preheat.ops.rowwise_cpu import IN_CACHE
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
-from preheat.planning.speed.roofline import fused_share, link_seconds
+from preheat.planning.speed.roofline import estimate_fused_share, estimate_link_seconds
 
-__all__ = ["grids_of_step", "host_seconds", "kernel_seconds", "limiting_host", "step_seconds"]
+__all__ = [
+    "collect_grids",
+    "estimate_host_seconds",
+    "estimate_kernel_seconds",
+    "find_limiting_host",
+    "estimate_step_seconds",
+]
 
 # aten operator -> the operator of `hardware.rates.MOVERS` with a similar cost
 _MOVERS = {
@@ -104,12 +110,12 @@ _GPU_TABLE = 1 << 29  # bytes of the largest table of embeddings
 _CUSTOM = 40  # a call of our custom operators costs as much as 40 launches, mostly in Python
 
 
-def _dtype(kernel: Kernel, rates: Rates) -> str:
+def _find_dtype(kernel: Kernel, rates: Rates) -> str:
     known = {row.dtype for row in rates.moved}
     return kernel.dtype if kernel.dtype in known else "fp32"
 
 
-def _layer_of(kernel: Kernel) -> tuple[Layout, int, int, int]:
+def _find_layer(kernel: Kernel) -> tuple[Layout, int, int, int]:
     """Returns which matmul of a linear layer a kernel is, and the layer's rows, inputs and outputs."""
     at = 1 if kernel.operator.startswith(("addmm", "baddbmm")) else 0  # skip the addend
     (a, b), (first, second) = kernel.shapes[at : at + 2], kernel.transposed[at : at + 2]
@@ -124,8 +130,8 @@ def _layer_of(kernel: Kernel) -> tuple[Layout, int, int, int]:
     return layout, n, k, m
 
 
-def _product(kernel: Kernel, rates: Rates) -> float:
-    layout, n, k, m = _layer_of(kernel)
+def _time_product(kernel: Kernel, rates: Rates) -> float:
+    layout, n, k, m = _find_layer(kernel)
     # A dtype that was not measured takes the fp32 rate.
     known = {row.dtype for row in rates.matrix}
     return kernel.flops / rates.matrix_rate(kernel.dtype if kernel.dtype in known else "fp32", layout, n, k, m)
@@ -134,9 +140,9 @@ def _product(kernel: Kernel, rates: Rates) -> float:
 _CAUSAL = "preheat::causal_attention"  # and its backward pass
 
 
-def kernel_seconds(kernel: Kernel, rates: Rates) -> float:
+def estimate_kernel_seconds(kernel: Kernel, rates: Rates) -> float:
     """Returns the seconds of one call: on a CPU including the launch, on a GPU the device time only."""
-    return (0.0 if rates.of_gpu else _launch_seconds(kernel, rates)) + _device_seconds(kernel, rates)
+    return (0.0 if rates.of_gpu else _launch_seconds(kernel, rates)) + _time_device(kernel, rates)
 
 
 def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
@@ -149,39 +155,39 @@ def _launch_seconds(kernel: Kernel, rates: Rates) -> float:
     return rates.launch * (_CUSTOM if moves and (name in BY_PIECES or name in IN_CACHE) else 1)
 
 
-def _device_seconds(kernel: Kernel, rates: Rates) -> float:
+def _time_device(kernel: Kernel, rates: Rates) -> float:
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
     if kernel.flops and name.startswith(_CAUSAL):
         # FLOPs count the whole score matrix, of which half is computed.
         length, width = kernel.shapes[0][-2:]
-        dtype = multiplied_in(_dtype(kernel, rates))
+        dtype = matmul_dtype(_find_dtype(kernel, rates))
         return kernel.flops / 2 / (RATE * rates.matrix_rate(dtype, "forward", length, width, length))
     if kernel.flops and "attention" in name:
         direction = "backward" if "backward" in name else "forward"
         return kernel.flops / rates.attention_rate(
-            _dtype(kernel, rates),
+            _find_dtype(kernel, rates),
             direction,  # type: ignore[arg-type]
             kernel.shapes[0][-2],
         )
     if kernel.flops:
-        return _product(kernel, rates)
+        return _time_product(kernel, rates)
     if name == "_fused_adamw_":  # reads weights, gradients and two moments: 16 bytes per parameter
         return rates.adamw["fp32"] * kernel.bytes_read / 16
     if moved == 0:
         return 0.0
     # Our fused CPU operators work on blocks that stay in cache, so memory bandwidth does not bound them.
-    if rates.near is not None and (size := _bytes_in_cache(name)) is not None:
+    if rates.near is not None and (size := _count_cached_bytes(name)) is not None:
         return size * math.prod(kernel.shapes[0]) / rates.near
     if name in _SPARSE:
         # Practically free: the operands' bytes say nothing about the few elements touched.
         return kernel.bytes_read / 1e12
-    mover, dtype, moved = _mover_of(kernel, _dtype(kernel, rates))
+    mover, dtype, moved = _find_mover(kernel, _find_dtype(kernel, rates))
     if rates.partial and not any((row.operator, row.dtype) == (mover, dtype) for row in rates.moved):
         mover = "copy"
     return moved / rates.moved_rate(mover, dtype, moved)
 
 
-def _mover_of(kernel: Kernel, dtype: str) -> tuple[str, str, int]:
+def _find_mover(kernel: Kernel, dtype: str) -> tuple[str, str, int]:
     """Returns the operator of `MOVERS` with a similar cost, its dtype, and the bytes that it moves."""
     name, moved = kernel.operator, kernel.bytes_read + kernel.bytes_written
     # Operators without a measurement count as a copy of their bytes.
@@ -207,9 +213,9 @@ def _mover_of(kernel: Kernel, dtype: str) -> tuple[str, str, int]:
     return mover, dtype, moved
 
 
-def _bytes_in_cache(name: str) -> int | None:
+def _count_cached_bytes(name: str) -> int | None:
     """Returns the bytes per element that one of our CPU operators moves in the cache; None for all others."""
-    return IN_CACHE.get(name) if name in IN_CACHE and compiler() is not None else BY_PIECES.get(name)
+    return IN_CACHE.get(name) if name in IN_CACHE and find_compiler() is not None else BY_PIECES.get(name)
 
 
 def _broadcast(kernel: Kernel) -> str:
@@ -230,7 +236,7 @@ def _broadcast(kernel: Kernel) -> str:
     return "mul"
 
 
-def grids_of_step(observation: Observation, device: Device, *, width: int, vocabulary: int) -> list[Grid]:
+def collect_grids(observation: Observation, device: Device, *, width: int, vocabulary: int) -> list[Grid]:
     """Returns the sizes that decide the time of this step, for a calibration that measures nothing else.
 
     On a GPU there is one grid for each dtype, with the operators that the step runs in it.
@@ -240,7 +246,7 @@ def grids_of_step(observation: Observation, device: Device, *, width: int, vocab
         vocabulary: number of its tokens.
     """
     if device.kind != "cpu":
-        return _grids_on_gpu(observation, device, width=width, vocabulary=vocabulary)
+        return _collect_gpu_grids(observation, device, width=width, vocabulary=vocabulary)
     attention, dtypes = set[tuple[int, int, int, int]](), {"fp32"}  # fp32: norms and the optimizer
     shapes = set[tuple[int, int, int]]()
     moved = 12  # two operands and a result in fp32
@@ -251,7 +257,7 @@ def grids_of_step(observation: Observation, device: Device, *, width: int, vocab
             if kernel.operator.startswith(_CAUSAL):
                 shapes.add((length, head_dim, length))  # its time follows from this matmul's
         elif kernel.flops:
-            _, n, k, m = _layer_of(kernel)
+            _, n, k, m = _find_layer(kernel)
             shapes.add((n, k, m))
             dtypes.add(kernel.dtype)
         elif kernel.operator in _MOVERS:
@@ -274,7 +280,7 @@ def grids_of_step(observation: Observation, device: Device, *, width: int, vocab
 _GPU_DTYPES = ("bf16", "fp16", "fp32")
 
 
-def _grids_on_gpu(observation: Observation, device: Device, *, width: int, vocabulary: int) -> list[Grid]:
+def _collect_gpu_grids(observation: Observation, device: Device, *, width: int, vocabulary: int) -> list[Grid]:
     whole = grid_of(device)
     shapes, attention, operators = (defaultdict[str, set[Any]](set) for _ in range(3))
     for kernel in observation.kernels:
@@ -286,13 +292,13 @@ def _grids_on_gpu(observation: Observation, device: Device, *, width: int, vocab
             # More tokens take as long each.
             attention[dtype].add((max(1, min(math.prod(rows), _GPU_ROWS // length)), heads, length, head_dim))
         elif kernel.flops:
-            _, n, k, m = _layer_of(kernel)
+            _, n, k, m = _find_layer(kernel)
             n = min(n, _GPU_ROWS)
             while n > _LEAST_ROWS and 4 * (n * k + n * m + k * m) > whole.most:
                 n //= 2
             shapes[kernel.dtype if kernel.dtype == "tf32" else dtype].add((n, k, m))
         elif kernel.bytes_read + kernel.bytes_written and kernel.operator not in _SPARSE:
-            mover, dtype, _ = _mover_of(kernel, dtype)
+            mover, dtype, _ = _find_mover(kernel, dtype)
             operators[dtype].add(mover)
     # fp32 always: norms and the optimizer. A dtype needs a rate of each kind, if only of one size.
     dtypes = sorted({"fp32", *operators, *shapes, *attention} - {"tf32"})
@@ -335,7 +341,7 @@ _HOST_SHARE, _GPU_SHARE = 8.0, 2.5
 _COMPILED = 0.35  # of the host time that remains in compiled layers: 3 of 9 microseconds
 
 
-def host_seconds(observation: Observation, rates: Rates) -> tuple[int, float]:
+def estimate_host_seconds(observation: Observation, rates: Rates) -> tuple[int, float]:
     """Returns the operators that the host launches in a step, and the seconds that it takes for them."""
     # Copies over the link are launched beside the computation.
     kernels = [(k, count) for k, count in observation.kernels.items() if k.where == "device" or not rates.of_gpu]
@@ -349,35 +355,38 @@ def host_seconds(observation: Observation, rates: Rates) -> tuple[int, float]:
     return operators, seconds
 
 
-def step_seconds(observation: Observation, rates: Rates) -> float:
+def estimate_step_seconds(observation: Observation, rates: Rates) -> float:
     """Returns the seconds of one optimizer step."""
     if rates.of_gpu:
-        return rates.pace * _gpu_seconds(observation, rates)
-    # Less a launch each, because `kernel_seconds` includes it already.
-    operators, host = host_seconds(observation, rates)
-    kernels = sum(kernel_seconds(kernel, rates) * count for kernel, count in observation.kernels.items())
+        return rates.pace * _estimate_gpu_seconds(observation, rates)
+    # Less a launch each, because `estimate_kernel_seconds` includes it already.
+    operators, host = estimate_host_seconds(observation, rates)
+    kernels = sum(estimate_kernel_seconds(kernel, rates) * count for kernel, count in observation.kernels.items())
     return rates.pace * (kernels + host - operators * rates.launch)
 
 
-def _gpu_seconds(observation: Observation, rates: Rates) -> float:
+def _estimate_gpu_seconds(observation: Observation, rates: Rates) -> float:
     """Returns the seconds of a step on a GPU: the slower of host and device, plus exposed copies over the link."""
-    device = _computing_seconds(observation, rates)
+    device = _estimate_kernel_seconds(observation, rates)
     # Launches are queued ahead of the device, so the slower of the two sets the pace.
-    working = max(device, host_seconds(observation, rates)[1]) * (1 + observation.idle)
+    working = max(device, estimate_host_seconds(observation, rates)[1]) * (1 + observation.idle)
     if rates.to_host is None or rates.to_device is None:
         return working
-    return working + link_seconds(observation, device, to_host=rates.to_host, to_device=rates.to_device)
+    return working + estimate_link_seconds(observation, device, to_host=rates.to_host, to_device=rates.to_device)
 
 
-def _computing_seconds(observation: Observation, rates: Rates) -> float:
+def _estimate_kernel_seconds(observation: Observation, rates: Rates) -> float:
     """Returns the seconds of a GPU's kernels."""
     kernels = [(kernel, count) for kernel, count in observation.kernels.items() if kernel.where == "device"]
-    return sum(kernel_seconds(kernel, rates) * fused_share(kernel, observation) * count for kernel, count in kernels)
+    return sum(
+        estimate_kernel_seconds(kernel, rates) * estimate_fused_share(kernel, observation) * count
+        for kernel, count in kernels
+    )
 
 
-def limiting_host(observation: Observation, rates: Rates) -> HostLaunches | None:
+def find_limiting_host(observation: Observation, rates: Rates) -> HostLaunches | None:
     """Returns what the host launches if it launches a GPU's kernels more slowly than they run, else None."""
-    operators, seconds = host_seconds(observation, rates)
-    if not rates.of_gpu or not operators or seconds <= _computing_seconds(observation, rates):
+    operators, seconds = estimate_host_seconds(observation, rates)
+    if not rates.of_gpu or not operators or seconds <= _estimate_kernel_seconds(observation, rates):
         return None
     return HostLaunches(operators, seconds / operators)

@@ -9,8 +9,8 @@ from preheat.core.plan import StepSeconds
 from preheat.hardware.rates import Rates
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.observation import Observation
-from preheat.planning.speed.roofline import Roofline, fused_share
-from preheat.planning.speed.step_time import kernel_seconds
+from preheat.planning.speed.roofline import Roofline, estimate_fused_share
+from preheat.planning.speed.step_time import estimate_kernel_seconds
 
 __all__ = ["split_step"]
 
@@ -54,5 +54,5 @@ def split_step(
 def _seconds(kernel: Kernel, observation: Observation, rates: Rates | Roofline) -> float:
     if isinstance(rates, Roofline):
         return rates.kernel_seconds(kernel, observation)
-    fused = fused_share(kernel, observation) if rates.of_gpu else 1.0
-    return rates.pace * kernel_seconds(kernel, rates) * fused
+    fused = estimate_fused_share(kernel, observation) if rates.of_gpu else 1.0
+    return rates.pace * estimate_kernel_seconds(kernel, rates) * fused

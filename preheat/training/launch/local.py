@@ -20,7 +20,14 @@ from typing import IO, TYPE_CHECKING
 
 from preheat.errors import RunError
 from preheat.files import parse_json
-from preheat.hardware.child_processes import LOOPBACK, ended_by, listen, local_group, local_store, tethered
+from preheat.hardware.child_processes import (
+    LOOPBACK,
+    create_local_store,
+    describe_exit,
+    listen,
+    local_group,
+    wrap_in_parent_death,
+)
 from preheat.hardware.interrupts import Interrupted
 from preheat.training.process_group import BACKEND
 from preheat.training.signals import Signals
@@ -134,13 +141,13 @@ class _Launched:
                 self.printed += [printed] if printed else []
                 self.started.append(
                     subprocess.Popen(
-                        tethered([sys.executable, "-m", "preheat", *self.command]),
+                        wrap_in_parent_death([sys.executable, "-m", "preheat", *self.command]),
                         env=shared | {key: str(value) for key, value in ranks.items()},
                         stdout=printed,
                         start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards it once
                     )
                 )
-            store = local_store(
+            store = create_local_store(
                 port, listening=listening.detach()
             )  # started last: the processes import torch meanwhile
             first = self._wait()
@@ -185,7 +192,7 @@ class _Launched:
         if failed is not None and codes[failed] < 0:
             if self.signals.received is not None:
                 raise Interrupted(signal.Signals[self.signals.received])
-            raise RunError(f"rank {failed} {ended_by(codes[failed])}{why}")
+            raise RunError(f"rank {failed} {describe_exit(codes[failed])}{why}")
         if failed is not None:
             return LaunchResult(codes[failed], result)
         stopped = next((code for code in codes if _stopped(code)), 0)

@@ -45,7 +45,7 @@ def write(job: Job) -> str:
         "ACCELERATOR": job.accelerator,
         "ENVIRONMENT": {"OMP_NUM_THREADS": str(max(1, cores // job.processes))}
         | job.environment()
-        | ({remote_code.VARIABLE: "1"} if remote_code.allowed() else {}),
+        | ({remote_code.VARIABLE: "1"} if remote_code.is_allowed() else {}),
     }
     head = (
         f'"""{job.recipe.name} on {job.nodes} hosts of {job.processes} processes; preheat launch wrote this file."""\n'

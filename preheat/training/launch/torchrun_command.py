@@ -76,5 +76,5 @@ def agent(job: Job, *, endpoint: str, first: str, identity: str, recipe: str, ou
         f"  --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {identity} \\",
         f'  --rdzv-conf "is_host={first},join_timeout=900,read_timeout=300" \\',
         f"  -m preheat train {recipe} --out {out} "
-        f"--auto-resume{f' {remote_code.OPTION}' if remote_code.allowed() else ''}",
+        f"--auto-resume{f' {remote_code.OPTION}' if remote_code.is_allowed() else ''}",
     ]

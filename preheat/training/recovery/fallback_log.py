@@ -17,8 +17,15 @@ from preheat.core import Phase, run_records
 from preheat.core.run_records import Event, OutOfMemory
 from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
-from preheat.files import parse_json, read_record, strict, to_json, write_atomic
-from preheat.planning.fallback_ladder import Fallback, Ladder, PlannedFallback, find_fallbacks, halve_length, settings
+from preheat.files import parse_json, read_record, to_json, to_plain_data, write_atomic
+from preheat.planning.fallback_ladder import (
+    Fallback,
+    Ladder,
+    PlannedFallback,
+    describe_differences,
+    find_fallbacks,
+    halve_length,
+)
 from preheat.planning.request import Request
 from preheat.recipe import Recipe
 from preheat.run.reader import Reader
@@ -34,7 +41,7 @@ GIB = 2**30
 def write_oom_record(run: Path, failure: OutOfMemory) -> None:
     """Writes a failure to the run's folder, for the processes of the next start."""
     # Atomic, because this process is out of memory and may be killed while it writes.
-    values = {key: value for key, value in strict(failure).items() if key != "kind"}
+    values = {key: value for key, value in to_plain_data(failure).items() if key != "kind"}
     write_atomic(_record_file(run, failure.rank), to_json(values))
 
 
@@ -122,7 +129,7 @@ def recorded(
         cause=failure.phase,
         changed=fallback.set,
         # All differences from the recipe as written, so that the last event alone restores the state.
-        set=settings(recipe, fallback.recipe),
+        set=describe_differences(recipe, fallback.recipe),
     )
     if ladder is None or not isinstance(fallback, PlannedFallback):
         return event
@@ -144,7 +151,7 @@ def choose_fallback(request: Request, failure: OutOfMemory) -> tuple[Ladder | No
     recipe = request.recipe
     if failure.phase is Phase.SAVING and is_async(recipe, request.device):  # the asynchronous copy did not fit
         milder = replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
-        return None, Fallback(settings(recipe, milder), milder)
+        return None, Fallback(describe_differences(recipe, milder), milder)
     # An evaluation that fails needs less memory in evaluation; the peak of training is no measure for it.
     phase = Phase.EVALUATION if failure.phase is Phase.EVALUATION else None
     # First without the memory that the plan counts apart from tensors: some of it may be in use by now.

@@ -28,7 +28,7 @@ from preheat.engine.checkpoint import is_async
 from preheat.errors import RunError
 from preheat.files import to_json
 from preheat.hardware.cpu_allocator import release_unused
-from preheat.hardware.oom import in_use_bytes, is_oom, memory_limit, requested_bytes
+from preheat.hardware.oom import is_oom, memory_limit, parse_requested_bytes, read_reserved_bytes
 from preheat.hardware.probe import reset_peak
 from preheat.ops.distributed.dtensor_utils import local
 from preheat.planning.fallback_ladder import PlannedFallback
@@ -49,7 +49,7 @@ class StepSnapshot:
 
     def __init__(self, build: Build):
         self.build, self.rank = build, build.mesh.rank
-        self.generators = checkpoint.torch_generators(build, self.rank)
+        self.generators = checkpoint.collect_torch_generators(build, self.rank)
         self.python, self.numpy = random.getstate(), numpy.random.get_state()
         # Buffers only: running statistics, for example. Weights do not change before the update, so they need no copy.
         self.buffers = [(buffer, buffer.clone()) for part in build.trained for buffer in part.buffers()]
@@ -123,7 +123,7 @@ class Recovery:
             return None
         session, kind = self.session, self.session.device.kind
         # `claimed` was allocated before the build, and is no memory of the run.
-        requested, in_use = requested_bytes(str(error)), in_use_bytes(kind) - session.claimed
+        requested, in_use = parse_requested_bytes(str(error)), read_reserved_bytes(kind) - session.claimed
         overhead = sum(
             size
             for what, size in session.plan.overhead.items()
@@ -161,7 +161,7 @@ class Recovery:
     def _apply_fallback(self, failure: OutOfMemory) -> None:
         session = self.session
         # Logged first, so that the report finds the failure even if choosing a fallback fails.
-        session.writer.event(failure)
+        session.writer.write_event(failure)
         if failure.phase is Phase.FALLBACK:  # planning did not fit in memory: free the build, then plan again
             if self._failure is None or not session.assembled:
                 raise RunError(f"out of memory, and too little is left to choose a fallback ({failure.message})")
@@ -185,14 +185,14 @@ class Recovery:
         # From here on the fallback is the recipe of the run.
         session.request, self._failure = replace(session.request, recipe=rung.recipe), None
         # With `step`: a run resumed from an earlier checkpoint must not apply this fallback to its steps.
-        session.writer.event(recorded(session.resolved, rung, ladder, failure, step))
+        session.writer.write_event(recorded(session.resolved, rung, ladder, failure, step))
         session.watch.notice(
             f"out of memory in step {failure.step + 1} ({failure.phase}): continuing with {rung.description}"
         )
         # Synchronous checkpoints need no dry run, so they have no plan.
         if isinstance(rung, PlannedFallback):
             session.plan = rung.plan
-            session.writer.json("plan.json", session.plan)
+            session.writer.write_json("plan.json", session.plan)
         # The fallback changes the model: build again and load the checkpoint that was saved for it.
         if not session.assembled:
             self.watchdog.set_phase(step, Phase.BUILDING)
@@ -284,7 +284,7 @@ class Recovery:
         if failure.phase is Phase.LAST_SAVING:
             raise RunError(message)
         session.watch.alarm(message)
-        session.writer.event(Unsaved(step=failure.step, reason=failure.message))
+        session.writer.write_event(Unsaved(step=failure.step, reason=failure.message))
         self.skipped_saves = failure.step
         return True
 
@@ -306,7 +306,7 @@ def _allocator(session: Session) -> dict[str, int]:
     """Returns counters of torch's CUDA allocator; writes its full state to the run's folder, as JSON."""
     stats = torch.cuda.memory_stats()
     snapshot = {"stats": stats, "segments": torch.cuda.memory_snapshot()}
-    session.writer.text("memory_snapshot.json", to_json(snapshot, default=str))
+    session.writer.write_text("memory_snapshot.json", to_json(snapshot, default=str))
     free = [
         block["size"] for segment in snapshot["segments"] for block in segment["blocks"] if block["state"] == "inactive"
     ]

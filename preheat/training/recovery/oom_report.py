@@ -13,7 +13,7 @@ from preheat.engine.device import resolve_device
 from preheat.errors import RunError
 from preheat.hardware.cuda_driver import has_cuda
 from preheat.hardware.rates import Rates
-from preheat.hardware.segments import grows
+from preheat.hardware.segments import grows_segments
 from preheat.planning.fallback_ladder import find_fallbacks, halve_length
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
@@ -123,7 +123,7 @@ def _machine(recipe: Recipe, environment: Environment) -> tuple[Device, Rates | 
         roofline = replace(Roofline.of(machine.device), alone=environment.processes in (None, 1))
         memory = round(machine.memory_gib * GIB)
         segments = environment.segments or recipe.hardware.segments
-        expandable = grows(segments, amd=roofline.device.generation == "cdna")
+        expandable = grows_segments(segments, amd=roofline.device.generation == "cdna")
         return replace(roofline.as_device, memory=memory, expandable=expandable), roofline
     device, threads = resolve_device(recipe)
     # A dry run for another kind of device would choose other kernels and say nothing about this run.

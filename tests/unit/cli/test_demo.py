@@ -16,16 +16,16 @@ from preheat.cli import demo
 from preheat.core import Device, MachineUse
 from preheat.core.plan import Plan
 from preheat.errors import RunError
-from preheat.files import strict
+from preheat.files import to_plain_data
 from preheat.hardware import benchmark_rates
 from preheat.hardware.benchmark_rates import Grid, _Parts, calibrate, measure_sizes, rates_for
 from preheat.hardware.probe import probe
 from preheat.hardware.rates import LAYOUTS, MOVERS, Present, Rates, load, parse
 from preheat.planning.layer_extrapolation import observe_few_layers
-from preheat.planning.plan_request import rates_of_step
+from preheat.planning.plan_request import choose_step_rates
 from preheat.planning.request import Request
 from preheat.planning.speed import step_time
-from preheat.planning.speed.step_time import grids_of_step, step_seconds
+from preheat.planning.speed.step_time import collect_grids, estimate_step_seconds
 from tests.unit.plans import plan_of, values_of
 
 TINY = Grid(
@@ -99,7 +99,11 @@ def test_the_demo_beside_other_work_trains_for_a_minute_too(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def planned(now: float) -> Plan:
-        busy = {"tokens_per_second": 9.0, "seconds_per_step": now, "machine": strict(MachineUse(0.3, 0.5, 1.5, 2, 2))}
+        busy = {
+            "tokens_per_second": 9.0,
+            "seconds_per_step": now,
+            "machine": to_plain_data(MachineUse(0.3, 0.5, 1.5, 2, 2)),
+        }
         return plan_of(values_of(1.0, 8.0, seconds_per_step=0.05, seconds_to_start=0.0, now=busy))
 
     monkeypatch.setattr(demo, "_plan", lambda recipe, quiet: ("rates", planned(0.3)))
@@ -163,7 +167,7 @@ def request_of_demo() -> Request:
 
 def test_only_the_sizes_of_the_step_are_measured(request_of_demo: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     observation = observe_few_layers(request_of_demo)
-    (grid,) = grids_of_step(observation, request_of_demo.device, width=256, vocabulary=4096)
+    (grid,) = collect_grids(observation, request_of_demo.device, width=256, vocabulary=4096)
     # A micro-batch of 4 rows of 256 tokens; the head by 512 rows.
     assert {(1024, 256, 256), (1024, 256, 128), (1024, 256, 768), (1024, 768, 256), (512, 256, 4096)} <= set(
         grid.shapes
@@ -175,7 +179,7 @@ def test_only_the_sizes_of_the_step_are_measured(request_of_demo: Request, monke
     monkeypatch.setattr(
         Rates, "matrix_rate", lambda self, dtype, layout, n, k, m: asked.append((n, k, m)) or self.matrix[0].flops
     )
-    assert step_seconds(observation, made) > 0
+    assert estimate_step_seconds(observation, made) > 0
     assert {*asked} <= {*grid.shapes}
     # Fewer by far than a calibration of everything.
     assert len(grid.shapes) < len(benchmark_rates.FULL.rows) * len(benchmark_rates.FULL.layers) / 2
@@ -246,26 +250,26 @@ def test_a_card_is_measured_at_the_sizes_of_the_step_alone_and_once(
         return Request(recipe, card, vocabulary=512)
 
     Counting.count = 0
-    first, measured = rates_of_step(request(64), 1)
+    first, measured = choose_step_rates(request(64), 1)
     assert measured
     of_first = Counting.count
     # Each matmul of the plan was measured at its own size: fewer than a tenth of all sizes.
     asked: list[tuple[Any, ...]] = []
     observation, rate = observe_few_layers(request(64)), Rates.matrix_rate
     monkeypatch.setattr(Rates, "matrix_rate", lambda self, *at: asked.append(at) or rate(self, *at))
-    assert step_seconds(observation, first) > 0
+    assert estimate_step_seconds(observation, first) > 0
     assert asked
     assert all(first.holds(*at) for at in asked), asked
     assert of_first < (len(whole.layers) * len(whole.rows) * 3 * 4 + len(MOVERS) * len(whole.elements) * 3) / 5
     # A second run, of the same recipe, measures nothing.
-    assert rates_of_step(request(64), 1) == (first, False)
+    assert choose_step_rates(request(64), 1) == (first, False)
     assert Counting.count == of_first
     # A run of another recipe measures its own matmuls, and few others.
-    second, measured = rates_of_step(request(128), 1)
+    second, measured = choose_step_rates(request(128), 1)
     assert measured
     assert 0 < Counting.count - of_first < of_first / 2
     assert {*first.matrix} < {*second.matrix}
-    assert rates_of_step(request(64), 1) == rates_of_step(request(128), 1) == (second, False)
+    assert choose_step_rates(request(64), 1) == choose_step_rates(request(128), 1) == (second, False)
     # With another driver, all is measured anew.
     assert load("a card", torch.__version__, 1, "580.2") is None
     assert load("a card", torch.__version__, 1, "570.1") == second

@@ -31,12 +31,12 @@ from tests.unit.plans import CATEGORIES, plan_of, values_of
 
 
 def techniques(text: str) -> dict[str, Any]:
-    return recipes.as_values(recipes.parse(f"stop: {{max_steps: 1}}\ntechniques: {text}"))["techniques"]
+    return recipes.to_values(recipes.parse(f"stop: {{max_steps: 1}}\ntechniques: {text}"))["techniques"]
 
 
 def result(subject: Subject, technique_text: str, peak: float, has: float, **more: Any) -> dict[str, Any]:
     """What `preheat plan --json` prints, with the figures of real plans."""
-    values = recipes.as_values(subject.recipe) | {"techniques": techniques(technique_text)}
+    values = recipes.to_values(subject.recipe) | {"techniques": techniques(technique_text)}
     speed, tokens = 2379.2, subject.recipe.batch.size * subject.recipe.batch.seq_len
     return values_of(peak, has) | {
         "seconds_per_step": tokens / speed, "tokens_per_step": tokens, "cost": None,

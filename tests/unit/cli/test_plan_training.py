@@ -34,8 +34,8 @@ def test_a_gpu_is_parsed_once_and_another_spelling_of_it_has_the_same_answer(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[str] = []
-    parse = catalogue.named_or_described
-    monkeypatch.setattr(catalogue, "named_or_described", lambda text: parsed.append(text) or parse(text))
+    parse = catalogue.resolve_accelerator
+    monkeypatch.setattr(catalogue, "resolve_accelerator", lambda text: parsed.append(text) or parse(text))
     first = plan_of([recipe, "--gpu", "H100", "--price", "2USD/h"], capsys)
     assert parsed == ["H100"]
     monkeypatch.setattr(plan_training, "_planned", lambda question: pytest.fail("the answer was computed again"))

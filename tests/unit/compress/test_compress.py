@@ -23,8 +23,8 @@ from preheat.data.packing import Rows, Tokens
 from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.inference.load import LoadedModel, load_model
-from preheat.models.hf import head, plain_logits, softcap
-from preheat.models.layerwise import plainly
+from preheat.models.hf import compute_reference_logits, head, softcap
+from preheat.models.layerwise import plain_forward
 from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 
 from ...conftest import DEVICE
@@ -67,7 +67,7 @@ def compressed(source: Path, text: str, rows: list[Tensor]) -> tuple[LoadedModel
 
 @torch.no_grad()
 def loss(model: Any, rows: list[Tensor]) -> float:
-    with plainly(model):
+    with plain_forward(model):
         found = [
             nn.functional.cross_entropy(model(input_ids=row, use_cache=False).logits[0, :-1].float(), row[0, 1:])
             for row in rows
@@ -98,7 +98,9 @@ def test_what_is_written_is_opened_again_exactly(name: str, stories: Path, rows:
     model: Any = opened.build.trained[0]
     save_load.write_model(model, opened, tmp_path, method=name, dtype=torch.float32)
     again = load_model(tmp_path)
-    assert torch.equal(plain_logits(again.build.trained[0], rows[0]), plain_logits(model, rows[0]))  # type: ignore[arg-type]
+    assert torch.equal(
+        compute_reference_logits(again.build.trained[0], rows[0]), compute_reference_logits(model, rows[0])
+    )  # type: ignore[arg-type]
     bits = float(words.partition(" bits a weight")[0].rpartition(" ")[2])
     assert 4 < bits < 8.5
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -135,7 +137,7 @@ def test_other_families_are_written_and_opened(family: str, stories: Path, tmp_p
     (tmp_path / "made").mkdir()
     save_load.write_model(model, opened, tmp_path / "made", method="gptq", dtype=torch.float32)
     again: Any = load_model(tmp_path / "made").build.trained[0]
-    assert torch.equal(plain_logits(again, rows[0]), plain_logits(model, rows[0]))
+    assert torch.equal(compute_reference_logits(again, rows[0]), compute_reference_logits(model, rows[0]))
     assert softcap(again) == (30.0 if family == "gemma2" else None)
     shared = getattr(again.get_input_embeddings(), "codes", None) is again.lm_head.codes
     assert shared == (family == "gpt2"), (
@@ -153,7 +155,7 @@ def test_a_layer_is_given_the_inputs_that_the_model_gives_it(stories: Path, rows
         )
         for name, m in places.items()
     ]
-    with torch.no_grad(), plainly(model):
+    with torch.no_grad(), plain_forward(model):
         for row in rows[:8]:
             model(input_ids=row)
     for hook in hooks:
@@ -346,8 +348,8 @@ def test_a_model_without_quantized_weights_is_written_plainly(stories: Path, tmp
     model.model.layers[0].mlp.up_proj.weight.data[::2] = 0
     save_load.write_model(model, opened, tmp_path, method="magnitude", dtype=torch.float32)
     row = torch.arange(20)[None]
-    wanted = plain_logits(model, row)
-    assert torch.equal(plain_logits(load_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]
+    wanted = compute_reference_logits(model, row)
+    assert torch.equal(compute_reference_logits(load_model(tmp_path).build.trained[0], row), wanted)  # type: ignore[arg-type]
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         assert torch.allclose(again(row).logits, wanted, atol=1e-4)

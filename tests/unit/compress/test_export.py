@@ -21,12 +21,12 @@ from preheat.core import Build
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.engine import checkpoint
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.inference.load import load_model
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.ops.quantization import nf4
-from preheat.planning.plan_request import vocabulary_of
+from preheat.planning.plan_request import find_vocabulary_size
 from preheat.run.writer import Writer
 from preheat.techniques.peft_adapter import METHODS
 
@@ -105,7 +105,7 @@ def trained(
             vocabulary - 1,
             vocabulary - 2,
         )  # tokens that were added, where some were
-        gradients(b, [batch])
+        accumulate_gradients(b, [batch])
         update(b, lr)
     return b
 
@@ -115,8 +115,8 @@ def run_of(b: Build, tokenizer: Any, out: Path) -> Path:
     writer = Writer(out)
     progress = checkpoint.Progress(step=3, fingerprints={"weights": b.weights.fingerprint()}, run=writer.id)
     checkpoint.save(b, progress, out / "checkpoints", keep=1)
-    writer.folder("tokenizer", tokenizer.save_pretrained)
-    writer.text("recipe.yaml", recipes.dump(b.recipe))
+    writer.write_folder("tokenizer", tokenizer.save_pretrained)
+    writer.write_text("recipe.yaml", recipes.dump(b.recipe))
     writer.close()
     return out
 
@@ -127,7 +127,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 def made(folder: Path, techniques: str, out: Path) -> tuple[Path, torch.Tensor]:
     b = trained(folder, techniques)
-    return run_of(b, tokenizer_of(folder), out), plain_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
+    return run_of(b, tokenizer_of(folder), out), compute_reference_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
 
 
 def plain(folder: Path) -> Any:
@@ -160,7 +160,7 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     )
     run, wanted = made(bases[family], techniques, tmp_path / "run")
     start = plain(bases[family])
-    assert furthest(plain_logits(start, TOKENS), wanted) > 0.05, "something was learnt"
+    assert furthest(compute_reference_logits(start, TOKENS), wanted) > 0.05, "something was learnt"
     scale = max(1.0, float(wanted.abs().max()))
 
     loose = 1e-3 if name == "randlora" else 1e-5  # its sums cancel: in fp32 its own forward pass is no better
@@ -168,7 +168,7 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     again = plain(tmp_path / "merged")
     assert type(again) is type(start)
     assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in start.named_parameters()}
-    assert furthest(plain_logits(again, TOKENS), wanted) < loose * scale
+    assert furthest(compute_reference_logits(again, TOKENS), wanted) < loose * scale
     assert merged.max_logit_difference < loose * scale
 
     alone = peft_export.write(run, tmp_path / "alone")
@@ -176,9 +176,10 @@ def test_merged_and_alone_give_the_runs_logits(bases: dict[str, Path], tmp_path:
     for packed in (json.loads((tmp_path / "alone/preheat_base.json").read_text())["nf4"] or {"modules": []})["modules"]:
         weight: Any = model.get_submodule(f"base_model.model.{packed}").base_layer.weight.data  # type: ignore[union-attr]
         rounded = nf4.quantize(weight, double=name == "qlora")
-        weight.copy_(nf4.dequantize(rounded, tuple(weight.shape), torch.float32, nf4.tables()))
+        weight.copy_(nf4.dequantize(rounded, tuple(weight.shape), torch.float32, nf4.build_tables()))
     assert (
-        furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < (1e-4 if name in QUANTIZED else 1e-5) * scale
+        furthest(compute_reference_logits(model.get_base_model(), TOKENS), wanted)
+        < (1e-4 if name in QUANTIZED else 1e-5) * scale
     )  # type: ignore[arg-type]
     assert ("NF4" in alone.note) == (name in QUANTIZED)
     assert not [p.name for p in (tmp_path / "alone").iterdir() if p.name.startswith("model")], "the adapter alone"
@@ -215,7 +216,9 @@ def test_what_a_gpu_cannot_compare_is_compared_on_the_host(
     huggingface.write(run, tmp_path / "merged")
     assert [o.recipe.hardware.device for o in opened] == ["auto", "cpu"]
     assert not opened[0].build.parts, "the first copy is freed"
-    assert furthest(plain_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 1e-5 * max(1.0, float(wanted.max()))
+    assert furthest(compute_reference_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 1e-5 * max(
+        1.0, float(wanted.max())
+    )
 
 
 @pytest.mark.parametrize(("free", "needed"), [(3999, True), (4000, False)])
@@ -223,7 +226,7 @@ def test_a_comparison_replaces_the_weights_that_a_gpu_holds(
     monkeypatch: pytest.MonkeyPatch, free: int, needed: bool
 ) -> None:
     weight = SimpleNamespace(device=torch.device("cuda"), numel=lambda: 1000, element_size=lambda: 4)
-    monkeypatch.setattr(verify, "parameter_counts", lambda model: (0, 1000))
+    monkeypatch.setattr(verify, "count_parameters", lambda model: (0, 1000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 0))
     model: Any = SimpleNamespace(parameters=lambda: iter([weight]))
     assert verify.needs_host(model) == needed  # 1,000 weights in fp64
@@ -330,8 +333,8 @@ def test_that_pefts_own_merge_adds_a_tied_pair_twice_is_said(bases: dict[str, Pa
     )
     note = peft_export.write(run, tmp_path / "alone").note
     model = peft.PeftModel.from_pretrained(plain(bases["tied"]), tmp_path / "alone")
-    assert furthest(plain_logits(model.get_base_model(), TOKENS), wanted) < 1e-4  # type: ignore[arg-type]
-    off = furthest(plain_logits(model.merge_and_unload(), TOKENS), wanted)  # type: ignore[operator]
+    assert furthest(compute_reference_logits(model.get_base_model(), TOKENS), wanted) < 1e-4  # type: ignore[arg-type]
+    off = furthest(compute_reference_logits(model.merge_and_unload(), TOKENS), wanted)  # type: ignore[operator]
     assert off > 0.01
     assert "peft's merge_and_unload gives another model" in note
     assert "merge by preheat export --to hf" in note
@@ -392,14 +395,14 @@ def test_tokens_that_would_never_be_learnt_or_are_there_are_refused(bases: dict[
     with pytest.raises(DataError, match=r"model.add_tokens: the tokenizer has '<\|pad\|>' already"):
         load_tokenizer(str(bases["llama"]), add_tokens=["<|pad|>"])
     with pytest.raises(RecipeError, match=r"'<\|pad\|>' is already in the tokenizer and in the embedding"):
-        vocabulary_of(recipes.parse(text(bases["llama"], "{}", ", add_tokens: ['<|pad|>']")))
+        find_vocabulary_size(recipes.parse(text(bases["llama"], "{}", ", add_tokens: ['<|pad|>']")))
     tokenizer = load_tokenizer(str(bases["llama"]), add_tokens=CHAT)
     larger = tmp_path / "larger"
     shutil.copytree(bases["llama"], larger)
     tokenizer.save_pretrained(larger)
     with pytest.raises(RecipeError, match=r"302 tokens but .* 300 rows; name the missing tokens in model.add_tokens"):
         trained(larger, "{}", 0, vocabulary=302)
-    assert vocabulary_of(recipes.parse(text(larger, "{}", ADDED))) == 302
+    assert find_vocabulary_size(recipes.parse(text(larger, "{}", ADDED))) == 302
     with pytest.raises(RecipeError, match="is empty or repeated"):
         recipes.parse(text("x", "{}", ", add_tokens: [a, a]"))
     with pytest.raises(RecipeError, match="model from a path"):
@@ -421,7 +424,7 @@ def by_peft(base: Path, out: Path, **changed: Any) -> torch.Tensor:
     } | changed
     model = peft.get_peft_model(plain(base), peft.LoraConfig(**settings))
     model.save_pretrained(out)
-    return plain_logits(model.get_base_model(), TOKENS)  # type: ignore[arg-type]
+    return compute_reference_logits(model.get_base_model(), TOKENS)  # type: ignore[arg-type]
 
 
 def started(out: Path, more: str = "", rank: int = 4) -> str:
@@ -433,20 +436,20 @@ def test_training_starts_from_an_adapter_of_pefts(bases: dict[str, Path], tmp_pa
     wanted = by_peft(bases["llama"], tmp_path / "adapter", use_dora=dora)
     techniques = started(tmp_path / "adapter", ", variant: dora" if dora else "")
     b = trained(bases["llama"], techniques, 0)
-    assert furthest(plain_logits(b.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+    assert furthest(compute_reference_logits(b.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
     assert f"begun from {tmp_path / 'adapter'}" in b.changes["lora"][0].what
     b = trained(bases["llama"], techniques, 2)
-    tuned = plain_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
+    tuned = compute_reference_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
     run = run_of(b, tokenizer_of(bases["llama"]), tmp_path / "run")
     shutil.rmtree(tmp_path / "adapter")  # what it began from is not needed any more
-    assert torch.equal(plain_logits(load_model(run).build.trained[0], TOKENS), tuned)  # type: ignore[arg-type]
+    assert torch.equal(compute_reference_logits(load_model(run).build.trained[0], TOKENS), tuned)  # type: ignore[arg-type]
 
 
 def test_another_method_starts_from_its_own_folder(bases: dict[str, Path], tmp_path: Path) -> None:
     run, wanted = made(bases["llama"], OTHERS["vera"], tmp_path / "run")
     peft_export.write(run, tmp_path / "alone")
     more = OTHERS["vera"].replace("method: vera", f"method: vera, start: {tmp_path / 'alone'}")
-    assert furthest(plain_logits(trained(bases["llama"], more, 0).trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+    assert furthest(compute_reference_logits(trained(bases["llama"], more, 0).trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -512,23 +515,23 @@ def test_an_adapters_folder_is_opened_on_its_base(bases: dict[str, Path], tmp_pa
     run, wanted = made(base, (LORAS | QUANTIZED)[name], tmp_path / "run")
     peft_export.write(run, tmp_path / "alone")
     opened = load_model(tmp_path / "alone")
-    assert furthest(plain_logits(opened.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+    assert furthest(compute_reference_logits(opened.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
     assert huggingface.write(tmp_path / "alone", tmp_path / "merged").merged == 14
-    assert furthest(plain_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 3e-5
+    assert furthest(compute_reference_logits(plain(tmp_path / "merged"), TOKENS), wanted) < 3e-5
     base.rename(tmp_path / "moved")
     with pytest.raises(RecipeError, match=r"its base model is not there .*no such folder.*--base"):
         load_model(tmp_path / "alone")
     with pytest.raises(RecipeError, match=r"^--base: .*no such folder"):
         load_model(tmp_path / "alone", base=str(base))
     again = load_model(tmp_path / "alone", base=str(tmp_path / "moved"))
-    assert furthest(plain_logits(again.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+    assert furthest(compute_reference_logits(again.build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="whose weights are not those of"):
         load_model(tmp_path / "alone", base=str(bases["tied"]))
 
 
 def test_adapters_with_other_ranks_for_some_maps_are_opened(bases: dict[str, Path], tmp_path: Path) -> None:
     wanted = by_peft(bases["llama"], tmp_path / "adapter", rank_pattern={"q_proj": 2}, use_rslora=True)
-    assert furthest(plain_logits(load_model(tmp_path / "adapter").build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
+    assert furthest(compute_reference_logits(load_model(tmp_path / "adapter").build.trained[0], TOKENS), wanted) < 1e-5  # type: ignore[arg-type]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from preheat.data.chat.builtin_templates import FORMATS
 from preheat.data.chat.template import Template
 from preheat.data.tokenizer import train_tokenizer
 from preheat.errors import RunError
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 
 from ...architectures.tiny import ARCHITECTURES, tiny_config
 from ..chats import KINDS, TALKS
@@ -160,7 +160,7 @@ def test_a_gguf_file_read_back_gives_the_same_logits(tokenizer: Any, tmp_path: P
     model, again = gguf_reader.load(tmp_path / "out" / made.file)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = torch.arange(40)[None] * 7 % VOCABULARY
-    assert float((plain_logits(model, tokens) - plain_logits(plain, tokens)).abs().max()) < 1e-4
+    assert float((compute_reference_logits(model, tokens) - compute_reference_logits(plain, tokens)).abs().max()) < 1e-4
     assert again.chat_template == tokenizer.chat_template
     assert (tmp_path / "out/README.md").read_text().count("q8_0") == 0
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
@@ -345,7 +345,7 @@ def test_onnx_runtime_gives_the_same_logits_alone_and_in_a_padded_batch_and_near
     alone = session.run(None, {"input_ids": ids[1:, :7], "attention_mask": mask[1:, :7]})[0]
     assert float(np.abs(both[1, :7] - alone[0]).max()) < 1e-4
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    wanted = plain_logits(model, torch.from_numpy(ids[:1]))
+    wanted = compute_reference_logits(model, torch.from_numpy(ids[:1]))
     assert float((wanted - torch.from_numpy(both[:1])).abs().max()) < 1e-3
 
     # As a model whose weights exceed protobuf's limit.
@@ -396,7 +396,7 @@ def test_a_compiled_package_gives_the_same_logits(tokenizer: Any, tmp_path: Path
     rows = [torch.arange(n)[None] for n in (1, 5, 100)]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     for row, found in zip(rows, aoti.replay(tmp_path / "out/model.pt2", rows), strict=True):
-        assert float((plain_logits(model, row) - found).abs().max()) < 1e-3
+        assert float((compute_reference_logits(model, row) - found).abs().max()) < 1e-3
 
 
 def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_a_traced_model_takes_any_batch_and_length(tokenizer: Any, tmp_path: Pat
         ids = torch.arange(shape[0] * shape[1]).reshape(shape) % VOCABULARY
         with torch.no_grad():
             found = module(ids, torch.ones_like(ids))
-        assert float((found - plain_logits(model, ids)).abs().max()) < 1e-4
+        assert float((found - compute_reference_logits(model, ids)).abs().max()) < 1e-4
 
 
 def test_8da4w_of_no_matrix_is_refused() -> None:

@@ -18,7 +18,7 @@ from preheat.compress.vision import training
 from preheat.compress.vision.image_folder import calibration, read_folder
 from preheat.compress.vision.pruning import narrower
 from preheat.errors import DataError, PreheatError, RecipeError
-from preheat.models.image_classifiers import open_classifier, scores
+from preheat.models.image_classifiers import compute_scores, open_classifier
 
 READERS = {
     "mobilenet_v2": "reduce_1x1.convolution",
@@ -47,7 +47,7 @@ def small(family: str, classes: int = 4, **more: Any) -> Any:
             if isinstance(module, torch.nn.BatchNorm2d):  # transformers draws them about 0, and every score is 0
                 torch.nn.init.ones_(module.weight)
         for _ in range(3):
-            scores(model, torch.randn(8, 3, 32, 32))
+            compute_scores(model, torch.randn(8, 3, 32, 32))
     return model.eval()
 
 
@@ -68,7 +68,7 @@ def test_channels_that_do_nothing_go_first_and_the_scores_stay(family: str, tmp_
     assert made.num_parameters() < 0.95 * model.num_parameters()
     assert f"{made.num_parameters():,} parameters" in words
     with torch.no_grad():
-        wanted, found = scores(model, pixels), scores(made, pixels)
+        wanted, found = compute_scores(model, pixels), compute_scores(made, pixels)
     assert torch.linalg.norm(found - wanted) < 1e-4 * torch.linalg.norm(wanted)
     made.save_pretrained(tmp_path)
     again: Any = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
@@ -76,7 +76,7 @@ def test_channels_that_do_nothing_go_first_and_the_scores_stay(family: str, tmp_
     assert written.keys() == held.keys()
     assert [name for name, value in written.items() if not torch.equal(value, held[name])] == []
     with torch.no_grad():  # memory that is aligned otherwise is summed in another order on some processors
-        torch.testing.assert_close(scores(again, pixels), found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compute_scores(again, pixels), found, rtol=1e-4, atol=1e-5)
 
 
 def test_the_channels_that_stay_are_fitted_to_what_all_of_them_wrote() -> None:
@@ -90,7 +90,7 @@ def test_the_channels_that_stay_are_fitted_to_what_all_of_them_wrote() -> None:
             lambda m, i, o, key=key: seen.update({key: o, f"{key}.in": i[0]})
         )
     with torch.no_grad():
-        scores(model, pixels), scores(made, pixels)
+        compute_scores(model, pixels), compute_scores(made, pixels)
     own = block.expand_1x1.convolution.weight.flatten(1)
     kept = [int((own == row).all(1).nonzero()[0, 0]) for row in narrow.expand_1x1.convolution.weight.flatten(1)]
     assert len(set(kept)) == len(kept) < len(own)

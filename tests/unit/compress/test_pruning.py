@@ -20,12 +20,12 @@ from preheat.compress.methods.wanda import prune_by_wanda
 from preheat.compress.methods.width import prune_width
 from preheat.compress.registry import methods
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.models.conversions import slicing
 from preheat.models.conversions.slicing import KeptIndices, Sizes
-from preheat.models.hf import PATTERN, anatomy, facts, plain_logits
-from preheat.models.layerwise import linear_maps, loss, matrix, plainly
+from preheat.models.hf import PATTERN, compute_reference_logits, find_anatomy, read_facts
+from preheat.models.layerwise import compute_loss, linear_maps, matrix, plain_forward
 from preheat.ops import pruning_scores as ops
 from preheat.recipe import parse
 from preheat.techniques.sliding_window import add_sliding_window
@@ -87,7 +87,7 @@ def some(count: int, of: int) -> torch.Tensor:
 def test_masks_are_those_of_loops() -> None:
     torch.manual_seed(0)
     weight, squares = torch.randn(6, 8), torch.rand(8) * 9
-    scores = ops.wanda(weight, squares)
+    scores = ops.score_wanda(weight, squares)
     slow = torch.tensor([[abs(float(weight[i, j])) * float(squares[j]) ** 0.5 for j in range(8)] for i in range(6)])
     assert torch.allclose(scores, slow)
     rows = torch.zeros(6, 8, dtype=torch.bool)
@@ -98,11 +98,11 @@ def test_masks_are_those_of_loops() -> None:
         for start in (0, 4):
             for j in sorted(range(start, start + 4), key=lambda j: float(scores[i, j]))[:2]:
                 fours[i, j] = True
-    assert torch.equal(ops.lowest(scores, 0.375, by_row=True), rows)
-    assert torch.equal(ops.two_of_four(scores), fours)
+    assert torch.equal(ops.mask_lowest(scores, 0.375, by_row=True), rows)
+    assert torch.equal(ops.mask_two_of_four(scores), fours)
     lowest = sorted(scores.flatten().tolist())[:17]
-    assert torch.equal(ops.lowest(scores, 17 / 48, by_row=False), scores <= lowest[-1])
-    assert ops.lowest(torch.ones(2, 4), 0.5, by_row=True).sum() == 4, "ties do not make more zeros"
+    assert torch.equal(ops.mask_lowest(scores, 17 / 48, by_row=False), scores <= lowest[-1])
+    assert ops.mask_lowest(torch.ones(2, 4), 0.5, by_row=True).sum() == 4, "ties do not make more zeros"
 
 
 def test_what_a_unit_adds_is_the_size_of_its_part() -> None:
@@ -114,9 +114,9 @@ def test_what_a_unit_adds_is_the_size_of_its_part() -> None:
             (x[..., u * size : u * size + size] @ weight[:, u * size : u * size + size].t()).square().sum()
             for u in range(units)
         ]
-        assert torch.allclose(ops.added(weight, ops.moments(x, units)), torch.stack(slow))
-        assert torch.allclose(ops.blocks(ops.moments(x, 1)[0], units), ops.moments(x, units))
-    turned = ops.influence(torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([[0.0, 2], [3, 0]]))
+        assert torch.allclose(ops.score_contribution(weight, ops.sum_moments(x, units)), torch.stack(slow))
+        assert torch.allclose(ops.extract_blocks(ops.sum_moments(x, 1)[0], units), ops.sum_moments(x, units))
+    turned = ops.score_influence(torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([[0.0, 2], [3, 0]]))
     assert float(turned) == pytest.approx(0.5), "one token is turned by a right angle, one not at all"
 
 
@@ -161,7 +161,7 @@ def test_wanda_is_the_paper_in_loops(family: str, pattern: str) -> None:
     model, slow = made(family), made(family)
     prune_by_wanda(model, ROWS, sparsity=0.5 if pattern == "2:4" else 0.4, pattern=pattern)
     for number in range(3):
-        layer = anatomy(slow).layers[number]
+        layer = find_anatomy(slow).layers[number]
         for module in [m for m in layer.modules() if m in set(linear_maps(slow).values())]:
             seen: list[torch.Tensor] = []
             handle = module.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0].flatten(0, -2)))
@@ -199,11 +199,11 @@ def wanted_of(model: Any, family: str) -> Sizes:
 def mute(model: Any, kept: KeptIndices, now: Sizes) -> None:
     """Sets to zero what the heads and channels that go write to the stream, in place."""
     with torch.no_grad():
-        for layer, _, module in slicing.readers(model, "heads"):
+        for layer, _, module in slicing.find_readers(model, "heads"):
             gone = torch.ones(now.heads, dtype=torch.bool)
             gone[kept.heads[layer]] = False  # type: ignore[index]
             matrix(module)[:, gone.repeat_interleave(now.head_dim)] = 0
-        for layer, _, module in slicing.readers(model, "channels"):
+        for layer, _, module in slicing.find_readers(model, "channels"):
             gone = torch.ones(now.channels, dtype=torch.bool)
             gone[kept.channels[layer]] = False  # type: ignore[index]
             matrix(module)[:, gone] = 0
@@ -250,24 +250,24 @@ def test_a_cut_model_is_the_whole_one_with_the_rest_at_zero(family: str, tmp_pat
         ],
         channels=[some(wanted.channels, now.channels) for _ in range(3)],
     )
-    cut = slicing.smaller(model, kept)
-    assert cut.num_parameters() == slicing.counter(model)(replace(wanted, layers=2, hidden=24))
+    cut = slicing.build_smaller(model, kept)
+    assert cut.num_parameters() == slicing.build_parameter_counter(model)(replace(wanted, layers=2, hidden=24))
     mute(model, kept, now)
-    found = anatomy(model)
+    found = find_anatomy(model)
     del found.layers[1]
     model.config.num_hidden_layers = 2
-    for name in slicing.norms_over_stream(model):
+    for name in slicing.find_stream_norms(model):
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, OverSome(model.get_submodule(name), kept.hidden))  # type: ignore[arg-type]
-    wanted_logits = plain_logits(model, TOKENS)
-    assert off(plain_logits(cut, TOKENS), wanted_logits) < 1e-5
-    assert facts(cut.config).head_dim == now.head_dim
+    wanted_logits = compute_reference_logits(model, TOKENS)
+    assert off(compute_reference_logits(cut, TOKENS), wanted_logits) < 1e-5
+    assert read_facts(cut.config).head_dim == now.head_dim
     cut.save_pretrained(tmp_path / "m")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    assert torch.equal(plain_logits(again, TOKENS), plain_logits(cut, TOKENS))
+    assert torch.equal(compute_reference_logits(again, TOKENS), compute_reference_logits(cut, TOKENS))
     tied = model.config.tie_word_embeddings
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == tied
-    assert off(plain_logits(built(tmp_path / "m"), TOKENS), wanted_logits) < 1e-5
+    assert off(compute_reference_logits(built(tmp_path / "m"), TOKENS), wanted_logits) < 1e-5
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -276,15 +276,15 @@ def test_parts_that_write_nothing_count_nothing_and_go_first(family: str) -> Non
     now, wanted = slicing.sizes_of(model.config), replace(wanted_of(model, family), hidden=32)
     kept = structured_pruning.chosen(structured_pruning.measure(made(family), ROWS), now, wanted)
     mute(model, kept, now)
-    before, importance = plain_logits(model, TOKENS), structured_pruning.measure(model, ROWS)
+    before, importance = compute_reference_logits(model, TOKENS), structured_pruning.measure(model, ROWS)
     assert [int((scores == 0).sum()) for scores in importance.channels] == [now.channels - wanted.channels] * 3
     again = structured_pruning.chosen(importance, now, wanted)
     for mine, other in zip((*kept.heads, *kept.channels), (*again.heads, *again.channels), strict=True):  # type: ignore[misc]
         assert torch.equal(mine, other)
     if family == "gpt2":  # which cannot have fewer heads at the same width
         again = replace(again, heads=None, kv_heads=None)
-    slicing.become(model, slicing.smaller(model, again))
-    assert off(plain_logits(model, TOKENS), before) < 1e-5
+    slicing.replace_in_place(model, slicing.build_smaller(model, again))
+    assert off(compute_reference_logits(model, TOKENS), before) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -294,22 +294,22 @@ def test_dimensions_that_are_zero_everywhere_go_without_a_change(family: str) ->
     gone = torch.tensor([1, 2, 5, 11, 12, 20, 21, 30])
     with torch.no_grad():
         model.get_input_embeddings().weight[:, gone] = 0
-        for _, _, module in (*slicing.readers(model, "heads"), *slicing.readers(model, "channels")):
+        for _, _, module in (*slicing.find_readers(model, "heads"), *slicing.find_readers(model, "channels")):
             module.weight[gone] = 0
             if module.bias is not None:
                 module.bias[gone] = 0
-    before = plain_logits(model, TOKENS)
+    before = compute_reference_logits(model, TOKENS)
     importance = structured_pruning.measure(model, ROWS)
     assert (importance.hidden == 0).nonzero().flatten().tolist() == gone.tolist()
     prune_width(model, ROWS, hidden=0.75)
     assert model.config.hidden_size == 24
-    assert off(plain_logits(model, TOKENS), before) < 1e-5
+    assert off(compute_reference_logits(model, TOKENS), before) < 1e-5
 
 
 def test_a_head_counts_by_what_attention_lacks_without_it() -> None:
     model = made("qwen2")
     importance = structured_pruning.measure(model, ROWS)
-    for number, (layer, _, module) in enumerate(slicing.readers(model, "heads")):
+    for number, (layer, _, module) in enumerate(slicing.find_readers(model, "heads")):
         seen: list[torch.Tensor] = []
         handle = module.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0]))
         with torch.no_grad():
@@ -337,19 +337,19 @@ def test_layers_are_taken_out_of_any_family(kind: str, more: dict[str, Any], by:
     config = getattr(transformers, f"{kind}Config")(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
-    layers = list(anatomy(model).layers)
+    layers = list(find_anatomy(model).layers)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape))
         for name, p in layers[1].named_parameters():  # the second layer passes on what it is given, and must go first
             if "o_proj" in name or "down_proj" in name:
                 p.zero_()
-    before = plain_logits(model, TOKENS)
+    before = compute_reference_logits(model, TOKENS)
     slow = []  # the loss with what one layer adds at zero
     for n in range(4):
         without = copy.deepcopy(model)
         with torch.no_grad():
-            for name, p in anatomy(without).layers[n].named_parameters():
+            for name, p in find_anatomy(without).layers[n].named_parameters():
                 if "o_proj" in name or "down_proj" in name:
                     p.zero_()
             losses = [without(input_ids=row, labels=row).loss * (row.numel() - 1) for row in ROWS]
@@ -359,13 +359,15 @@ def test_layers_are_taken_out_of_any_family(kind: str, more: dict[str, Any], by:
     assert count == 1
     assert f"without {first}, by {by}" in words
     if by == "loss":
-        with plainly(model):
-            assert loss(model, ROWS) * sum(row.numel() - 1 for row in ROWS) == pytest.approx(min(slow), rel=1e-4)
+        with plain_forward(model):
+            assert compute_loss(model, ROWS) * sum(row.numel() - 1 for row in ROWS) == pytest.approx(
+                min(slow), rel=1e-4
+            )
         return
-    assert off(plain_logits(model, TOKENS), before) < 1e-5
+    assert off(compute_reference_logits(model, TOKENS), before) < 1e-5
     model.save_pretrained(tmp_path / "m")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    assert off(plain_logits(again, TOKENS), before) < 1e-5
+    assert off(compute_reference_logits(again, TOKENS), before) < 1e-5
 
 
 def test_a_built_model_is_pruned_and_attends_as_before(tmp_path: Path) -> None:
@@ -377,7 +379,7 @@ def test_a_built_model_is_pruned_and_attends_as_before(tmp_path: Path) -> None:
         prune_width(one, ROWS, heads=0.5, channels=0.5)
     assert model.training
     assert model.config._attn_implementation == "preheat"
-    assert torch.equal(plain_logits(model, TOKENS), plain_logits(plain, TOKENS))
+    assert torch.equal(compute_reference_logits(model, TOKENS), compute_reference_logits(plain, TOKENS))
 
 
 def test_rows_are_read_with_capped_scores_and_with_preheats_patterns() -> None:
@@ -386,13 +388,13 @@ def test_rows_are_read_with_capped_scores_and_with_preheats_patterns() -> None:
     limited = made("qwen3")
     add_sliding_window(limited, window=3)
     for model, attention in ((capped, "eager"), (limited, limited.config._attn_implementation)):
-        with plainly(model):
-            found = loss(model, ROWS[:1])
+        with plain_forward(model):
+            found = compute_loss(model, ROWS[:1])
         model.set_attn_implementation(attention)
         with torch.no_grad():
             assert found == pytest.approx(float(model(input_ids=ROWS[0], labels=ROWS[0]).loss), rel=1e-5)
     prune_width(limited, ROWS, channels=0.5)
-    assert all(hasattr(m, PATTERN) for m in anatomy(limited).attentions)
+    assert all(hasattr(m, PATTERN) for m in find_anatomy(limited).attentions)
 
 
 # --- shapes under a budget ------------------------------------------------------------------------------------------
@@ -412,7 +414,7 @@ def test_drawn_shapes_meet_the_budget_and_can_be_built(family: str) -> None:
     for sizes in drawn:
         cut = structured_pruning.pruned(model, importance, sizes)
         assert slicing.sizes_of(cut.config) == sizes
-        assert cut.num_parameters() == slicing.counter(model)(sizes)
+        assert cut.num_parameters() == slicing.build_parameter_counter(model)(sizes)
         assert 0.9 * 0.7 * whole <= cut.num_parameters() <= 0.7 * whole
         type(cut.config)(**cut.config.to_dict())  # transformers' own checks, which reading a folder runs
 
@@ -433,10 +435,10 @@ def test_the_lottery_keeps_the_shape_of_the_lowest_loss() -> None:
     losses = []
     for sizes in shape_sampling.draw(whole, parameters=0.7, **settings):
         cut = structured_pruning.pruned(whole, importance, sizes, refit=True)
-        with plainly(cut):
-            losses.append(loss(cut, ROWS))
-    with plainly(model):
-        assert loss(model, ROWS) == pytest.approx(min(losses), rel=1e-6)
+        with plain_forward(cut):
+            losses.append(compute_loss(cut, ROWS))
+    with plain_forward(model):
+        assert compute_loss(model, ROWS) == pytest.approx(min(losses), rel=1e-6)
     assert len(set(losses)) == 5
     assert whole.num_parameters() - model.num_parameters() == gone
     assert "the best of 5 shapes" in words
@@ -469,11 +471,11 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
 
     def after(importance: Any, refit: bool = False, **changed: int) -> float:
         cut = structured_pruning.pruned(model, importance, replace(now, **changed), refit=refit)
-        with plainly(cut):
-            return loss(cut, [held_out])
+        with plain_forward(cut):
+            return compute_loss(cut, [held_out])
 
-    with plainly(model):
-        before = loss(model, [held_out])
+    with plain_forward(model):
+        before = compute_loss(model, [held_out])
     for changed in ({"heads": 4, "kv_heads": 2}, {"channels": 88}, {"hidden": 48}, {"layers": 4}):
         assert after(importance, **changed) < after(turned, **changed) - 0.1, changed
     assert after(importance, channels=152) < before + 0.4
@@ -482,8 +484,8 @@ def test_importance_knows_what_a_trained_model_needs(data_folder: Path) -> None:
     zeros: Any = transformers.AutoModelForCausalLM.from_pretrained(data_folder / "stories260K-hf").eval()
     prune_by_wanda(model, calibration)
     prune_by_magnitude(zeros)
-    with plainly(model), plainly(zeros):
-        assert before < loss(model, [held_out]) < loss(zeros, [held_out])
+    with plain_forward(model), plain_forward(zeros):
+        assert before < compute_loss(model, [held_out]) < compute_loss(zeros, [held_out])
 
 
 # --- zeros kept in training -------------------------------------------------------------------------------------------
@@ -512,7 +514,7 @@ def test_zeros_that_were_loaded_stay_whatever_the_optimizer(more: str, tmp_path:
     maps: Any = linear_maps(b.trained[0])  # type: ignore[arg-type]
     before = {name: m.weight.detach().clone() for name, m in maps.items()}
     for _ in range(3):
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         assert all(bool((m.weight.grad[m.weight == 0] == 0).all()) for m in maps.values())
         update(b, 0.01)
     for name, m in maps.items():
@@ -546,7 +548,7 @@ def test_weights_without_zeros_have_none_to_keep(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_serve_are_told(method: str, settings: dict[str, Any], words: str) -> None:
-    found = methods()[method](**settings).check(facts(made("llama").config))
+    found = methods()[method](**settings).check(read_facts(made("llama").config))
     assert any(words in line for line in found), found
 
 
@@ -558,7 +560,7 @@ def test_settings_that_serve_are_silent() -> None:
         ("depth", {}),
         ("lottery", {}),
     ):
-        assert methods()[name](**settings).check(facts(made("llama").config)) == []  # type: ignore[arg-type]
+        assert methods()[name](**settings).check(read_facts(made("llama").config)) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -605,7 +607,7 @@ def test_families_that_cannot_be_sliced_are_refused() -> None:
     numbered = made("gpt2", scale_attn_by_inverse_layer_idx=True)
     with torch.no_grad():
         for name, p in (
-            anatomy(numbered).layers[0].named_parameters()
+            find_anatomy(numbered).layers[0].named_parameters()
         ):  # turns nothing, and goes first: the others get other numbers
             if "c_proj" in name:
                 p.zero_()

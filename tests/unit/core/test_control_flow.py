@@ -148,7 +148,7 @@ def test_a_conflict_names_both() -> None:
 def test_an_engine_that_excludes_a_technique_says_what_to_write_instead(techniques: str, key: str, fix: str) -> None:
     from preheat import recipe as recipes
     from preheat.core import Device, conflicts_of
-    from preheat.engine.builder import context_of, techniques_of
+    from preheat.engine.builder import build_context, list_techniques
     from preheat.models.hf import configure
 
     every = 0 if techniques != "{}" else 5
@@ -156,8 +156,8 @@ def test_an_engine_that_excludes_a_technique_says_what_to_write_instead(techniqu
         f"model: {{size: 15M}}\nstop: {{max_steps: 1}}\nparallel: {{engine: deepspeed, devices: 2}}\ncheckpoint: {{every: {every}}}\n"
         f"techniques: {techniques}"
     )
-    context = context_of(recipe, configure(recipe, 96), Device("cuda", "an H100", 80 << 30, at_hand=False))
-    (line,) = str(TechniqueError(conflicts_of(techniques_of(recipe), context))).splitlines()
+    context = build_context(recipe, configure(recipe, 96), Device("cuda", "an H100", 80 << 30, at_hand=False))
+    (line,) = str(TechniqueError(conflicts_of(list_techniques(recipe), context))).splitlines()
     assert line.startswith(f"{key}: ")
     assert fix in line
 

@@ -10,8 +10,8 @@ import pytest
 
 from preheat.core import Device, MachineUse
 from preheat.core.plan import Alternative, Cost, LongestContext, Plan, Rejection, Searched, SpeedNow, Startup
-from preheat.files import BadJson, read_record, schema_of, to_json
-from preheat.planning.search.result import falls_short, fragmentation_hint
+from preheat.files import BadJson, build_schema, read_record, to_json
+from preheat.planning.search.result import describe_shortfall, hint_fragmentation
 from tests.unit.plans import plan_of, values_of
 
 BUSY = MachineUse(1.0, own_cores=0.5, other_cores=1.5, cpus=2, threads=2)
@@ -32,7 +32,7 @@ FULL = replace(
 @pytest.mark.parametrize("plan", [plan_of(values_of(81.0, 80.0)), FULL])
 def test_a_plan_is_read_as_it_was_written_and_as_its_schema_says(plan: Plan) -> None:
     written = json.loads(to_json(plan))
-    schema = schema_of(Plan)
+    schema = build_schema(Plan)
     jsonschema.validate(written, schema)
     assert written.keys() == schema["properties"].keys()
     assert not [name for name, value in schema["properties"].items() if not value.get("description")]
@@ -48,17 +48,17 @@ def test_what_follows_from_other_fields_is_computed_and_not_read() -> None:
 
 def test_a_refusal_names_the_limit_and_a_hint_the_allocator() -> None:
     small, gpu = {"kind": "cpu", "name": "a CPU", "memory": 1}, {"kind": "cuda", "name": "G", "memory": 1}
-    assert falls_short(plan_of(values_of(2.0, 0.5, device=small))) == "does not fit: needs 2.00 GiB, has 512 MiB"
-    below = falls_short(plan_of(values_of(0.1, 2**-30, device=small)))
+    assert describe_shortfall(plan_of(values_of(2.0, 0.5, device=small))) == "does not fit: needs 2.00 GiB, has 512 MiB"
+    below = describe_shortfall(plan_of(values_of(0.1, 2**-30, device=small)))
     assert below == "does not fit: needs 102 MiB, and the process itself takes all that a CPU may use"
     cached = {"overhead": {"allocator": 5.0}, "device": gpu}
     fragmented = plan_of(values_of(82.0, 80.0, **cached))
-    assert fragmentation_hint(fragmented).startswith("5.0 of it is fragmented free memory; expandable segments")
+    assert hint_fragmentation(fragmented).startswith("5.0 of it is fragmented free memory; expandable segments")
     retries = plan_of(values_of(79.0, 80.0, **cached, allocator_retries=True))
-    assert fragmentation_hint(retries).startswith("the allocator must release cached memory in each step")
+    assert hint_fragmentation(retries).startswith("the allocator must release cached memory in each step")
     for device in (small, {**gpu, "expandable": True}):
-        assert fragmentation_hint(replace(fragmented, device=Device(**device))) == ""
-    assert fragmentation_hint(plan_of(values_of(90.0, 80.0, **cached))) == "", "the tensors alone do not fit"
+        assert hint_fragmentation(replace(fragmented, device=Device(**device))) == ""
+    assert hint_fragmentation(plan_of(values_of(90.0, 80.0, **cached))) == "", "the tensors alone do not fit"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from preheat.core.run_records import (
     event_type,
 )
 from preheat.errors import RunError
-from preheat.files import strict, to_json
+from preheat.files import to_json, to_plain_data
 from preheat.run.reader import Reader
 
 ESTIMATE = {"value": 6.5, "low": 6.25, "high": 6.75}
@@ -173,7 +173,7 @@ def test_a_repeated_step_counts_once_and_half_a_line_is_no_damage(tmp_path: Path
         file.write('{"step": 3, "loss": NaN, "lr": Infinity, "note": "of a later version"}\n{"step": 4, "lo')
     assert [line.step for line in run.metrics()] == [1, 2, 3]
     assert run.metrics()[0] == StepMetrics(1, loss=3.0)
-    assert strict(run.metrics()[2]) == {"step": 3, "loss": None}
+    assert to_plain_data(run.metrics()[2]) == {"step": 3, "loss": None}
     assert run.damage_notes == []
 
 
@@ -183,7 +183,7 @@ def test_keys_that_are_damaged_are_left_out(tmp_path: Path) -> None:
         '{"device": "cpu", "threads": "x", "machine": 3, "of": "a later version"}'
     )
     (run.path / "changes.json").write_text('{"lora": [{"what": "w", "count": 0}], "muon": [{"what": "w", "count": 1}]}')
-    assert strict(run.environment) == {"device": "cpu"}
+    assert to_plain_data(run.environment) == {"device": "cpu"}
     assert list(run.changes) == ["muon"]
     assert run.damaged == {
         "environment.json": "left out threads, machine, whose values are invalid",
@@ -201,8 +201,8 @@ def test_damaged_data_is_an_error(counts: Any, tmp_path: Path) -> None:
 
 def test_defaults_say_what_is_unknown() -> None:
     assert event_type("measured") is Measured
-    assert strict(Checkpoint(step=3)) == {"kind": "checkpoint", "step": 3}
-    assert strict(EvaluationMetrics(3, validation_loss=math.nan)) == {"step": 3, "validation_loss": None}
+    assert to_plain_data(Checkpoint(step=3)) == {"kind": "checkpoint", "step": 3}
+    assert to_plain_data(EvaluationMetrics(3, validation_loss=math.nan)) == {"step": 3, "validation_loss": None}
 
 
 def test_steps_that_a_run_went_back_from_are_left_out(tmp_path: Path) -> None:

@@ -22,18 +22,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from preheat.cache_folder import store_json
 from preheat.data import PreparedData, prepare
-from preheat.data.cache import entry, read_entry
+from preheat.data.cache import open_entry, read_entry
 from preheat.data.chat import render_limits as limits
 from preheat.data.chat.render_limits import TemplateLimit
 from preheat.data.chat.template import Template
 from preheat.data.packing import IGNORED, Rows, Tokens
-from preheat.data.preview import _lengths, preview
-from preheat.data.rows.file_readers import expanded, find_files
+from preheat.data.preview import _summarize_lengths, build_preview
+from preheat.data.rows.file_readers import expand_path, find_files
 from preheat.data.rows.prompt_files import read_prompts
 from preheat.data.tokenizer import (
     Encoder,
+    describe_rebuild,
     load_tokenizer,
-    rebuilt_by_transformers,
     save_tokenizer,
     token_bytes,
     train_tokenizer,
@@ -41,9 +41,9 @@ from preheat.data.tokenizer import (
 from preheat.errors import DataError, PreheatError, RecipeError, RunError
 from preheat.evaluation.prompts import read_rows
 from preheat.files import read_value
-from preheat.model_folder import beginning, vocabulary_size
-from preheat.models.configs import tokenizer_folder
-from preheat.planning.plan_request import vocabulary_of
+from preheat.model_folder import beginning_tokens, count_embedding_rows
+from preheat.models.configs import find_tokenizer_folder
+from preheat.planning.plan_request import find_vocabulary_size
 from preheat.recipe import Data, parse
 
 from ...conftest import TooLong, within
@@ -198,11 +198,11 @@ def test_paths_that_cannot_be_read_are_told_in_a_line(
             run(tmp_path, folder, tmp_path / name)
         assert str(caught.value).isprintable()
     with pytest.raises(DataError, match="no such home folder"):
-        expanded("data.source", "~nobody-of-this-name/a.jsonl")
+        expand_path("data.source", "~nobody-of-this-name/a.jsonl")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("uid")))
     with pytest.raises(DataError, match="no such home folder"):
-        expanded("data.source", "~/a.jsonl")
+        expand_path("data.source", "~/a.jsonl")
     (tmp_path / "locked.jsonl").write_bytes(lines(GOOD))
     real = Path.open
 
@@ -265,7 +265,7 @@ def test_the_tokens_are_those_of_tokenizer_json(tmp_path: Path, data_folder: Pat
         ids = right.encode(text, add_special_tokens=False).ids
         assert transformers.AutoTokenizer.from_pretrained(saved).encode(text, add_special_tokens=False) == ids
     if name == "Qwen2Tokenizer":  # beside such a configuration transformers builds its own, whatever is stated
-        assert "Qwen2Tokenizer" in str(rebuilt_by_transformers(own))
+        assert "Qwen2Tokenizer" in str(describe_rebuild(own))
 
 
 def test_the_beginning_of_a_text_is_that_of_tokenizer_json(tmp_path: Path) -> None:
@@ -282,10 +282,10 @@ def test_the_beginning_of_a_text_is_that_of_tokenizer_json(tmp_path: Path) -> No
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("once")[:1] != [made.pad_token_id]
     found = load_tokenizer(str(tmp_path))
     assert found.encode("once") == Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("once").ids
-    assert beginning(found) == Encoder(found).begin == [made.pad_token_id]
+    assert beginning_tokens(found) == Encoder(found).begin == [made.pad_token_id]
     assert save_tokenizer(found, tmp_path / "saved") is None
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").encode("once") == found.encode("once")
-    assert beginning(made) == []  # which names no token that begins a text
+    assert beginning_tokens(made) == []  # which names no token that begins a text
 
 
 def test_a_tokenizer_without_tokenizer_json_is_read_as_transformers_does(tmp_path: Path) -> None:
@@ -355,11 +355,11 @@ def test_a_pretrained_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").touch()
     recipe = parse(f"model: {{path: {tmp_path}}}\nstop: {{max_steps: 1}}")
     with pytest.raises(RecipeError, match=r"has weights and no tokenizer.* set data\.tokenizer"):
-        tokenizer_folder(recipe)
+        find_tokenizer_folder(recipe)
     anew = parse(f"model: {{path: {tmp_path}, weights: random}}\nstop: {{max_steps: 1}}")
-    assert tokenizer_folder(anew) is None
+    assert find_tokenizer_folder(anew) is None
     (tmp_path / "tokenizer.json").touch()
-    assert tokenizer_folder(recipe) == str(tmp_path)
+    assert find_tokenizer_folder(recipe) == str(tmp_path)
 
 
 # --- chat templates
@@ -520,7 +520,7 @@ def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -
         (folder / "a.bin").write_bytes(b"content")
         return {"rows": 3}
 
-    folder, made = entry(root, "x-1", build)
+    folder, made = open_entry(root, "x-1", build)
     store_json(tmp_path / "rates" / "of" / "a.json", {})
     every = (root.parents[1], root.parent, root, folder, tmp_path / "rates", tmp_path / "rates" / "of")
     assert [path.stat().st_mode & 0o777 for path in every] == [0o700] * 6
@@ -534,7 +534,7 @@ def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -
     ):
         damage()
         assert read_entry(folder) is None
-        assert entry(root, "x-1", build)[1]["values"] == {"rows": 3}
+        assert open_entry(root, "x-1", build)[1]["values"] == {"rows": 3}
     assert len(calls) == 7
 
     def full(folder: Path) -> dict[str, Any]:
@@ -542,7 +542,7 @@ def test_the_cache_is_private_and_what_is_damaged_is_made_anew(tmp_path: Path) -
         raise OSError(28, "No space left on device")
 
     with pytest.raises(DataError, match=r"cannot be written \(No space left on device\); set PREHEAT_CACHE"):
-        entry(root, "x-2", full)
+        open_entry(root, "x-2", full)
     assert sorted(path.name for path in root.iterdir()) == ["x-1"]
 
 
@@ -568,7 +568,7 @@ def test_the_preview_names_the_file_s_own_rows(tmp_path: Path, folder: Path) -> 
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     made = run(tmp_path, folder, tmp_path / "a.jsonl", template="alpaca")
     seen = {}
-    for example in preview(made, "n", rows=99, seed=0)["examples"]:
+    for example in build_preview(made, "n", rows=99, seed=0)["examples"]:
         for document in example["documents"]:
             seen[int(document["where"].rpartition(":")[2])] = "".join(text for text, *_ in document["spans"])
     assert sorted(seen) == list(range(1, 15))
@@ -577,7 +577,7 @@ def test_the_preview_names_the_file_s_own_rows(tmp_path: Path, folder: Path) -> 
 
 def test_the_bars_of_a_preview_count_the_lengths_that_they_name() -> None:
     for sizes in (np.array([3, 3, 4, 5, 90]), np.arange(1, 200), np.array([7, 7, 7]), np.array([2, 300, 301, 9000])):
-        for bar in _lengths(sizes, 64)["bars"]:
+        for bar in _summarize_lengths(sizes, 64)["bars"]:
             inside = (sizes >= bar["from"]) & (sizes <= (bar["to"] or sizes.max()))
             assert bar["count"] == inside.sum(), bar
 
@@ -607,13 +607,13 @@ def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     own.save_pretrained(tmp_path / "gaps")
-    assert vocabulary_size(own) == len(token_bytes(own)) == 70_001
+    assert count_embedding_rows(own) == len(token_bytes(own)) == 70_001
     assert token_bytes(own)[70_000] == b"b"
     (tmp_path / "a.txt").write_text("a b " * 100)
     made = run(tmp_path, tmp_path / "gaps", tmp_path / "a.txt")
     assert set(made.train.row(0).tokens.tolist()) == {1, 70_000}
     recipe = parse(f"data: {{source: x, tokenizer: {tmp_path / 'gaps'}}}\nstop: {{epochs: 1}}", where="r")
-    assert vocabulary_of(recipe) == 70_001
+    assert find_vocabulary_size(recipe) == 70_001
 
 
 def test_a_last_partial_row_has_each_token_once() -> None:

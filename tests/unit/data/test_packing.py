@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preheat.data.packing import IGNORED, Rows, Tokens, best_fit, cut, permutation
+from preheat.data.packing import IGNORED, Rows, Tokens, cut, pack_best_fit, permutation
 
 
 def documents(seed: int, masked: bool) -> Tokens:
@@ -113,7 +113,7 @@ def test_a_class_is_the_label_of_the_last_place():
 
 def test_best_fit_wastes_little_and_never_overfills():
     sizes = np.random.default_rng(0).integers(1, 257, 5000)
-    bins = best_fit(sizes, 256)
+    bins = pack_best_fit(sizes, 256)
     assert sorted(n for b in bins for n in b) == list(range(5000))
     assert max(sizes[b].sum() for b in bins) <= 256
     assert sizes.sum() / (len(bins) * 256) > 0.98

@@ -18,7 +18,7 @@ from preheat.data.preflight import CHECKS
 from preheat.data.row_account import LeftOut, RowAccount
 from preheat.data.tokenizer import load_tokenizer, train_tokenizer
 from preheat.errors import DataError, RecipeError
-from preheat.files import strict
+from preheat.files import to_plain_data
 from preheat.recipe import Data, field_docs
 
 from ..chats import CHATML, TOOLS, said
@@ -273,7 +273,7 @@ def test_a_warned_check_leaves_rows_out_and_counts_them(tmp_path: Path, folder: 
     assert made.counts["train"]["documents"] == 18
     assert len(made.warnings) == 2
     assert "such rows are left out" in made.warnings[0]
-    assert strict(made.record())["counts"]["sources"][0]["dropped"] == {"equal_answers": 1, "fields": 1}
+    assert to_plain_data(made.record())["counts"]["sources"][0]["dropped"] == {"equal_answers": 1, "fields": 1}
 
 
 def test_few_rows_in_a_broken_encoding_are_told_only(tmp_path: Path, folder: Path) -> None:
@@ -345,7 +345,7 @@ def test_rows_without_room_for_an_answer_are_accounted_for(
         return
     assert isinstance(made.train, Rows)
     assert sum(len(made.train.contents(n)[0]) for n in range(len(made.train))) == 17 * made.train.tokens.group
-    counts = strict(made.record())["counts"]
+    counts = to_plain_data(made.record())["counts"]
     assert [counts["train"][key] for key in ("documents", "no_room", "cut")] == [17, 3, 0]
     assert RowAccount.of(counts["sources"][0]) == made.account
     assert made.text().startswith("rows: 20 read, 17 to train on, 0 to validate on; left out: 3 no room for an answer;")

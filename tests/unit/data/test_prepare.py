@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from preheat.core import Shape
-from preheat.data import Rows, baselines, batches, prepare, sources
+from preheat.data import Rows, batches, compute_baselines, prepare, sources
 from preheat.data.cache import read_entry
 from preheat.data.document import Document
 from preheat.data.rows.file_readers import CUT_AT_ANY_LINE, read_file
@@ -170,15 +170,15 @@ def test_the_standard_library_is_its_sources_without_packages_and_tests(tmp_path
         (tmp_path / name).touch()
     (tmp_path / "_sysconfigdata_here.py").touch()
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert sources._stdlib_files() == [tmp_path / name for name in ("a.py", "b.py", "json/c.py")]
+    assert sources._find_stdlib_files() == [tmp_path / name for name in ("a.py", "b.py", "json/c.py")]
 
 
 def test_built_in_sources_are_real_and_repeatable(monkeypatch):
     library = [d.text for d in open_source(Data()).read()]
     assert len(library) > 300
     assert sum(map(len, library)) > 5_000_000
-    files = sources._stdlib_files()[:100]  # parsing them all takes seconds
-    monkeypatch.setattr(sources, "_stdlib_files", lambda: files)
+    files = sources._find_stdlib_files()[:100]  # parsing them all takes seconds
+    monkeypatch.setattr(sources, "_find_stdlib_files", lambda: files)
     source = open_source(Data(source="docstrings"))
     pairs = list(source.read())
     assert len(pairs) == len(set(pairs)) > 300
@@ -193,7 +193,7 @@ def test_counting_baselines_are_between_nothing_and_the_truth(tmp_path, tokenize
     made = run(
         tmp_path, write(tmp_path / "a.jsonl", [{"text": "ab ba ab ba " * 9 + t} for t in LINES]), tokenizer=tokenizer
     )
-    losses = baselines(made, range(len(made.validation)))
+    losses = compute_baselines(made, range(len(made.validation)))
     assert 0 < losses["bigram"] < losses["unigram"] < 5.71  # ln 300: every piece alike
 
 
@@ -337,7 +337,7 @@ def test_other_files_that_cannot_be_read_are_named(tmp_path):
 
 
 def test_a_dataset_name_without_network_is_one_line(monkeypatch):
-    monkeypatch.setattr("preheat.data.sources.hub_reachable", lambda: False)
+    monkeypatch.setattr("preheat.data.sources.is_hub_reachable", lambda: False)
     with pytest.raises(
         DataError, match=r"data\.source stdlb: no such file or folder here; did you mean 'stdlib'\?, and no network"
     ):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from preheat.data.chat.builtin_templates import FORMATS
-from preheat.data.chat.template import Template, load_template, template_for
+from preheat.data.chat.template import Template, load_layout_template, load_template
 from preheat.data.document import Document
 from preheat.data.tokenizer import Encoder, load_tokenizer, train_tokenizer, write_tokenizer
 from preheat.errors import DataError, RecipeError
-from preheat.inference.text_generation import turn_ends
+from preheat.inference.text_generation import find_turn_ends
 
 from ..chats import (
     ALPACA,
@@ -304,7 +304,7 @@ def test_the_next_roles_mark_ends_turns_only_if_the_model_stops_there(own: Any, 
     def opened(**files: str) -> Template:
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(content)
-        return template_for(None, load_tokenizer(str(tmp_path)), "messages")
+        return load_layout_template(None, load_tokenizer(str(tmp_path)), "messages")
 
     plain = opened()
     assert (plain.end_of_turn, plain.spans(talk)[-1].text) == (None, "\n<think></think>\nFour.")
@@ -316,10 +316,10 @@ def test_the_next_roles_mark_ends_turns_only_if_the_model_stops_there(own: Any, 
     assert used.key() != plain.key()
     # A run's folder keeps the tokens with the tokenizer, so that other commands read its data alike.
     write_tokenizer(own, tmp_path / "run", used.stops)
-    assert template_for(None, load_tokenizer(str(tmp_path / "run")), "messages").spans(talk) == used.spans(talk)
+    assert load_layout_template(None, load_tokenizer(str(tmp_path / "run")), "messages").spans(talk) == used.spans(talk)
     assert opened(generation_config=json_of({"eos_token_id": own.eos_token_id})).end_of_turn is None
     # Generation, which does not read the file, stops there too.
-    assert turn_ends(plain, own) == (frozenset({user}), ())
+    assert find_turn_ends(plain, own) == (frozenset({user}), ())
     with pytest.raises(RecipeError, match=r"generation_config\.json: eos_token_id is '<\|user\|>', not a token ID"):
         opened(generation_config=json_of({"eos_token_id": "<|user|>"}))
 

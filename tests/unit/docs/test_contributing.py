@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from preheat.core import technique
-from preheat.core.registry import _incomplete
+from preheat.core.registry import _declaration_fault
 from preheat.engine.builder import build
 from preheat.engine.step import forward
 from preheat.hardware.probe import probe
@@ -40,7 +40,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 def test_the_example_changes_the_loss_as_it_says(example: ModuleType) -> None:
     settings = example.LabelSmoothing(amount=0.3)
     assert settings.name() == NAME
-    assert not _incomplete(example.LabelSmoothing)
+    assert not _declaration_fault(example.LabelSmoothing)
     batch, device = uneven(), probe("cpu")
     torch.manual_seed(0)
     trained = build(tiny(), vocabulary=96, device=device)

@@ -10,10 +10,10 @@ import yaml
 
 from preheat.data.chat.template import Template
 from preheat.data.preflight import CHECKS
-from preheat.data.rows.formats import layout_of
+from preheat.data.rows.formats import detect_layout
 from preheat.data.rows.schemas import LAYOUTS
 from preheat.evaluation.best import Criterion, criterion_of
-from preheat.evaluation.tasks import built_in, load_task
+from preheat.evaluation.tasks import find_built_in, load_task
 from preheat.recipe import Data, parse
 
 PAGE = (Path(__file__).parents[3] / "docs/pages/data.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ def table(first: str) -> list[list[str]]:
 
 
 def test_its_rows_are_recognised_and_each_layout_has_one() -> None:
-    found = [layout_of(Data(), list(row), row, "row").kind for row in ROWS]
+    found = [detect_layout(Data(), list(row), row, "row").kind for row in ROWS]
     assert found == ["text", "prompt", "alpaca", "messages", "sharegpt", "preference", "kto"]
     names, needs, reads = ([tuple(re.findall(r"`(\w+)`", row[n])) for row in table("layout")] for n in range(3))
     assert {name: found for (name,), *found in zip(names, needs, reads, strict=True)} == {
@@ -56,7 +56,7 @@ def test_its_settings_and_tasks_are_read(tmp_path: Path) -> None:
     (tmp_path / "colours.yaml").write_text(task)
     assert load_task(tmp_path / "colours.yaml").kind == "multiple_choice"
     assert set(TASK_ROW[0]) == {"question", "options", "right"}
-    assert {re.findall(r"\w+", row[0])[0] for row in table("built in")} == set(built_in())
+    assert {re.findall(r"\w+", row[0])[0] for row in table("built in")} == set(find_built_in())
 
 
 def test_its_template_marks_what_the_assistant_says() -> None:

@@ -15,7 +15,7 @@ from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.engine.async_checkpoint import Saving
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RunError
 
 from ...conftest import DEVICE, tiny, uneven
@@ -28,7 +28,7 @@ def made(*, beside: bool) -> Build:
 
 
 def step(b: Build) -> None:
-    gradients(b, [uneven()])
+    accumulate_gradients(b, [uneven()])
     update(b, 0.01)
 
 
@@ -39,7 +39,7 @@ def steps_go_on(saving: Saving) -> None:
 
 
 def tensors(folder: Path) -> dict[str, Any]:
-    assert checkpoint._damage(folder) is None
+    assert checkpoint._find_damage(folder) is None
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from preheat.core import Batch, Build, Order, Slot
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.engine.transfer import Transfer
 from preheat.hardware.transfers import to_device
 from preheat.ops.memory.host_transfer import Copy, HostCopy
@@ -63,7 +63,7 @@ def steps(b: Build, count: int = 2) -> tuple[list[float], dict[str, Tensor]]:
     batches = [split(uneven(seed=n, padded=True), [1] * 4) for n in range(count)]
     losses, grads = [], dict[str, Tensor]()
     for n, batch in enumerate(batches):
-        losses.append(float(gradients(b, batch, 0.01).total))
+        losses.append(float(accumulate_gradients(b, batch, 0.01).total))
         grads = {name: p.grad.clone() for name, p in b.parameters() if p.grad is not None}
         if n + 1 < count:
             b.begin(batches[n + 1][0])
@@ -116,11 +116,11 @@ def test_what_changes_rows_on_the_host_comes_before_the_copy() -> None:
     b.hooks.transforms += [(Order.MOVE, b.hooks.transfer), (Order.MOVE, written), (Order.PACK, packed)]
     batch, other = uneven(padded=True), uneven(seed=1, padded=True)
     b.begin(batch)
-    moved = b.transformed(batch)
+    moved = b.transform_batch(batch)
     assert torch.equal(moved.aligned[0], batch.tokens * 2)
     assert log == ["packed", *["begun"] * 5, *["waited"] * 5, "written"]
     b.begin(batch)
-    assert torch.equal(b.transformed(other).tokens, other.tokens)  # begun, and another one is asked for
+    assert torch.equal(b.transform_batch(other).tokens, other.tokens)  # begun, and another one is asked for
     assert log.count("begun") == log.count("waited") == 10
 
 

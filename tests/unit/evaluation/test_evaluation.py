@@ -24,14 +24,14 @@ from preheat.engine.evaluate import evaluate
 from preheat.errors import DataError, PreheatError, RecipeError
 from preheat.evaluation import bootstrap, metrics
 from preheat.evaluation.best import Criterion, Evaluated, Verdict, criterion_of, judge
-from preheat.evaluation.perplexity import bytes_of_tokens, measure_text
-from preheat.evaluation.prompts import items_of, read_rows
-from preheat.evaluation.results import compared, described, deserialize, serialize
+from preheat.evaluation.perplexity import count_token_bytes, measure_text
+from preheat.evaluation.prompts import read_items, read_rows
+from preheat.evaluation.results import compare_results, describe_result, deserialize, serialize
 from preheat.evaluation.run_task import measure_task
 from preheat.evaluation.scoring import CLASSES, Scorer
-from preheat.evaluation.tasks import Task, built_in, find_tasks, load_task
-from preheat.files import read_record, strict
-from preheat.models.hf import plain_logits
+from preheat.evaluation.tasks import Task, find_built_in, find_tasks, load_task
+from preheat.files import read_record, to_plain_data
+from preheat.models.hf import compute_reference_logits
 from preheat.recipe import Data, parse
 
 from ...conftest import DEVICE
@@ -62,14 +62,14 @@ def opened(techniques: str = "{}") -> Any:
 @pytest.mark.parametrize(
     ("score", "answer", "golds", "expected"),
     [
-        (metrics.exact_match, "The  Eiffel Tower!", ["eiffel tower", "x"], 1),
-        (metrics.exact_match, "an eiffel", ["eiffel tower"], 0),
-        (metrics.exact_match, "", [""], 1),
-        (metrics.token_f1, "red red hat", ["a red hat"], 2 * 2 / (3 + 2)),  # two of three words, both found
-        (metrics.token_f1, "blue", ["red"], 0),
-        (metrics.token_f1, "", ["the"], 1),  # nothing is left of either
-        (metrics.token_f1, "", ["red"], 0),
-        (metrics.token_f1, "one two", ["two three four", "one"], 2 / 3),  # the better gold
+        (metrics.score_exact_match, "The  Eiffel Tower!", ["eiffel tower", "x"], 1),
+        (metrics.score_exact_match, "an eiffel", ["eiffel tower"], 0),
+        (metrics.score_exact_match, "", [""], 1),
+        (metrics.score_token_f1, "red red hat", ["a red hat"], 2 * 2 / (3 + 2)),  # two of three words, both found
+        (metrics.score_token_f1, "blue", ["red"], 0),
+        (metrics.score_token_f1, "", ["the"], 1),  # nothing is left of either
+        (metrics.score_token_f1, "", ["red"], 0),
+        (metrics.score_token_f1, "one two", ["two three four", "one"], 2 / 3),  # the better gold
     ],
 )
 def test_answers_are_scored_as_squad_does(score: Any, answer: str, golds: list[str], expected: float) -> None:
@@ -98,7 +98,7 @@ def test_answers_are_scored_as_squad_does(score: Any, answer: str, golds: list[s
     ],
 )
 def test_numbers_are_read_with_sign_and_scale(text: str, scale: str, expected: float | None) -> None:
-    found = metrics.number_in(text, scale)
+    found = metrics.parse_number(text, scale)
     assert found == (None if expected is None else pytest.approx(expected))
 
 
@@ -118,8 +118,8 @@ def test_numbers_are_read_with_sign_and_scale(text: str, scale: str, expected: f
     ],
 )
 def test_numbers_count_by_their_value(answer: str, golds: list[str], scale: str, match: float, f1: float) -> None:
-    assert metrics.numeric_match(answer, golds, scale) == match
-    assert metrics.numeric_f1(answer, golds, scale) == pytest.approx(f1)
+    assert metrics.score_numeric_match(answer, golds, scale) == match
+    assert metrics.score_numeric_f1(answer, golds, scale) == pytest.approx(f1)
 
 
 def test_macro_f1_by_hand() -> None:
@@ -134,17 +134,17 @@ def test_macro_f1_by_hand() -> None:
 
 def test_an_interval_is_that_of_the_binomial() -> None:
     n, p = 400, 0.3
-    metric = bootstrap.mean([1.0] * int(n * p) + [0.0] * int(n * (1 - p)))
-    found = bootstrap.interval(metric, resamples=4000)
+    metric = bootstrap.mean_metric([1.0] * int(n * p) + [0.0] * int(n * (1 - p)))
+    found = bootstrap.compute_interval(metric, resamples=4000)
     assert found is not None
     half = 1.96 * math.sqrt(p * (1 - p) / n)
     assert found == (pytest.approx(p - half, abs=0.1 * half), pytest.approx(p + half, abs=0.1 * half))
-    assert found == bootstrap.interval(metric, resamples=4000), "seeded"
-    assert bootstrap.interval(bootstrap.mean([1.0])) is None
+    assert found == bootstrap.compute_interval(metric, resamples=4000), "seeded"
+    assert bootstrap.compute_interval(bootstrap.mean_metric([1.0])) is None
 
 
 def test_draws_of_three_rows_have_the_multinomial_distribution() -> None:
-    drawn = bootstrap.draws(bootstrap.mean([0.0, 0.0, 1.0]), resamples=20000)
+    drawn = bootstrap.draw_metrics(bootstrap.mean_metric([0.0, 0.0, 1.0]), resamples=20000)
     for hits in range(4):  # each draw takes the third row with probability 1/3
         expected = math.comb(3, hits) * (1 / 3) ** hits * (2 / 3) ** (3 - hits)
         assert np.isclose(drawn, hits / 3).mean() == pytest.approx(expected, abs=0.015)
@@ -152,15 +152,15 @@ def test_draws_of_three_rows_have_the_multinomial_distribution() -> None:
 
 def test_a_paired_difference_leaves_out_what_both_share() -> None:
     rows = np.random.Generator(np.random.PCG64(1)).normal(size=200)
-    before, after = bootstrap.mean(rows.tolist()), bootstrap.mean((rows + 0.25).tolist())
-    value, paired = bootstrap.difference(before, after)
+    before, after = bootstrap.mean_metric(rows.tolist()), bootstrap.mean_metric((rows + 0.25).tolist())
+    value, paired = bootstrap.compute_difference(before, after)
     assert value == pytest.approx(0.25)
     assert paired == (pytest.approx(0.25), pytest.approx(0.25))
-    _, apart = bootstrap.difference(before, after, paired=False)
+    _, apart = bootstrap.compute_difference(before, after, paired=False)
     assert apart is not None
     assert (apart[1] - apart[0]) / 2 == pytest.approx(1.96 * math.sqrt(2 * rows.var() / 200), rel=0.12)
     with pytest.raises(ValueError, match="row by row"):
-        bootstrap.difference(before, bootstrap.mean([1.0, 2.0]))
+        bootstrap.compute_difference(before, bootstrap.mean_metric([1.0, 2.0]))
 
 
 # --- likelihoods and answers --------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_a_paired_difference_leaves_out_what_both_share() -> None:
 
 def _slow(made: Any, context: list[int], continuation: list[int], length: int) -> tuple[float, bool]:
     read = torch.tensor([(context + continuation)[-(length + 1) :][:-1]])
-    logits = torch.log_softmax(plain_logits(made.trained[0], read)[0], dim=-1)[-len(continuation) :]
+    logits = torch.log_softmax(compute_reference_logits(made.trained[0], read)[0], dim=-1)[-len(continuation) :]
     wanted = torch.tensor(continuation)
     return float(logits.gather(1, wanted[:, None]).sum()), bool((logits.argmax(-1) == wanted).all())
 
@@ -186,7 +186,7 @@ def test_likelihoods_are_those_of_plain_transformers_one_by_one(tokenizer: Any, 
     pairs.append(scorer.pair(TEXT * 2, " red house"))  # loses its beginning
     head = scorer.encode("the red")
     pairs += [(head, [n]) for n in (5, 77, 200)]  # read the same tokens: one row
-    likeliest = int(plain_logits(made.trained[0], torch.tensor([head]))[0, -1].argmax())
+    likeliest = int(compute_reference_logits(made.trained[0], torch.tensor([head]))[0, -1].argmax())
     pairs.append((head, [likeliest]))
     scores = scorer.score(pairs)
     assert scorer.truncated == 1
@@ -210,21 +210,22 @@ def test_a_head_over_classes_is_asked_at_the_end_of_the_text(tokenizer: Any, tmp
     texts = ["the cat", "the dog ran to the red house by the river", "seven wizards", "quiet spells sat"]
     scorer = Scorer(made, tokenizer, micro=3, length=32)
     slow = [
-        int(plain_logits(model, torch.tensor([[*scorer.encode(t), scorer.encoder.end]]))[0, -1].argmax()) for t in texts
+        int(compute_reference_logits(model, torch.tensor([[*scorer.encode(t), scorer.encoder.end]]))[0, -1].argmax())
+        for t in texts
     ]
     file = _jsonl(tmp_path / "r.jsonl", [{"t": t, "c": "abc"[n % 3]} for n, t in enumerate(texts)])
     task = Task(name="t", kind="classification", prompt="{{t}}", gold="c", choices=("a", "b", "c"), data=str(file))
     found = measure_task(task, scorer)
     assert found.metrics["accuracy"].value == sum(s == n % 3 for n, s in enumerate(slow)) / 4
-    assert scorer.classify([scorer.encode(t) for t in texts]) == slow
+    assert scorer.predict_classes([scorer.encode(t) for t in texts]) == slow
     # By the names that it was trained on, in whatever order the task has them; and by the text that it was trained on.
     named = Scorer(made, tokenizer, micro=3, length=32, classes=("c", "a"))
     asked = replace(task, prompt="What is {{t}}?", text="{{t}}")
     by_name = {0: "c", 1: "a", 2: "none"}  # the head's last row stands for no class of the data
     wanted = sum(by_name[s] == "abc"[n % 3] for n, s in enumerate(slow)) / 4
     assert measure_task(asked, named).metrics["accuracy"].value == wanted
-    assert [item.context for item in items_of(asked, tokenizer, head=True)] == texts
-    assert items_of(asked, tokenizer)[0].context == "What is the cat?"
+    assert [item.context for item in read_items(asked, tokenizer, head=True)] == texts
+    assert read_items(asked, tokenizer)[0].context == "What is the cat?"
     named.classes = ("c", "aa")
     with pytest.raises(RecipeError, match="trained on the class 'aa', which the task does not have"):
         measure_task(asked, named)
@@ -269,7 +270,7 @@ def test_what_the_model_writes_is_compared(tokenizer: Any, tmp_path: Path) -> No
     written = scorer.write([scorer.encode("the cat")], tokens=6, stop=["\n"])[0]
     ids = scorer.encode("the cat")
     for _ in range(6):
-        ids.append(int(plain_logits(made.trained[0], torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(compute_reference_logits(made.trained[0], torch.tensor([ids]))[0, -1].argmax()))
     slow = (
         tokenizer.decode(ids[len(scorer.encode("the cat")) :], skip_special_tokens=True)
         .lstrip()
@@ -292,7 +293,7 @@ def test_a_text_is_measured_in_nats_and_in_bits_a_byte(tokenizer: Any, tmp_path:
     data = Data(source=str(tmp_path / "t.txt"), validation=0.0)
     rows = prepare(data, length=32, seed=0, tokenizer=str(tmp_path / "tokenizer"), cache=tmp_path / "cache").train
     assert isinstance(rows, Rows)
-    found = measure_text(made, rows, micro=4, limit=10_000, sizes=bytes_of_tokens(tokenizer))
+    found = measure_text(made, rows, micro=4, limit=10_000, sizes=count_token_bytes(tokenizer))
     loss, tokens = evaluate(made, evaluation_batches(rows, micro=4, limit=10_000))
     assert found.tokens == tokens
     assert found.metrics["loss"].value == pytest.approx(loss, rel=1e-6)
@@ -301,10 +302,12 @@ def test_a_text_is_measured_in_nats_and_in_bits_a_byte(tokenizer: Any, tmp_path:
     scored = sum(len(tokenizer.decode(row.labels[row.labels >= 0])) for row in map(rows.row, range(len(rows))))
     assert found.metrics["bits_per_byte"].value == pytest.approx(loss * tokens / math.log(2) / scored, rel=1e-6)
     found = replace(found, unread_rows=3)
-    assert described(deserialize(read_record(StoredResult, strict(serialize(found))))) == described(found)
-    other = compared(replace(found, identity="other rows"), found)  # another tokenizer: only bits a byte compare
+    assert describe_result(deserialize(read_record(StoredResult, to_plain_data(serialize(found))))) == describe_result(
+        found
+    )
+    other = compare_results(replace(found, identity="other rows"), found)  # another tokenizer: only bits a byte compare
     assert (other.paired, set(other.metrics)) == (False, {"bits_per_byte"})
-    same = compared(found, found)
+    same = compare_results(found, found)
     assert same.paired is True
     assert same.metrics["loss"] == Estimate(0.0, 0.0, 0.0)
 
@@ -321,7 +324,7 @@ def test_tokens_stand_for_as_many_bytes_as_the_text_has(tokenizer: Any, data_fol
         ids = own(text, add_special_tokens=True)["input_ids"]
         begins = int(own.convert_ids_to_tokens(own("a", add_special_tokens=False)["input_ids"])[0].startswith("▁"))
         assert (
-            bytes_of_tokens(own)[ids].sum() == len(text.encode()) + begins
+            count_token_bytes(own)[ids].sum() == len(text.encode()) + begins
         )  # sentencepiece puts a blank before a text
 
 
@@ -369,7 +372,7 @@ def test_answered_rows_stand_before_and_are_not_asked(tokenizer: Any, tmp_path: 
         where="keep",
         keys=str(tmp_path / "keys.json"),
     )
-    items = items_of(task, tokenizer)
+    items = read_items(task, tokenizer)
     assert len(items) == 2  # of 0, 1, 2 and 4 two are shown
     asked = {item.context.rsplit("Q: ", 1)[1][:2] for item in items}
     shown = {part[:2] for part in items[0].context.split("Q: ")[1:-1]}
@@ -383,10 +386,10 @@ def test_a_chat_template_is_asked(tokenizer: Any, tmp_path: Path) -> None:
     file = _jsonl(tmp_path / "r.jsonl", [{"q": "hi", "a": "ho"}])
     task = Task(name="t", kind="cloze", prompt="{{q}}", gold="a", data=str(file), chat=True, system="be brief")
     with pytest.raises(RecipeError, match="no chat template"):
-        items_of(task, tokenizer)
+        read_items(task, tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     try:
-        (item,) = items_of(task, tokenizer)
+        (item,) = read_items(task, tokenizer)
     finally:
         tokenizer.chat_template = None
     assert (item.context, item.choices, item.complete) == ("<system>be brief<user>hi<assistant>", ("ho",), True)
@@ -429,7 +432,7 @@ def test_wrong_tasks_and_rows_are_named(
     values = {k: v for k, v in {**GOOD, **change}.items() if v is not None}
     (tmp_path / "t.yaml").write_text(json.dumps(values))
     with pytest.raises(kind) as error:
-        items_of(load_task(tmp_path / "t.yaml"), tokenizer)
+        read_items(load_task(tmp_path / "t.yaml"), tokenizer)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -494,11 +497,11 @@ REAL = {
 
 
 def test_built_in_tasks_read_the_published_files(tokenizer: Any, data_folder: Path) -> None:
-    assert set(REAL) == set(built_in()), "each is tried here"
+    assert set(REAL) == set(find_built_in()), "each is tried here"
     for name, (file, count) in REAL.items():
         (task,) = find_tasks([f"{name}={data_folder / file}"])
         assert isinstance(task, Task)
-        items = items_of(task, tokenizer)
+        items = read_items(task, tokenizer)
         assert len(items) == count, name
         assert all(item.context.strip() for item in items)
     # Every published answer of TAT-QA is right by its own measure, with its scale said as people do.
@@ -506,12 +509,12 @@ def test_built_in_tasks_read_the_published_files(tokenizer: Any, data_folder: Pa
         words = {"percent": "%"}.get(item.scale, f" {item.scale}")
         said = "; ".join(
             a + words
-            if metrics.number_in(a, item.scale) is not None and metrics.number_in(a + words) is not None
+            if metrics.parse_number(a, item.scale) is not None and metrics.parse_number(a + words) is not None
             else a
             for a in item.answers
         )
-        assert metrics.numeric_match(said, item.answers, item.scale) == 1, (item.where, item.answers, item.scale)
-        assert metrics.numeric_f1(said, item.answers, item.scale) == 1
+        assert metrics.score_numeric_match(said, item.answers, item.scale) == 1, (item.where, item.answers, item.scale)
+        assert metrics.score_numeric_f1(said, item.answers, item.scale) == 1
 
 
 def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
@@ -540,7 +543,7 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     scorer = Scorer(made.build, made.tokenizer, micro=8, length=512)
     (task,) = find_tasks([f"multiple_choice={file},limit=40"])
     assert isinstance(task, Task)
-    ours = described(measure_task(task, scorer)).metrics
+    ours = describe_result(measure_task(task, scorer)).metrics
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = simple_evaluate(
         model=HFLM(pretrained=plain, tokenizer=made.tokenizer, batch_size=8, max_length=512), tasks=["local"],
@@ -548,7 +551,7 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     )["results"]["local"]  # fmt: skip
     assert ours["accuracy"].value == pytest.approx(theirs["acc,none"])
     assert ours["accuracy_norm"].value == pytest.approx(theirs["acc_norm,none"])
-    wrapped = described(measure_by_harness(str(tmp_path / "local.yaml"), scorer, limit=40)["local"]).metrics
+    wrapped = describe_result(measure_by_harness(str(tmp_path / "local.yaml"), scorer, limit=40)["local"]).metrics
     assert (wrapped["acc"], wrapped["acc_norm"]) == (ours["accuracy"], ours["accuracy_norm"])
 
 
@@ -564,15 +567,15 @@ def test_accuracy_is_that_of_lm_eval_on_the_same_rows(
     ids=["aliases", "itself", "deep", "cut", "no name"],
 )  # fmt: skip
 def test_a_task_of_lm_eval_that_is_no_task_is_one_line(text: str, words: str, tmp_path: Path) -> None:
-    from preheat.evaluation.lm_eval import _task_of
+    from preheat.evaluation.lm_eval import _name_task
 
     (tmp_path / "t.yaml").write_text(text)
     with pytest.raises(RecipeError, match=words) as told:
-        _task_of(tmp_path / "t.yaml")
+        _name_task(tmp_path / "t.yaml")
     assert str(told.value).startswith("--tasks lm-eval:")
     assert "\n" not in str(told.value)
     (tmp_path / "t.yaml").write_text("task: [a, b]\ngroup: 2024_q1\n")  # as text, whatever YAML takes it for
-    assert _task_of(tmp_path / "t.yaml") == "2024_q1"
+    assert _name_task(tmp_path / "t.yaml") == "2024_q1"
 
 
 def test_lm_eval_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,7 +594,7 @@ import numpy
 from preheat.evaluation import bootstrap
 used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 2**20,) * 2)
-print(bootstrap.interval(bootstrap.ratio(list(numpy.linspace(1, 2, 500)), [1.0] * 500)))
+print(bootstrap.compute_interval(bootstrap.ratio_metric(list(numpy.linspace(1, 2, 500)), [1.0] * 500)))
 """
 
 
@@ -600,15 +603,15 @@ def test_an_interval_needs_little_memory_and_no_threads() -> None:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "8"}
     done = subprocess.run([sys.executable, "-c", LITTLE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    metric = bootstrap.ratio(list(np.linspace(1, 2, 500)), [1.0] * 500)
-    assert done.stdout == f"{bootstrap.interval(metric)}\n"
+    metric = bootstrap.ratio_metric(list(np.linspace(1, 2, 500)), [1.0] * 500)
+    assert done.stdout == f"{bootstrap.compute_interval(metric)}\n"
 
 
 def test_draws_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(0).random((37, 3))
-    whole = np.concatenate(list(bootstrap.resampled_sums(rows)))
+    whole = np.concatenate(list(bootstrap.resample_sums(rows)))
     monkeypatch.setattr(bootstrap, "ROOM", 500)
-    parts = list(bootstrap.resampled_sums(rows))
+    parts = list(bootstrap.resample_sums(rows))
     assert len(parts) > 50
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 

@@ -19,13 +19,13 @@ from preheat.data.packing import Tokens
 from preheat.data.tokenizer import train_tokenizer
 from preheat.engine.builder import build
 from preheat.errors import DataError, PreheatError, RecipeError
-from preheat.evaluation.long_context import measure_length, questions_of, reach_of
-from preheat.evaluation.needle import CUE, HIDDEN, key_value_prompt, phrase_prompt, word_tokens
-from preheat.evaluation.results import compared, described, deserialize, serialize
+from preheat.evaluation.long_context import draw_questions, measure_length, reach_of
+from preheat.evaluation.needle import CUE, HIDDEN, draw_key_value_prompt, draw_phrase_prompt, find_word_tokens
+from preheat.evaluation.results import compare_results, describe_result, deserialize, serialize
 from preheat.evaluation.scoring import Scorer
 from preheat.evaluation.tasks import LengthTask, find_tasks
-from preheat.files import read_record, strict
-from preheat.models.hf import plain_logits
+from preheat.files import read_record, to_plain_data
+from preheat.models.hf import compute_reference_logits
 from preheat.recipe import parse
 from preheat.report.long_context_charts import lengths
 
@@ -66,7 +66,7 @@ def questions(words: str, made: Any, tokenizer: Any, text: Tokens, **limits: Any
     assert isinstance(task, LengthTask)
     scorer = Scorer(made, tokenizer, micro=3, length=64)
     how = {"longest": 64, "reach": reach_of(made)} | limits
-    return questions_of(task, scorer, texts=lambda source, knob: text, **how), scorer
+    return draw_questions(task, scorer, texts=lambda source, knob: text, **how), scorer
 
 
 # --- what is asked ------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def questions(words: str, made: Any, tokenizer: Any, text: Tokens, **limits: Any
 )  # fifty keys: of two pieces where more pairs are asked than half of that
 def test_a_list_has_each_key_once_and_asks_for_the_one_at_its_depth(length: int, size: int) -> None:
     for n, depth in enumerate((0.0, 0.4, 1.0)):
-        asked = key_value_prompt(PIECES, length, depth, np.random.default_rng(n), [1, 2])
+        asked = draw_key_value_prompt(PIECES, length, depth, np.random.default_rng(n), [1, 2])
         assert length - size - 1 < len(asked.context) + len(asked.answer) <= length
         assert asked.context[:2] == [1, 2]
         told, last = asked.context[2:-size], asked.context[-size:]
@@ -95,7 +95,7 @@ def test_a_list_has_each_key_once_and_asks_for_the_one_at_its_depth(length: int,
 def test_a_needle_stands_at_its_depth_among_others_and_the_text_is_whole(needles: int) -> None:
     hay = list(range(1000, 1100))
     for depth in (0.0, 0.5, 1.0):
-        asked = phrase_prompt(hay, PIECES, depth, np.random.default_rng(3), needles=needles, begin=[7])
+        asked = draw_phrase_prompt(hay, PIECES, depth, np.random.default_rng(3), needles=needles, begin=[7])
         assert len(asked.context) + len(asked.answer) == 1 + len(hay)
         body, cue = asked.context[1:-CUE], asked.context[-CUE:]
         assert len(asked.answer) == HIDDEN
@@ -130,7 +130,7 @@ def test_words_are_found_in_the_real_vocabulary_of_512(data_folder: Path) -> Non
     from preheat.data.tokenizer import load_tokenizer
 
     real = load_tokenizer(str(data_folder / "stories260K-hf"))
-    words = word_tokens(real)
+    words = find_word_tokens(real)
     assert 200 < len(words) < 512
     assert not set(words) & set(real.all_special_ids)
     assert all(real.decode([n]).strip().isalnum() for n in words)
@@ -145,7 +145,7 @@ def test_scores_are_those_of_plain_logits_one_by_one(tokenizer: Any, text: Token
     model = made.trained[0]
 
     def slow(context: list[int], answer: list[int]) -> tuple[float, bool]:
-        logits = plain_logits(model, torch.tensor([[*context, *answer]]))[0].double().log_softmax(-1)
+        logits = compute_reference_logits(model, torch.tensor([[*context, *answer]]))[0].double().log_softmax(-1)
         places = range(len(context) - 1, len(context) + len(answer) - 1)
         return (
             -sum(float(logits[at, token]) for at, token in zip(places, answer, strict=True)),
@@ -218,7 +218,7 @@ def test_a_task_that_can_be_solved_is_solved_and_one_that_cannot_is_not(
     for words in ("recall,lengths=[20, 40],each=2", "needle=x,lengths=[48, 64],each=2,needles=2"):
         asked, scorer = questions(words, made, tokenizer, text)
         for back, right in ((1, 1.0), (40, 0.0)):
-            monkeypatch.setattr(scoring, "token_scores", looks_back(back if "recall" in words else min(back + 1, 40)))
+            monkeypatch.setattr(scoring, "score_tokens", looks_back(back if "recall" in words else min(back + 1, 40)))
             found = measure_length(asked, scorer)
             assert found.metrics["accuracy"].value == right
             assert {part.metric.value for part in found.parts} == {right}
@@ -226,7 +226,7 @@ def test_a_task_that_can_be_solved_is_solved_and_one_that_cannot_is_not(
 
 def test_reading_takes_no_scores_of_all_places(tokenizer: Any, text: Tokens) -> None:
     from preheat.planning.dispatch_recorder import Recorder
-    from preheat.planning.dry_run import highest
+    from preheat.planning.dry_run import peak_by_phase
 
     made = opened()
     plain = made.slot(Slot.ATTENTION_KERNEL)
@@ -236,7 +236,7 @@ def test_reading_takes_no_scores_of_all_places(tokenizer: Any, text: Tokens) -> 
         with (recorder := Recorder(rounding=64)):
             recorder.phase = Phase.FORWARD
             measure_length(asked, scorer)
-        peaks.append(max(highest(recorder).values()))
+        peaks.append(max(peak_by_phase(recorder).values()))
     assert peaks[1] < 2.6 * peaks[0]  # four times with them
     assert made.slot(Slot.ATTENTION_KERNEL) is plain
 
@@ -249,14 +249,14 @@ def test_parts_travel_and_are_compared_row_by_row(tokenizer: Any, text: Tokens) 
     asked, scorer = questions("positions=x,lengths=[64],each=6", one, tokenizer, text)
     before = measure_length(asked, scorer)
     after = measure_length(asked, Scorer(other, tokenizer, micro=2, length=64))
-    back = deserialize(read_record(StoredResult, strict(serialize(before))))
-    assert described(back) == described(before)
-    off = compared(back, after)
+    back = deserialize(read_record(StoredResult, to_plain_data(serialize(before))))
+    assert describe_result(back) == describe_result(before)
+    off = compare_results(back, after)
     assert off.paired
     assert [part.value for part in off.parts or ()] == pytest.approx(
         [b.metric.value - a.metric.value for a, b in zip(before.parts, after.parts, strict=True)]
     )
-    assert compared(before, replace(after, identity="another")).parts is None
+    assert compare_results(before, replace(after, identity="another")).parts is None
 
 
 def test_a_report_draws_before_and_after_and_a_terminal_has_both_in_a_cell() -> None:

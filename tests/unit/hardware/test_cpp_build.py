@@ -9,7 +9,7 @@ import pytest
 
 from preheat.hardware import cpp_build
 
-pytestmark = pytest.mark.skipif(cpp_build.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(source: Path) -> int:
     """In a new process each time, as far as the cache is concerned."""
-    cpp_build.library.cache_clear()
-    return int(cpp_build.library(source).answer())
+    cpp_build.load_library.cache_clear()
+    return int(cpp_build.load_library(source).answer())
 
 
 def built(source: Path) -> Path:

@@ -11,7 +11,7 @@ import torch
 from preheat import load_recipe
 from preheat.engine.device import resolve_device
 from preheat.errors import RecipeError
-from preheat.hardware.deterministic import be_deterministic, explain_lacking, repeats
+from preheat.hardware.deterministic import describe_exactness, explain_lacking, set_deterministic
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     yield
-    be_deterministic(False)
+    set_deterministic(False)
 
 
 def test_the_key_sets_torch_s_mode_and_its_absence_undoes_it() -> None:
@@ -49,15 +49,15 @@ def test_a_workspace_of_the_environment_that_would_not_do(monkeypatch: pytest.Mo
     with pytest.raises(
         RecipeError, match=r"hardware.deterministic: CUBLAS_WORKSPACE_CONFIG is .*:0:0.* set it to :4096:8"
     ):
-        be_deterministic(True)
+        set_deterministic(True)
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    be_deterministic(True)
+    set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_an_operator_without_a_deterministic_version_is_one_line() -> None:
-    be_deterministic(True)
+    set_deterministic(True)
     with pytest.raises(
         RuntimeError, match="put_"
     ) as raised:  # torch's own words, of an operator that has none on CPUs either
@@ -73,5 +73,7 @@ def test_an_operator_without_a_deterministic_version_is_one_line() -> None:
 
 
 def test_what_holds_without_the_key() -> None:
-    assert [repeats("cpu", False), repeats("cpu", True), repeats("cuda", True)] == ["bit for bit"] * 3
-    assert repeats("cuda", False).startswith("up to rounding")
+    assert [describe_exactness("cpu", False), describe_exactness("cpu", True), describe_exactness("cuda", True)] == [
+        "bit for bit"
+    ] * 3
+    assert describe_exactness("cuda", False).startswith("up to rounding")

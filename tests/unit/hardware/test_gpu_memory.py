@@ -16,13 +16,13 @@ from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.errors import DoesNotFit
 from preheat.hardware import gpu_memory, probe
-from preheat.hardware.benchmark_rates import with_room
-from preheat.hardware.gpu_memory import CONTEXT, limit_memory, memory_peak, other_processes_bytes
-from preheat.hardware.probe import begin_peak
+from preheat.hardware.benchmark_rates import limit_to_free_memory
+from preheat.hardware.gpu_memory import CONTEXT, limit_memory, other_processes_bytes, read_memory_peak
+from preheat.hardware.probe import start_peak
 from preheat.planning.plan import plan
-from preheat.planning.plan_request import in_use
+from preheat.planning.plan_request import read_bytes_in_use
 from preheat.planning.request import Request
-from preheat.planning.search.result import falls_short, held_by_others
+from preheat.planning.search.result import describe_held_memory, describe_shortfall
 from preheat.planning.speed.roofline import Roofline
 from preheat.report.report_data import Differences, MeasuredFigures
 from preheat.report.run_page import _memory_of_gpu
@@ -89,22 +89,22 @@ def driver(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None], 
 
 
 def test_each_figure_has_its_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory_peak("cuda").figures() == {
+    assert read_memory_peak("cuda").figures() == {
         "peak_gib": 24 + CONTEXT / GIB,  # a plan's context stands in for one that is not known
         "allocated_gib": 20.0,
         "reserved_gib": 24.0,
     }
     driver(monkeypatch, (1, 3 * GIB), (os.getpid(), 7 * GIB))
-    assert memory_peak("cuda").figures() == {
+    assert read_memory_peak("cuda").figures() == {
         "peak_gib": 25.0,
         "allocated_gib": 20.0,
         "reserved_gib": 24.0,
         "context_gib": 1.0,  # of the 7 GiB that the driver knows of this process, 6 are torch's
     }
-    begin_peak("cuda")  # a look at one step does not make the run forget its peak
+    start_peak("cuda")  # a look at one step does not make the run forget its peak
     assert gpu.most == [5 * GIB, 6 * GIB]
-    assert memory_peak("cuda").figures()["reserved_gib"] == 24.0
-    figures = memory_peak("cpu", imports=0).figures()
+    assert read_memory_peak("cuda").figures()["reserved_gib"] == 24.0
+    figures = read_memory_peak("cpu", imports=0).figures()
     assert list(figures) == ["peak_gib"]
 
 
@@ -117,8 +117,8 @@ def test_what_the_driver_does_not_tell_is_as_planned(
     processes: tuple[Any, ...], lost: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver(monkeypatch, *processes, lost=lost)
-    assert memory_peak("cuda").context is None
-    assert memory_peak("cuda").total == 24 * GIB + CONTEXT
+    assert read_memory_peak("cuda").context is None
+    assert read_memory_peak("cuda").total == 24 * GIB + CONTEXT
 
 
 def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.M
         other_processes_bytes(WHOLE) == 10 * GIB - CONTEXT
     )  # 10 are taken, and of these one context is this process's
     driver(monkeypatch, (os.getpid(), GIB))
-    assert in_use(WHOLE) == 9 * GIB
+    assert read_bytes_in_use(WHOLE) == 9 * GIB
     assert other_processes_bytes(Device("cuda", "a GPU", 60 * GIB)) == 0  # of 60 GiB that the run may use, all are free
     assert other_processes_bytes(Device("cuda", "a GPU", 75 * GIB)) == 4 * GIB
 
@@ -135,26 +135,26 @@ def test_what_others_hold_is_not_there_for_a_run(gpu: Gpu, monkeypatch: pytest.M
 def test_too_little_left_by_others_is_one_line(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.reserved, gpu.free = 0, 3 * GIB
     driver(monkeypatch, (os.getpid(), GIB))
-    assert with_room(WHOLE).memory == 4 * GIB  # with what this process holds
+    assert limit_to_free_memory(WHOLE).memory == 4 * GIB  # with what this process holds
     gpu.free = GIB // 2
     with pytest.raises(
         DoesNotFit, match=r"1\.50 GiB of 80\.00 GiB are left, .*other processes hold 78\.50 GiB; end them"
     ):
-        with_room(WHOLE)
+        limit_to_free_memory(WHOLE)
 
     def full() -> tuple[int, int]:
         raise torch.cuda.OutOfMemoryError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
     with pytest.raises(DoesNotFit, match=r"other processes use all of a GPU's 80\.00 GiB: no room is left for a CUDA"):
-        in_use(WHOLE)
+        read_bytes_in_use(WHOLE)
 
 
 def test_a_slice_is_asked_for_by_its_own_id(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
     driver(monkeypatch, (os.getpid(), 7 * GIB))
     monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetHandleByUUID", lambda uuid: {"MIG-1234": "handle"}[uuid])
-    assert memory_peak("cuda").context == GIB
+    assert read_memory_peak("cuda").context == GIB
 
 
 def test_what_others_hold_is_in_the_plan_and_its_refusal() -> None:
@@ -167,11 +167,11 @@ def test_what_others_hold_is_in_the_plan_and_its_refusal() -> None:
     free, busy = (plan(dataclasses.replace(request, in_use=size)) for size in (0, 79 * GIB - 300 * 2**20))
     assert free.fits
     assert free.in_use_gib == 0
-    assert held_by_others(free) == ""
+    assert describe_held_memory(free) == ""
     # The same step does not fit beside others.
     assert not busy.fits
     assert busy.peak_gib == free.peak_gib
-    assert re.search(r"has 300 MiB: other processes hold 78\.71 GiB of H100; end them", falls_short(busy))
+    assert re.search(r"has 300 MiB: other processes hold 78\.71 GiB of H100; end them", describe_shortfall(busy))
 
 
 def test_stated_memory_limits_the_allocator(gpu: Gpu) -> None:

@@ -23,14 +23,14 @@ import torch
 from preheat import torch_compat
 from preheat.core import Device, MachineUse
 from preheat.errors import RecipeError, RunError
-from preheat.files import strict
+from preheat.files import to_plain_data
 from preheat.hardware import cuda_driver, openmp, segments
 from preheat.hardware import probe as probing
-from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _host_link, _Parts, calibrate, grid_of, rates
-from preheat.hardware.catalogue import accelerator, accelerators, named_or_described
+from preheat.hardware.benchmark_rates import FULL, GPU, _Cycle, _measure_host_link, _Parts, calibrate, grid_of, rates
+from preheat.hardware.catalogue import accelerators, find_accelerator, resolve_accelerator
 from preheat.hardware.host_time import HostTime
-from preheat.hardware.link_rates import links_at, load_links
-from preheat.hardware.oom import is_oom, requested_bytes
+from preheat.hardware.link_rates import link_rates_path, load_links
+from preheat.hardware.oom import is_oom, parse_requested_bytes
 from preheat.hardware.rates import (
     LAYOUTS,
     MOVERS,
@@ -39,12 +39,12 @@ from preheat.hardware.rates import (
     MovedRate,
     Rates,
     _read_runs,
+    calibration_path,
     load,
     note_run,
     parse,
-    stored_at,
 )
-from preheat.hardware.timing import Random, Stopwatch, threads_of
+from preheat.hardware.timing import Random, Stopwatch, limit_threads
 from preheat.planning.request import Request
 from tests.unit.plans import plan_of, values_of
 
@@ -97,13 +97,13 @@ def made_up(**changes: object) -> Rates:
     ],
 )
 def test_catalogue_knows_what_people_and_drivers_say(said: str, meant: str) -> None:
-    assert accelerator(said) == accelerators()[meant]
+    assert find_accelerator(said) == accelerators()[meant]
 
 
 def test_catalogue_is_in_si_units_and_consistent() -> None:
-    h100 = accelerator("H100")
+    h100 = find_accelerator("H100")
     assert (h100.memory, h100.bandwidth, h100.bf16) == (79 * 2**30, 3.35e12, 989e12)
-    assert accelerator("T4").bf16 is None
+    assert find_accelerator("T4").bf16 is None
     for one in accelerators().values():
         assert one.achieved_bf16 is None or one.achieved_bf16 < one.bf16, one.name
         assert one.achieved_fp8 is None or one.achieved_fp8 < one.fp8, one.name
@@ -117,9 +117,9 @@ def test_catalogue_is_in_si_units_and_consistent() -> None:
 
 def test_catalogue_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"no accelerator 'gaudi-4' in the catalogue; did you mean 'Gaudi[23]'"):
-        accelerator("gaudi-4")
+        find_accelerator("gaudi-4")
     with pytest.raises(RecipeError, match=r"known: A10, A100-40GB, .* and \d+ more"):
-        accelerator("abacus")
+        find_accelerator("abacus")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_slice_of_a_gpu_is_not_taken_for_the_whole(monkeypatch: pytest.MonkeyP
     assert (device.name, device.memory) == (name, 10 << 30)
     assert "is a slice of a GPU (MIG): its 10.00 GiB are all that a run has, and rates are measured" in device.notice
     with pytest.raises(RecipeError, match=r"--gpu: '.*MIG 1g\.10gb' is a slice of a GPU .*describe the device: --gpu"):
-        named_or_described(name)
+        resolve_accelerator(name)
 
 
 def test_control_groups_limit_memory_also_through_their_parents(tmp_path: Path) -> None:
@@ -343,9 +343,9 @@ def test_control_groups_limit_memory_also_through_their_parents(tmp_path: Path) 
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert probing._group_limits("0::/a/b\n", tmp_path) == [3000]
-    assert min(probing._group_limits("4:memory:/job\n3:cpu:/job\n", tmp_path)) == 2000
-    assert probing._group_limits("4:cpu,memory:/elsewhere\n", tmp_path) == [9223372036854771712]
+    assert probing._read_group_limits("0::/a/b\n", tmp_path) == [3000]
+    assert min(probing._read_group_limits("4:memory:/job\n3:cpu:/job\n", tmp_path)) == 2000
+    assert probing._read_group_limits("4:cpu,memory:/elsewhere\n", tmp_path) == [9223372036854771712]
 
 
 def test_resident_memory_follows_an_allocation() -> None:
@@ -426,7 +426,7 @@ def test_runs_beside_other_work_correct_no_plan(monkeypatch: pytest.MonkeyPatch,
     rows = json.loads(file.read_text())["runs"]
     assert [(row["ratio"], row["machine"]["alone"]) for row in rows] == [(1.1, True), (1.2, None), (1.3, True)]
     # Whoever wrote it into the file: the note decides.
-    rows += [{"ratio": 9.0, "machine": strict(shared)}] * 6
+    rows += [{"ratio": 9.0, "machine": to_plain_data(shared)}] * 6
     file.write_text(json.dumps({"runs": rows}))
     assert load(*where) == dataclasses.replace(made, pace=1.2)
     for damage in ({"ratio": 1.0}, 3, {"ratio": 1.0, "machine": {"alone": True}}, {"ratio": "1", "machine": None}):
@@ -469,7 +469,7 @@ def test_a_run_of_enough_steps_of_one_shape_is_noted(
 
 def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
     from preheat.planning.dry_run import observe
-    from preheat.planning.speed.step_time import step_seconds
+    from preheat.planning.speed.step_time import estimate_step_seconds
 
     def seconds(mode: str, **changes: object) -> tuple[float, int]:
         measured = made_up(
@@ -484,7 +484,7 @@ def test_what_checkpointing_costs_the_host_and_the_pace_are_in_a_step() -> None:
                 tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), Device("cpu", "a CPU", 2**33), vocabulary=96
             )
         )
-        return step_seconds(seen, measured), sum(seen.kernels.values())
+        return estimate_step_seconds(seen, measured), sum(seen.kernels.values())
 
     for mode, times in (("full", 1.8), ("selective", 3.2)):
         found, kernels = seconds(mode)
@@ -496,18 +496,18 @@ def test_our_norm_and_what_low_bits_look_up_have_rates_of_their_own(monkeypatch:
     """A plan took them for copies: recipes with `fused_operators` and `low_bit_adamw` were a fifth and more too quick."""
     from preheat.planning.dispatch_recorder import Kernel
     from preheat.planning.dry_run import observe
-    from preheat.planning.speed.step_time import kernel_seconds
+    from preheat.planning.speed.step_time import estimate_kernel_seconds
 
     rates = {"copy": 1e12, "look_up": 1e10, "where": 2e10, "embedding": 1e12, "mul": 1e12}
     moved = tuple(MovedRate(mover, "fp32", 1000, rate) for mover, rate in rates.items())
 
     def seconds(operator: str, dtype: str, shapes: tuple[tuple[int, ...], ...], near: float | None = 5e10) -> float:
         kernel = Kernel(operator, dtype, flops=0, bytes_read=8 * 10**6, bytes_written=4 * 10**6, shapes=shapes)
-        return kernel_seconds(kernel, made_up(moved=moved, near=near)) - 1e-6
+        return estimate_kernel_seconds(kernel, made_up(moved=moved, near=near)) - 1e-6
 
     rows = ((1000, 1000), (1000,))
     for compiler, forward, backward in (("g++", 36e6, 44e6), (None, 28e6, 84e6)):
-        monkeypatch.setattr("preheat.planning.speed.step_time.compiler", lambda compiler=compiler: compiler)
+        monkeypatch.setattr("preheat.planning.speed.step_time.find_compiler", lambda compiler=compiler: compiler)
         assert seconds("preheat::rms_norm", "bf16", rows) == pytest.approx(39e-6 + forward / 5e10)
         assert seconds("preheat::rms_norm_backward", "bf16", rows) == pytest.approx(39e-6 + backward / 5e10)
     assert seconds("preheat::rms_norm", "fp32", rows, near=None) == pytest.approx(
@@ -586,7 +586,7 @@ def test_a_damaged_calibration_counts_as_none_and_is_named(
 )
 def test_what_is_no_calibration_counts_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
-    for path in (made_up().store(), links_at("made up", "2.13.0"), tmp_path / "runs.json"):
+    for path in (made_up().store(), link_rates_path("made up", "2.13.0"), tmp_path / "runs.json"):
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert load("made up", "2.13.0", 2) is None
     assert load_links("made up", "2.13.0") == ()
@@ -724,10 +724,10 @@ def test_calibration_measures_every_operator_and_leaves_the_process_as_it_was(mo
     rows = [row.flops for row in (*found.matrix, *found.attention)] + [row.rate for row in found.moved]
     scalars = [found.bandwidth, found.launch, *found.adamw.values(), *found.peak_matrix_rate.values()]
     assert min(rows + scalars) > 0
-    assert stored_at("here", found.torch, 1) != stored_at("here", found.torch, 2)
-    unlimited = stored_at("here", found.torch, 1)
+    assert calibration_path("here", found.torch, 1) != calibration_path("here", found.torch, 2)
+    unlimited = calibration_path("here", found.torch, 1)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert stored_at("here", found.torch, 1) != unlimited
+    assert calibration_path("here", found.torch, 1) != unlimited
 
 
 def test_the_host_s_time_counts_operators_as_a_dry_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -736,10 +736,10 @@ def test_the_host_s_time_counts_operators_as_a_dry_run_does(monkeypatch: pytest.
 
     operators = []
     for custom in (False, True):
-        step = host_time._training_step("cpu", custom=custom)
+        step = host_time._build_training_step("cpu", custom=custom)
         with Recorder(64) as recorder:
             step()
-        counts = host_time._counted(step)
+        counts = host_time._count_operators(step)
         operators.append(sum(counts.values()))
         assert operators[-1] == sum(recorder.kernels.values())
     ours = counts[host_time._NAME] + counts[f"{host_time._NAME}_back"]
@@ -748,7 +748,7 @@ def test_the_host_s_time_counts_operators_as_a_dry_run_does(monkeypatch: pytest.
     seconds = iter([operators[0] * 1e-5, (operators[1] - ours) * 1e-5 + ours * 9e-5])
     monkeypatch.setattr(host_time, "_lower_quartile", lambda step, device: next(seconds))
     draws = torch.random.get_rng_state()
-    assert host_time.host_time("cpu") == pytest.approx((1e-5, 9e-5))
+    assert host_time.measure_host_time("cpu") == pytest.approx((1e-5, 9e-5))
     assert torch.equal(draws, torch.random.get_rng_state())
 
 
@@ -895,7 +895,7 @@ def test_the_demo_computes_in_fp32_where_bf16_would_take_an_hour(
 
 @pytest.mark.parametrize(("rate", "sizes"), [(3e8, [256]), (3e10, [256, 2048]), (1e12, [256, 2048, 4096])])
 def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes: list[int]) -> None:
-    from preheat.hardware.benchmark_rates import FULL, _peak
+    from preheat.hardware.benchmark_rates import FULL, _measure_peak
 
     made: list[int] = []
 
@@ -908,7 +908,7 @@ def test_a_large_product_that_would_take_too_long_is_left_out(rate: float, sizes
             return 2 * made[-1] ** 3 / rate
 
     seconds = Clock(cuda=False)
-    assert _peak(seconds, random, torch.bfloat16, FULL) == pytest.approx(rate)  # type: ignore[arg-type]
+    assert _measure_peak(seconds, random, torch.bfloat16, FULL) == pytest.approx(rate)  # type: ignore[arg-type]
     assert sorted(set(made)) == sizes
 
 
@@ -976,7 +976,7 @@ def test_more_threads_than_serve_are_refused_before_they_are_measured() -> None:
 )
 def test_what_says_that_a_gpu_is_out_of_memory(error: Exception, lacks: bool) -> None:
     assert is_oom(error) == lacks
-    assert requested_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
+    assert parse_requested_bytes(str(error)) == (20 << 20 if "Tried" in str(error) else None)
 
 
 def test_a_gpu_s_times_are_its_own_and_not_those_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1073,7 +1073,7 @@ def test_preempted_calls_are_no_measurement(
     monkeypatch: pytest.MonkeyPatch, preempted: Container[int], wait: float, known: bool
 ) -> None:
     clock = Clock(monkeypatch, preempted, wait, known=known)
-    with threads_of(1):
+    with limit_threads(1):
         assert Stopwatch(cuda=False)(clock.call) == pytest.approx(3e-4)
     assert clock.wall < 0.3  # and they are not repeated for long
 
@@ -1082,7 +1082,7 @@ def test_cpu_time_alone_does_not_see_threads_that_spin(monkeypatch: pytest.Monke
     """Outliers are left out all the same, and no call is taken for one of a single thread."""
     clock = Clock(monkeypatch, EVERY_OTHER, 0.004)
     monkeypatch.setattr("preheat.hardware.timing.run_delays", lambda: None)
-    with threads_of(2):
+    with limit_threads(2):
         assert Stopwatch(cuda=False)(clock.call) < 5e-3
 
 
@@ -1098,17 +1098,17 @@ def test_calls_whose_threads_wait_for_each_other_are_measured_with_one_thread(mo
         clock.wall += 6e-4
         return None
 
-    with threads_of(2):
+    with limit_threads(2):
         assert Stopwatch(cuda=False)(call) == pytest.approx(3e-4)
         begin = clock.wall
         assert Stopwatch(cuda=False, end=begin)(call) == pytest.approx(3e-4)
         assert clock.wall - begin < 0.05  # after the calibration's limit
         assert torch.get_num_threads() == 2
     # One thread has nothing to fall back on, and the shortest call is the nearest.
-    with threads_of(1):
+    with limit_threads(1):
         assert Stopwatch(cuda=False)(several) == pytest.approx(8.3e-3)
     # More threads than CPUs wait for each other in a run, too: that is their time.
-    with threads_of(len(os.sched_getaffinity(0)) + 1):
+    with limit_threads(len(os.sched_getaffinity(0)) + 1):
         assert Stopwatch(cuda=False)(several) == pytest.approx(8.3e-3)
 
 
@@ -1144,7 +1144,7 @@ def test_a_gpu_is_measured_at_the_sizes_that_are_trained_there(monkeypatch: pyte
         10 * 4 * max(small.elements) < 12 << 30 > 5 * small.most
     )  # ten tensors in fp32; a product's, and results that are kept
     assert grid_of(Device("cpu", "a processor", 80 << 30)) == FULL
-    speeds = _host_link(Stopwatch(cuda=False), torch.zeros(2**16))
+    speeds = _measure_host_link(Stopwatch(cuda=False), torch.zeros(2**16))
     assert min(speeds) > 0
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     gpu = made_up(near=None, to_host=2e10, to_device=3e10)
@@ -1190,13 +1190,13 @@ def test_a_gpu_s_grid_is_measured_wholly(monkeypatch: pytest.MonkeyPatch) -> Non
     ones = torch.ones
     monkeypatch.setattr(calibrating, "Random", lambda kind: Meta("cpu"))
     monkeypatch.setattr(calibrating, "Stopwatch", Clock)
-    monkeypatch.setattr(calibrating, "_host_link", link)
-    monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
+    monkeypatch.setattr(calibrating, "_measure_host_link", link)
+    monkeypatch.setattr(calibrating, "_measure_movers", lambda *args: [])
     monkeypatch.setattr(calibrating, "has_tf32", lambda device: False)
     monkeypatch.setattr(calibrating, "other_processes_bytes", lambda device: 0)
-    monkeypatch.setattr(calibrating, "_adamw", lambda *args: 1e-9)
-    monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
-    monkeypatch.setattr(calibrating, "host_time", lambda kind: HostTime(1e-5, 1e-4))
+    monkeypatch.setattr(calibrating, "_measure_adamw", lambda *args: 1e-9)
+    monkeypatch.setattr(calibrating, "_measure_attention", lambda *args: [])
+    monkeypatch.setattr(calibrating, "measure_host_time", lambda kind: HostTime(1e-5, 1e-4))
     monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size, device="meta"))
     found = calibrate(device, 1)
     assert set(moved) == {GPU.large}  # more than once on a busy machine
@@ -1217,20 +1217,20 @@ def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp
     """A CPU stands for the GPU, whose switch is on meanwhile and off behind."""
     from preheat.hardware import benchmark_rates as calibrating
     from preheat.planning.dispatch_recorder import Kernel
-    from preheat.planning.speed.step_time import kernel_seconds
+    from preheat.planning.speed.step_time import estimate_kernel_seconds
 
     products: Any = torch.backends.cuda.matmul
     before, seen = products.fp32_precision, []
-    measure = calibrating._matrix
+    measure = calibrating._measure_matmuls
 
     def matrix(*args: Any) -> Any:
         seen.append((args[2], products.fp32_precision == "tf32"))
         return measure(*args)
 
-    monkeypatch.setattr(calibrating, "_matrix", matrix)
+    monkeypatch.setattr(calibrating, "_measure_matmuls", matrix)
     monkeypatch.setattr(calibrating, "has_tf32", lambda device: True)
-    monkeypatch.setattr(calibrating, "_moved", lambda *args: [])
-    monkeypatch.setattr(calibrating, "_attention", lambda *args: [])
+    monkeypatch.setattr(calibrating, "_measure_movers", lambda *args: [])
+    monkeypatch.setattr(calibrating, "_measure_attention", lambda *args: [])
     found = calibrate(Device("cpu", "here", 2**30), 1, grid=SMALL)
     assert seen == [("bf16", False), ("fp32", False), ("tf32", True)]
     assert products.fp32_precision == before
@@ -1246,8 +1246,10 @@ def test_tf32_is_measured_of_products_alone(monkeypatch: pytest.MonkeyPatch, tmp
     assert load("made up", "2.13.0", 2) == gpu
     kernel = Kernel("mm", "fp32", 2 * 100**3, 0, 0, ((100, 100), (100, 100)), (False, True))
     in_tf32 = dataclasses.replace(kernel, dtype="tf32")
-    assert kernel_seconds(kernel, gpu) == pytest.approx(10 * kernel_seconds(in_tf32, gpu))
-    assert kernel_seconds(in_tf32, plain) == kernel_seconds(kernel, plain)  # never measured: as if it were fp32
+    assert estimate_kernel_seconds(kernel, gpu) == pytest.approx(10 * estimate_kernel_seconds(in_tf32, gpu))
+    assert estimate_kernel_seconds(in_tf32, plain) == estimate_kernel_seconds(
+        kernel, plain
+    )  # never measured: as if it were fp32
     dataclasses.replace(gpu, matrix=plain.matrix).store()
     assert load("made up", "2.13.0", 2) is None
 

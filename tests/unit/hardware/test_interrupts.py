@@ -15,8 +15,8 @@ import pytest
 
 from preheat.cli import main
 from preheat.cli.train import resuming
-from preheat.hardware.child_processes import ended_by, listen, tethered
-from preheat.hardware.interrupts import Interrupted, check, heeded, raising
+from preheat.hardware.child_processes import describe_exit, listen, wrap_in_parent_death
+from preheat.hardware.interrupts import Interrupted, check, handled_signals, raise_on_signal
 from preheat.training.signals import Signals
 
 
@@ -26,7 +26,7 @@ class Thing:
 
 def test_a_signal_raises_once_and_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted) as caught, raising():
+    with pytest.raises(Interrupted) as caught, raise_on_signal():
         signal.raise_signal(signal.SIGTERM)
     assert (caught.value.exit_code, str(caught.value)) == (143, "interrupted by SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
@@ -41,7 +41,7 @@ def test_a_signal_that_python_drops_in_a_callback_is_raised_after_it() -> None:
         time.sleep(5)
         assert held is None, "the signal was lost"
 
-    with pytest.raises(Interrupted), raising():
+    with pytest.raises(Interrupted), raise_on_signal():
         lose()
 
 
@@ -51,16 +51,16 @@ def test_a_signal_that_a_library_swallows_is_raised_at_the_next_check() -> None:
             signal.raise_signal(signal.SIGINT)
         check()
 
-    with pytest.raises(Interrupted), raising():
+    with pytest.raises(Interrupted), raise_on_signal():
         swallow()
 
 
 def test_sighup_is_left_ignored() -> None:
-    assert signal.SIGHUP in heeded()
+    assert signal.SIGHUP in handled_signals()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signal.SIGHUP not in heeded()
-        with raising(), Signals() as signals:
+        assert signal.SIGHUP not in handled_signals()
+        with raise_on_signal(), Signals() as signals:
             signal.raise_signal(signal.SIGHUP)
         assert signals.received is None
     finally:
@@ -68,7 +68,7 @@ def test_sighup_is_left_ignored() -> None:
 
 
 def test_in_a_run_a_signal_is_remembered_and_raised_only_where_work_may_be_broken_off() -> None:
-    with raising(), Signals() as signals:
+    with raise_on_signal(), Signals() as signals:
         signal.raise_signal(signal.SIGHUP)
         assert signals.received == "SIGHUP"
         with pytest.raises(Interrupted), signals.raised():
@@ -140,17 +140,19 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split(") ")[1][0] not in "ZX":
         assert time.monotonic() < end, "it goes on without a parent"
         time.sleep(0.02)
-    orphan = subprocess.run([part if part != str(os.getpid()) else "1" for part in tethered(["true"])], check=False)
+    orphan = subprocess.run(
+        [part if part != str(os.getpid()) else "1" for part in wrap_in_parent_death(["true"])], check=False
+    )
     assert orphan.returncode == 1, "its parent had ended before it began"
-    assert subprocess.run(tethered(["false"]), check=False).returncode == 1
-    assert subprocess.run(tethered(["true"]), check=False).returncode == 0
-    missing = subprocess.run(tethered(["/no/such"]), check=False, capture_output=True, text=True)
+    assert subprocess.run(wrap_in_parent_death(["false"]), check=False).returncode == 1
+    assert subprocess.run(wrap_in_parent_death(["true"]), check=False).returncode == 0
+    missing = subprocess.run(wrap_in_parent_death(["/no/such"]), check=False, capture_output=True, text=True)
     assert missing.stderr == "/no/such: No such file or directory\n"
 
 
 def test_how_a_process_ended_is_said() -> None:
-    assert ended_by(-9) == "was ended by SIGKILL (perhaps by the kernel, out of memory)"
-    assert ended_by(-99) == "was ended by signal 99"
+    assert describe_exit(-9) == "was ended by SIGKILL (perhaps by the kernel, out of memory)"
+    assert describe_exit(-99) == "was ended by signal 99"
 
 
 def test_a_port_is_taken_on_loopback_alone_from_the_first() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from preheat.core import MachineUse
-from preheat.files import strict
+from preheat.files import to_plain_data
 from preheat.hardware import machine_use
-from preheat.hardware.machine_use import Sample, UseMeter, joined, read_use, run_delays, take_sample, use_between
+from preheat.hardware.machine_use import Sample, UseMeter, join_uses, read_use, run_delays, take_sample, use_between
 from preheat.hardware.stored_values import Damaged
 
 LINUX = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="other processes are seen on Linux only")
@@ -50,7 +50,7 @@ def test_other_work_is_what_all_processes_used_less_our_own(
     assert use.own_cores == pytest.approx(own / 10)
     assert use.other_cores == (None if others is None else pytest.approx(others, abs=1e-9))
     assert use.alone is alone
-    assert read_use(strict(use)) == use
+    assert read_use(to_plain_data(use)) == use
     assert use.alone is alone
 
 
@@ -60,13 +60,13 @@ def test_cpus_that_changed_meanwhile_are_not_compared() -> None:
 
 
 def test_intervals_are_joined_by_their_lengths() -> None:
-    use = joined([MachineUse(1.0, 2.0, 1.0, 2, 2), MachineUse(3.0, 1.0, 0.0, 2, 2)])
+    use = join_uses([MachineUse(1.0, 2.0, 1.0, 2, 2), MachineUse(3.0, 1.0, 0.0, 2, 2)])
     assert use == MachineUse(4.0, 1.25, 0.25, 2, 2)
-    assert joined([use, MachineUse(3.0, 1.0, None, 2, 2)]).alone is None
+    assert join_uses([use, MachineUse(3.0, 1.0, None, 2, 2)]).alone is None
 
 
 @pytest.mark.parametrize(
-    "note", [None, 3, {}, {"alone": True}, strict(MachineUse(1.0, 1.0, 0.0, 2, 2)) | {"cpus": "2"}]
+    "note", [None, 3, {}, {"alone": True}, to_plain_data(MachineUse(1.0, 1.0, 0.0, 2, 2)) | {"cpus": "2"}]
 )
 def test_a_damaged_note_is_refused(note: object) -> None:
     with pytest.raises(Damaged):
@@ -97,7 +97,7 @@ def test_busy_time_is_read_by_cpu_and_unknown_if_it_is_not_ours(
     monkeypatch.setattr(machine_use, "_PROC", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    assert machine_use._busy_seconds() == seconds
+    assert machine_use._read_busy_seconds() == seconds
     use = use_between(take_sample(), take_sample(), 2)
     assert (use.other_cores is None) == (seconds is None)
 

@@ -12,11 +12,11 @@ import torch
 
 from preheat.core import Device, MachineUse
 from preheat.hardware import rate_probe
-from preheat.hardware.catalogue import accelerator
-from preheat.hardware.rate_probe import checked_rates, probe_rates
+from preheat.hardware.catalogue import find_accelerator
+from preheat.hardware.rate_probe import measure_checked_rates, probe_rates
 from preheat.hardware.rates import LAYOUTS, MatrixRate, Present, Rates
 from preheat.planning.plan import plan
-from preheat.planning.plan_request import hardware
+from preheat.planning.plan_request import choose_hardware
 from preheat.planning.request import Request
 
 from ...conftest import tiny
@@ -64,15 +64,15 @@ def test_rates_are_checked_before_a_plan(
     probes: list[Rates] = []
     monkeypatch.setattr(rate_probe, "_last", None)
     monkeypatch.setattr(rate_probe, "probe_rates", lambda rates, _: probes.append(rates) or Present(share, machine))
-    monkeypatch.setattr(rate_probe, "rates_again", lambda *_: [anew, anew.store()][0])
+    monkeypatch.setattr(rate_probe, "remeasure_rates", lambda *_: [anew, anew.store()][0])
     expected = {
         "as it is": known,
         "again": anew,
         "slower": dataclasses.replace(known, now=Present(share, machine)),
     }[measured]
-    assert checked_rates(DEVICE, 1) == expected
+    assert measure_checked_rates(DEVICE, 1) == expected
     assert bool(caplog.messages) == (measured == "again")
-    assert checked_rates(DEVICE, 1) == expected
+    assert measure_checked_rates(DEVICE, 1) == expected
     assert probes == [known]  # once in a minute
     assert ("30% faster" in caplog.text) == (measured == "again" and not contended)
 
@@ -82,15 +82,15 @@ def test_rates_that_somebody_gave_are_never_doubted(monkeypatch: pytest.MonkeyPa
     given = dataclasses.replace(made_up(), torch=torch.__version__, threads=1)
     given.store()
     monkeypatch.setattr(rate_probe, "probe_rates", lambda *_: pytest.fail("probed"))
-    assert checked_rates(DEVICE, 1) == given
+    assert measure_checked_rates(DEVICE, 1) == given
     gpu = dataclasses.replace(given, near=None, to_host=2e10, to_device=3e10, machine=QUIET)
     gpu.store()
-    assert checked_rates(DEVICE, 1) == gpu
+    assert measure_checked_rates(DEVICE, 1) == gpu
     # A calibration that is known to be disturbed is measured again all the same.
     dataclasses.replace(gpu, contended=True).store()
     monkeypatch.setattr("preheat.hardware.benchmark_rates._is_quiet", lambda threads: True)
     monkeypatch.setattr("preheat.hardware.benchmark_rates._measure_in_process", lambda *_: given.store())
-    assert checked_rates(DEVICE, 1) == given
+    assert measure_checked_rates(DEVICE, 1) == given
 
 
 def test_a_plan_says_now_and_with_the_machine_to_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def rate_probe_movers() -> list[str]:
 
 def test_plans_of_this_machine_are_probed_and_of_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Device] = []
-    monkeypatch.setattr(rate_probe, "checked_rates", lambda device, threads: probed.append(device) or made_up())
-    hardware(accelerator("H100"), tiny(), 1)
+    monkeypatch.setattr(rate_probe, "measure_checked_rates", lambda device, threads: probed.append(device) or made_up())
+    choose_hardware(find_accelerator("H100"), tiny(), 1)
     assert probed == []
-    hardware(None, tiny(), 1)
+    choose_hardware(None, tiny(), 1)
     assert len(probed) == 1
 
 
@@ -152,7 +152,7 @@ def test_matmuls_that_are_too_small_or_too_large_are_not_probed() -> None:
     small = made_up(matrix=tuple(MatrixRate("fp32", "forward", *shape, 1e11) for shape in SHAPES[3:]))
     assert probe_rates(small, 1) is None
     rows = tuple(MatrixRate(dtype, "forward", *shape, 1e11) for shape in SHAPES for dtype in ("fp32", "bf16"))
-    chosen = rate_probe._suitable(made_up(matrix=rows))
+    chosen = rate_probe._choose_matmuls(made_up(matrix=rows))
     assert [(row.dtype, row.n, row.k, row.m) for row in chosen] == [
         ("fp32", 256, 768, 768),
         ("fp32", 1024, 288, 768),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from preheat.core import Device, Tag
-from preheat.engine.builder import build, context_of
+from preheat.engine.builder import build, build_context
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import accelerator
+from preheat.hardware.catalogue import find_accelerator
 from preheat.hardware.tf32 import allow_tf32, has_tf32
 from preheat.models import hf
 from preheat.planning.dry_run import observe
@@ -84,7 +84,7 @@ def test_a_build_on_a_gpu_has_it_as_long_as_it_lives() -> None:
 def test_devices_without_it_are_refused_in_one_line(device: Device) -> None:
     assert not has_tf32(device)
     recipe = tiny(TF32)
-    (why,) = recipe.techniques["mixed_precision"].check(context_of(recipe, hf.configure(recipe, 96), device))
+    (why,) = recipe.techniques["mixed_precision"].check(build_context(recipe, hf.configure(recipe, 96), device))
     assert why == f"tf32: {device.name} has no TF32, which NVIDIA's GPUs have from Ampere on; leave it out"
     assert MixedPrecision(tf32=True).read_on(device) == MixedPrecision(), "a run from a GPU can be read anywhere"
 
@@ -95,11 +95,11 @@ def test_a_build_on_a_cpu_refuses_it() -> None:
 
 
 def test_data_sheets_have_it_at_half_of_bf16() -> None:
-    rates = {name: accelerator(name).peaks().get("tf32") for name in ("A100-80GB", "H100", "L40S", "RTX-4090")}
+    rates = {name: find_accelerator(name).peaks().get("tf32") for name in ("A100-80GB", "H100", "L40S", "RTX-4090")}
     assert rates == pytest.approx(
         {"A100-80GB": 156e12, "H100": 494.7e12, "L40S": 183e12, "RTX-4090": 82.6e12}, rel=0.02
     )
-    assert not any("tf32" in accelerator(name).peaks() for name in ("T4", "V100-32GB", "MI300X"))
+    assert not any("tf32" in find_accelerator(name).peaks() for name in ("T4", "V100-32GB", "MI300X"))
 
 
 def test_a_plan_takes_its_rate_for_products_alone() -> None:
@@ -132,6 +132,6 @@ def test_it_gives_up_rounding_and_no_search_adds_it() -> None:
     assert MixedPrecision(mode="bf16_pure", tf32=True).search_numerics() == "different"
     assert Tag.TF32_PRODUCTS in asked.provided()
     recipe = tiny("{}")
-    context = context_of(recipe, hf.configure(recipe, 96), Roofline.of("A100-80GB").as_device)
+    context = build_context(recipe, hf.configure(recipe, 96), Roofline.of("A100-80GB").as_device)
     # bf16 is faster on every device that has TF32, and one option more cost a search of 64 devices the best layout.
     assert asked not in list(MixedPrecision().options(context))

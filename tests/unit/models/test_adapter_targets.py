@@ -147,13 +147,17 @@ def test_merged_and_saved_every_kind_computes_what_it_did_with_its_adapters(
         for _, p in adapted.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
     tokens = torch.arange(3, 35)[None]
-    wanted = hf.plain_logits(model, tokens)
+    wanted = hf.compute_reference_logits(model, tokens)
     base = {key: p.detach().clone() for key, p in subject.model.named_parameters()}
     assert merge(model) == adapted.changes["lora"][0].count
-    assert bool(torch.isclose(hf.plain_logits(model, tokens), wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max()).all())
+    assert bool(
+        torch.isclose(
+            hf.compute_reference_logits(model, tokens), wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max()
+        ).all()
+    )
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    logits = hf.plain_logits(loaded, tokens)
+    logits = hf.compute_reference_logits(loaded, tokens)
     assert float((logits - wanted).norm() / wanted.norm()) < 1e-5
     # Every adapter did something: each weight that it is for has changed, of all experts too.
     stacks = {key for key, p in base.items() if ".experts." in key and p.ndim == 3} if experts else set()

@@ -13,11 +13,11 @@ import torch
 from preheat.core import Device, MaskSpec
 from preheat.core.registry import problems_of
 from preheat.engine import builder
-from preheat.engine.builder import context_of
+from preheat.engine.builder import build_context
 from preheat.errors import RecipeError
 from preheat.models import hf, moe
-from preheat.models.sinks import in_chunks, with_sinks
-from preheat.models.token_mixers import attentions_of, find_cache, pass_cache, recurrent_mixers, split_documents
+from preheat.models.sinks import attend_with_sinks, cut_into_chunks
+from preheat.models.token_mixers import find_attentions, find_cache, find_recurrent_mixers, pass_cache, split_documents
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.recipe import parse
 
@@ -76,18 +76,18 @@ def test_layers_and_experts_are_read_from_modules_and_configurations_alike() -> 
         config = tiny_config(name)
         with torch.device("meta"):
             model = create_model(config)
-        layers = hf.anatomy(model).layers
+        layers = hf.find_anatomy(model).layers
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
         assert len(layers) == config.num_hidden_layers
         for kind, layer in zip(kinds, layers, strict=True):
-            assert bool(recurrent_mixers(layer)) == (kind in recurrent), (name, kind)
-            assert bool(attentions_of(layer)) == (
+            assert bool(find_recurrent_mixers(layer)) == (kind in recurrent), (name, kind)
+            assert bool(find_attentions(layer)) == (
                 (kind.endswith("attention") and kind != "linear_attention") or kind == "hybrid"
             ), (name, kind)
         assert len(moe.routers(model)) == moe.expert_layers(config), name
-        recurrent_layers = any(recurrent_mixers(layer) for layer in layers)
-        assert (hf.facts(config).special_mixers == "recurrent layers") == recurrent_layers, name
-        assert hf.facts(config).sinks == any("sinks" in m._parameters for m in model.modules()), name
+        recurrent_layers = any(find_recurrent_mixers(layer) for layer in layers)
+        assert (hf.read_facts(config).special_mixers == "recurrent layers") == recurrent_layers, name
+        assert hf.read_facts(config).sinks == any("sinks" in m._parameters for m in model.modules()), name
 
 
 def test_a_document_reaches_a_recurrent_mixer_alone() -> None:
@@ -109,7 +109,7 @@ def test_attention_sinks_take_part_in_the_softmax(window: int | None) -> None:
     q, k, v = (torch.randn(2, heads, 7, 8, dtype=torch.float64, generator=g) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64, generator=g, requires_grad=True)
     mask = MaskSpec(window=window, documents=((3, 4), (7,)))
-    out = with_sinks(reference_attention, q, k, v, mask, 0.3, sinks)
+    out = attend_with_sinks(reference_attention, q, k, v, mask, 0.3, sinks)
     place = torch.arange(7)
     document = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0] * 7])
     seen = (place[:, None] >= place) & (place[:, None] - place < (window or 7))
@@ -126,7 +126,7 @@ def test_a_window_as_long_as_a_row_needs_no_kernel_with_windows() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0)).double()
     sinks = torch.tensor([0.5, -1.0]).double()
     full, windowed = (
-        with_sinks(kernel, q, k, v, MaskSpec(window=window), 0.5, sinks)
+        attend_with_sinks(kernel, q, k, v, MaskSpec(window=window), 0.5, sinks)
         for kernel, window in ((reference_attention, None), (sdpa_attention, 6))
     )
     assert torch.allclose(windowed, full, atol=1e-12)
@@ -143,12 +143,12 @@ def test_missing_kernels_are_named_with_their_cost(monkeypatch: pytest.MonkeyPat
 
 
 def test_chunks_are_documents_cut_from_their_start() -> None:
-    assert in_chunks(MaskSpec(), 3, 2, 7).documents == ((3, 3, 1), (3, 3, 1))
+    assert cut_into_chunks(MaskSpec(), 3, 2, 7).documents == ((3, 3, 1), (3, 3, 1))
 
 
 def refusals(name: str, technique: str, **more: Any) -> list[str]:
     recipe = parse(f"batch: {{size: 4}}\nstop: {{max_steps: 1}}\ntechniques: {{{technique}}}")
-    context = context_of(recipe, tiny_config(name, **more), DEVICE, world=2)
+    context = build_context(recipe, tiny_config(name, **more), DEVICE, world=2)
     return [problem.text for t in recipe.techniques.values() for problem in problems_of(t, context)]
 
 

@@ -17,7 +17,7 @@ from preheat.errors import RecipeError, RunError
 from preheat.hardware import cpp_build
 from preheat.inference.load import LoadedModel, load_model
 from preheat.models.generation import generate as generating
-from preheat.models.generation.generate import Timed, generate, settled
+from preheat.models.generation.generate import Timed, generate, resolve_auto
 from preheat.recipe import Sample
 
 PROMPTS = ("Once upon a time", "The dog", "Lily wanted to go to the park because she", "One day a big", "Tom")
@@ -165,15 +165,15 @@ def test_who_is_compiled_unasked(
     stories: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpp_build, "uncompiled", lambda kind: "")
+    monkeypatch.setattr(cpp_build, "describe_missing_compiler", lambda kind: "")
     model: Any = SimpleNamespace(
         device=torch.device(kind), config=stories.build.trained[0].config, _can_compile_fullgraph=True
     )
-    made = settled(Sample(**settings), model, passes)
+    made = resolve_auto(Sample(**settings), model, passes)
     assert made.compile is compiled
     assert made.cache_kind == settings.get("cache", "static" if compiled else "dynamic")
     model._can_compile_fullgraph = False
-    assert settled(Sample(**settings), model, passes).compile is settings.get("compile", False)
+    assert resolve_auto(Sample(**settings), model, passes).compile is settings.get("compile", False)
 
 
 def test_without_a_compiler_it_is_refused_if_asked_for(stories: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +186,9 @@ def test_without_a_compiler_it_is_refused_if_asked_for(stories: LoadedModel, mon
         device=torch.device("cuda"), config=stories.build.trained[0].config, _can_compile_fullgraph=True
     )
     monkeypatch.setattr(cpp_build.importlib.util, "find_spec", lambda name: None)
-    assert settled(Sample(), model, 10**6).compile is False
+    assert resolve_auto(Sample(), model, 10**6).compile is False
     with pytest.raises(RecipeError, match=r"^sample\.compile: needs Triton on a CUDA device; pip install triton$"):
-        settled(Sample(compile=True), model, 1)
+        resolve_auto(Sample(compile=True), model, 1)
 
 
 def test_a_run_does_not_compile_unasked(stories: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

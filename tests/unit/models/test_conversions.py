@@ -16,7 +16,7 @@ from preheat.errors import RecipeError
 from preheat.models import size_dial
 from preheat.models.conversions import architecture
 from preheat.models.conversions.modules import FeedForward, RMSNorm
-from preheat.models.hf import build_on_meta, configure, facts, plain_logits
+from preheat.models.hf import build_on_meta, compute_reference_logits, configure, read_facts
 from preheat.recipe import parse
 from preheat.techniques.rms_norm import layer_norm_to_rms_norm
 from preheat.techniques.tied_embeddings import tie_embeddings
@@ -79,16 +79,16 @@ def test_heads_that_are_alike_are_pooled_without_a_change(family: str, tmp_path:
             if "k_proj" in name or "v_proj" in name:
                 heads = p.view(2, 2, 4, *p.shape[1:])
                 heads[:, 1] = heads[:, 0]
-    before = plain_logits(model, TOKENS)
+    before = compute_reference_logits(model, TOKENS)
     made = from_folder(model, tmp_path / "m", "{grouped_queries: {num_kv_heads: 2}}")
     assert made.model.kv_heads == 2
-    assert off(plain_logits(made.trained[0], TOKENS), before) < 1e-5  # type: ignore[arg-type]
+    assert off(compute_reference_logits(made.trained[0], TOKENS), before) < 1e-5  # type: ignore[arg-type]
     architecture.pool_key_value_heads(model, 2)
-    assert off(plain_logits(model, TOKENS), before) < 1e-5
+    assert off(compute_reference_logits(model, TOKENS), before) < 1e-5
     model.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert again.config.num_key_value_heads == 2
-    assert off(plain_logits(again, TOKENS), before) < 1e-5
+    assert off(compute_reference_logits(again, TOKENS), before) < 1e-5
 
 
 def test_a_new_model_is_built_with_fewer_heads() -> None:
@@ -113,14 +113,14 @@ def test_rms_norm_is_torchs_and_on_centred_input_layer_norm() -> None:
 def test_a_folded_gpt2_gives_the_same_logits_without_layer_norm(tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, tie_word_embeddings=tied)))
-    before = plain_logits(model, TOKENS)
+    before = compute_reference_logits(model, TOKENS)
     made = from_folder(model, tmp_path / "m", "{rms_norm: {}}").trained[0]
     assert not any(isinstance(m, torch.nn.LayerNorm) for m in made.modules())
     assert (made.get_input_embeddings().weight is made.get_output_embeddings().weight) == tied  # type: ignore[operator,union-attr]
-    assert off(plain_logits(made, TOKENS), before) < 1e-5  # type: ignore[arg-type]
+    assert off(compute_reference_logits(made, TOKENS), before) < 1e-5  # type: ignore[arg-type]
     layer_norm_to_rms_norm(model)
-    assert off(plain_logits(model, TOKENS), before) < 1e-5
-    assert architecture.beyond_transformers(model)
+    assert off(compute_reference_logits(model, TOKENS), before) < 1e-5
+    assert architecture.describe_unsupported_modules(model)
 
 
 # --- feed-forward -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_blocks_have_equal_parameters(family: str, activation: str) -> None:
     assert (
         (replaced == 2)
         == (activation.endswith("glu") == (family == "gpt2"))
-        == bool(architecture.beyond_transformers(changed))
+        == bool(architecture.describe_unsupported_modules(changed))
     )
     matrices = [sum(p.numel() for n, p in m.named_parameters() if "mlp" in n and p.ndim == 2) for m in (plain, changed)]
     assert matrices[1] == pytest.approx(matrices[0], rel=0.01)
@@ -183,7 +183,7 @@ def test_what_is_kept_of_a_folder_is_what_was_asked(keep: str, tmp_path: Path) -
     part.set_attn_implementation("eager")
     part.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert off(plain_logits(again, TOKENS), plain_logits(part, TOKENS)) < 1e-6
+    assert off(compute_reference_logits(again, TOKENS), compute_reference_logits(part, TOKENS)) < 1e-6
 
 
 def test_a_t5_ties_encoder_decoder_and_head() -> None:
@@ -275,10 +275,10 @@ def test_rotary_tables_are_those_of_transformers_and_of_the_papers(family: str, 
 def test_dynamic_scaling_leaves_short_texts_alone_and_reaches_further_than_transformers_states() -> None:
     r = tiny("{rope_scaling: {kind: dynamic, original_length: 16, factor: 4}}")
     config = configure(r, 96)
-    assert (config.max_position_embeddings, facts(config).positions) == (16, 64)
+    assert (config.max_position_embeddings, read_facts(config).positions) == (16, 64)
     scaled, plain = (build(recipe, vocabulary=96, device=DEVICE).trained[0] for recipe in (r, tiny()))
-    assert off(plain_logits(scaled, TOKENS[:, :16]), plain_logits(plain, TOKENS[:, :16])) < 1e-6  # type: ignore[arg-type]
-    assert off(plain_logits(scaled, TOKENS), plain_logits(plain, TOKENS)) > 1e-5  # type: ignore[arg-type]
+    assert off(compute_reference_logits(scaled, TOKENS[:, :16]), compute_reference_logits(plain, TOKENS[:, :16])) < 1e-6  # type: ignore[arg-type]
+    assert off(compute_reference_logits(scaled, TOKENS), compute_reference_logits(plain, TOKENS)) > 1e-5  # type: ignore[arg-type]
 
 
 def test_a_factor_larger_than_needed_is_said() -> None:
@@ -340,7 +340,7 @@ def test_what_cannot_be_with_read_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["5M", "15M", "125M", "350M", "1.1B"])
 def test_the_deep_dial_meets_its_size_with_more_layers(size: str) -> None:
-    deep, balanced = size_dial.dial(size, shape="deep"), size_dial.dial(size)
+    deep, balanced = size_dial.choose_dimensions(size, shape="deep"), size_dial.choose_dimensions(size)
     parameters = deep.layers * (4 * deep.width**2 + 3 * deep.width * deep.feed_forward)
     assert parameters == pytest.approx(size_dial.parse_size(size), rel=0.15)
     assert deep.layers > 1.7 * balanced.layers
@@ -349,7 +349,7 @@ def test_the_deep_dial_meets_its_size_with_more_layers(size: str) -> None:
 
 def test_the_deep_dial_is_near_mobilellm() -> None:
     # MobileLLM-125M: 30 layers of width 576 (106M outside the embedding).
-    d = size_dial.dial("106M", shape="deep")
+    d = size_dial.choose_dimensions("106M", shape="deep")
     assert (d.layers, d.width) == (pytest.approx(30, abs=4), pytest.approx(576, abs=64))
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from preheat.errors import RunError
 from preheat.inference.load import load_model
 from preheat.models.generation import decode_attention as ops
-from preheat.models.generation.decode_attention import cached_attention, of_use
+from preheat.models.generation.decode_attention import attend_cache, is_supported
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
 
@@ -46,23 +46,21 @@ def test_it_is_attention_in_fp64_but_for_the_last_rounding(sizes: tuple[int, ...
     if masked:
         mask = torch.rand(rows, 1, queries, keys) < 0.7
         mask[..., 0] = True
-    found, wanted = cached_attention(q, k, v, mask, SCALE), reference(q, k, v, mask)
+    found, wanted = attend_cache(q, k, v, mask, SCALE), reference(q, k, v, mask)
     assert found.dtype == torch.bfloat16
     assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all())
     if masked and rows > 1:  # one mask for all rows
         shared = mask[:1]  # type: ignore[index]
-        assert bool(
-            ((cached_attention(q, k, v, shared, SCALE).double() - reference(q, k, v, shared)).abs() <= 2e-2).all()
-        )
+        assert bool(((attend_cache(q, k, v, shared, SCALE).double() - reference(q, k, v, shared)).abs() <= 2e-2).all())
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_compiler_gets_operators_alone(masked: bool) -> None:
-    from preheat.models.generation.kv_cache import _over_cache
+    from preheat.models.generation.kv_cache import _attend_cache
 
     q, k, v = given(2, 6, 2, 1, 33, 64, 48)
     mask = torch.arange(33)[None, None, None] < torch.tensor([20, 33])[:, None, None, None] if masked else None
-    whole = torch.compile(lambda *given: _over_cache(None, *given, scaling=SCALE)[0], backend="eager", fullgraph=True)
+    whole = torch.compile(lambda *given: _attend_cache(None, *given, scaling=SCALE)[0], backend="eager", fullgraph=True)
     found, wanted = whole(q, k, v, mask), reference(q, k, v, mask)
     assert found.shape == wanted.shape
     assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all())
@@ -71,9 +69,9 @@ def test_a_compiler_gets_operators_alone(masked: bool) -> None:
 def test_a_token_is_the_same_alone_and_among_others() -> None:
     q, k, v = given(2, 4, 2, 5, 90, 64, 64)
     mask = torch.ones(5, 90, dtype=torch.bool).tril(85)[None, None]
-    together = cached_attention(q, k, v, mask, SCALE)
+    together = attend_cache(q, k, v, mask, SCALE)
     for n in range(5):
-        alone = cached_attention(q[:, :, n : n + 1], k[:, :, : 86 + n], v[:, :, : 86 + n], None, SCALE)
+        alone = attend_cache(q[:, :, n : n + 1], k[:, :, : 86 + n], v[:, :, : 86 + n], None, SCALE)
         assert torch.equal(together[:, n : n + 1], alone)
 
 
@@ -84,7 +82,7 @@ def test_scores_far_apart_equal_unseen_and_not_finite() -> None:
     mask[0, 0, 1] = False
     q[0, 0, 2] = 0
     q[0, 0, 3, 0] = float("nan")
-    found = cached_attention(q, k, v, mask, 1.0)[0, :, 0]
+    found = attend_cache(q, k, v, mask, 1.0)[0, :, 0]
     nearest = v[0, 0, int((k[0, 0].double() @ q[0, 0, 0].double()).argmax())]
     assert torch.equal(found[0], nearest)
     assert not found[1].any()  # a token that sees nothing
@@ -94,25 +92,25 @@ def test_scores_far_apart_equal_unseen_and_not_finite() -> None:
 
 def test_what_it_does_not_take_goes_to_torch() -> None:
     q, k, v = given(1, 4, 2, 1, 9, 64, 64)
-    assert of_use(q, k, v, None)
-    assert not of_use(q.float(), k, v, None)
-    assert not of_use(q[..., :40], k[..., :40], v, None)
-    assert not of_use(q, k, v, torch.zeros(1, 1, 1, 9))  # added to scores
-    assert not of_use(q, k, v, torch.ones(1, 4, 1, 9, dtype=torch.bool))  # one a head
-    assert not of_use(q.expand(1, 4, 17, 64), k, v, torch.ones(1, 1, 17, 9, dtype=torch.bool))
-    assert not of_use(q.expand(1, 4, 3, 64), k, v, None)  # which of them see what is not said
-    assert not of_use(q.clone().requires_grad_(), k, v, None)
+    assert is_supported(q, k, v, None)
+    assert not is_supported(q.float(), k, v, None)
+    assert not is_supported(q[..., :40], k[..., :40], v, None)
+    assert not is_supported(q, k, v, torch.zeros(1, 1, 1, 9))  # added to scores
+    assert not is_supported(q, k, v, torch.ones(1, 4, 1, 9, dtype=torch.bool))  # one a head
+    assert not is_supported(q.expand(1, 4, 17, 64), k, v, torch.ones(1, 1, 17, 9, dtype=torch.bool))
+    assert not is_supported(q.expand(1, 4, 3, 64), k, v, None)  # which of them see what is not said
+    assert not is_supported(q.clone().requires_grad_(), k, v, None)
 
 
 def test_without_a_compiler_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
-    ops._library.cache_clear()
+    monkeypatch.setattr("preheat.hardware.cpp_build.load_library", none)
+    ops._load_library.cache_clear()
     with pytest.warns(UserWarning, match="several times as long: no C"):
-        assert not of_use(*given(1, 4, 2, 1, 9, 64, 64), None)
-    ops._library.cache_clear()
+        assert not is_supported(*given(1, 4, 2, 1, 9, 64, 64), None)
+    ops._load_library.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +148,7 @@ def test_every_cache_is_attended_to_by_it(
 ) -> None:
     """And each time with what torch's attention gives."""
     opened = load_model(folder)
-    kernel, seen = ops.cached_attention, set()
+    kernel, seen = ops.attend_cache, set()
 
     def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         seen.add(q.shape[2])
@@ -161,7 +159,7 @@ def test_every_cache_is_attended_to_by_it(
         assert torch.allclose(found.float(), wanted.transpose(1, 2).float(), rtol=2e-2, atol=2e-3)
         return found
 
-    monkeypatch.setattr(ops, "cached_attention", watched)
+    monkeypatch.setattr(ops, "attend_cache", watched)
     text = "Tom had a red ball. Tom had a red ball. Tom had a red"
     prompts = [[1, *opened.tokenizer.encode(one, add_special_tokens=False)] for one in (text, "The cat")]
     generate(opened.build.trained[0], opened.tokenizer, prompts, settings)

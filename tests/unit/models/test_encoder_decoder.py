@@ -13,9 +13,9 @@ import transformers
 
 from preheat.core import Batch, MaskSpec, registry
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import DataError, RecipeError
-from preheat.models.encoder_decoder import divided
+from preheat.models.encoder_decoder import split_documents
 from preheat.recipe import Recipe, parse
 
 from ...conftest import DEVICE, difference
@@ -96,7 +96,7 @@ def theirs(path: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
 def test_packed_rows_are_prompts_and_answers_one_by_one(family: str, tmp_path: Path) -> None:
     path, batch = folder(FAMILIES[family](), tmp_path / "m"), packed()
     made = build(recipe_of(path), vocabulary=96, device=DEVICE)
-    loss = gradients(made, [batch])
+    loss = accumulate_gradients(made, [batch])
     wanted, grads = theirs(path, batch)
     assert float(loss.total) / batch.weight == pytest.approx(wanted, rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, grads) < 1e-5
@@ -130,7 +130,7 @@ def test_exact_techniques_leave_the_gradients_as_they_are(technique: str, tmp_pa
     path, batch = folder(FAMILIES["t5 1.1, gated"](), tmp_path / "m"), packed()
     plain = build(recipe_of(path), vocabulary=96, device=DEVICE)
     other = build(recipe_of(path, f"{{{technique}}}"), vocabulary=96, device=DEVICE)
-    losses = [float(gradients(made, [batch], 1e-3).total) for made in (plain, other)]
+    losses = [float(accumulate_gradients(made, [batch], 1e-3).total) for made in (plain, other)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     if "optimizer_in_backward" not in technique:
         grads = [{name: p.grad for name, p in made.parameters()} for made in (plain, other)]
@@ -153,7 +153,7 @@ def test_others_learn_an_answer(technique: str, tmp_path: Path) -> None:
     made = build(recipe_of(path, f"{{{technique}}}"), vocabulary=96, device=DEVICE)
     losses = []
     for _ in range(12):
-        losses.append(float(gradients(made, [batch], 1e-2).total) / batch.weight)
+        losses.append(float(accumulate_gradients(made, [batch], 1e-2).total) / batch.weight)
         update(made, 1e-2)
     assert losses[-1] < losses[0] - 0.3, losses
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"sequences 7, 8: all documents are trained from their first token on.*prompt_completion"
     ):
-        divided(text)
+        split_documents(text)
     with pytest.raises(
         RecipeError, match=r"sliding_window: was made for decoder-only models, and mt5 has an encoder; leave it out"
     ):
@@ -179,6 +179,6 @@ def test_padding_alone_takes_part_and_weighs_nothing(tmp_path: Path) -> None:
     made = build(recipe_of(folder(FAMILIES["mt5"](), tmp_path / "m")), vocabulary=96, device=DEVICE)
     batch = packed()
     blank = replace(batch, labels=torch.full_like(batch.labels, -100), weight=0)
-    loss = gradients(made, [batch, blank])
+    loss = accumulate_gradients(made, [batch, blank])
     alone = build(recipe_of(tmp_path / "m"), vocabulary=96, device=DEVICE)
-    assert float(loss.total) == pytest.approx(float(gradients(alone, [batch]).total), rel=1e-6)
+    assert float(loss.total) == pytest.approx(float(accumulate_gradients(alone, [batch]).total), rel=1e-6)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from preheat.core import MaskSpec
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.models import hf
 from preheat.ops.adapters.peft_layers import merge
@@ -129,14 +129,14 @@ def test_a_build_with_our_techniques_is_plain_transformers(family: str, tmp_path
     made = build(_recipe(folder, full), vocabulary=96, device=DEVICE)
     expected = _alone(plain.train(), batch)
     expected.backward()
-    loss = gradients(made, [batch])
+    loss = accumulate_gradients(made, [batch])
     assert float(loss.total.detach() / loss.weight) == pytest.approx(float(expected.detach()), rel=1e-5)
     ours = {name: p.grad for name, p in made.trained[0].named_parameters()}
     theirs: dict[str, Any] = {name: p.grad for name, p in plain.named_parameters()}
     assert difference(ours, theirs) < 1e-5  # type: ignore[arg-type]
     # An adapter W + s B A with B = 0 has the same loss, and dL/dB = s dL/dW A'.
     made = build(_recipe(folder, TECHNIQUES), vocabulary=96, device=DEVICE)
-    loss = gradients(made, [batch])
+    loss = accumulate_gradients(made, [batch])
     assert float(loss.total.detach() / loss.weight) == pytest.approx(float(expected.detach()), rel=1e-5)
     by_name = dict(made.trained[0].named_parameters())
     adapted = [name for name in by_name if ".lora_B." in name]
@@ -167,7 +167,7 @@ def test_long_positions_take_the_long_factors_as_in_transformers(tmp_path: Path)
         tokens, places = torch.arange(length)[None] + 3, torch.arange(length)[None]
         with torch.no_grad():
             states = hf.hidden_states(made, tokens, places, MaskSpec(), reference_attention)
-            ours, theirs = hf.logits(made, states), plain(input_ids=tokens, use_cache=False).logits
+            ours, theirs = hf.compute_logits(made, states), plain(input_ids=tokens, use_cache=False).logits
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
 
 
@@ -209,18 +209,18 @@ def test_adapters_train_and_the_exported_folder_is_the_trained_model(family: str
     made = build(_recipe(folder, TECHNIQUES), vocabulary=96, device=DEVICE)
     model: Any = made.trained[0]
     batch = uneven()
-    first = gradients(made, [batch]).total.detach()
+    first = accumulate_gradients(made, [batch]).total.detach()
     update(made, 0.01)
     for _ in range(5):
-        last = gradients(made, [batch]).total.detach()
+        last = accumulate_gradients(made, [batch]).total.detach()
         update(made, 0.01)
     assert last < first
     tokens = torch.arange(3, 35)[None]
-    before = hf.plain_logits(model, tokens)
+    before = hf.compute_reference_logits(model, tokens)
     assert merge(model) > 0
     model.set_attn_implementation("eager")
     model.save_pretrained(tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert float((hf.plain_logits(again, tokens) - before).norm() / before.norm()) < 1e-5
+    assert float((hf.compute_reference_logits(again, tokens) - before).norm() / before.norm()) < 1e-5
     ours: Any = build(_recipe(tmp_path / "out", "{}"), vocabulary=96, device=DEVICE).trained[0]
-    assert torch.equal(hf.plain_logits(ours, tokens), hf.plain_logits(again, tokens))
+    assert torch.equal(hf.compute_reference_logits(ours, tokens), hf.compute_reference_logits(again, tokens))

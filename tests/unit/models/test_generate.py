@@ -10,7 +10,7 @@ import torch
 
 from preheat.engine.builder import build
 from preheat.inference.load import LoadedModel, load_model
-from preheat.models.generation.generate import PrefixCache, generate, patterned
+from preheat.models.generation.generate import PrefixCache, generate, has_attention_pattern
 from preheat.recipe import Recipe, Sample, parse
 from tests.conftest import DEVICE
 
@@ -230,7 +230,7 @@ def test_every_build_writes_what_its_own_logits_say(stories: LoadedModel, techni
             logits = hf.head(model)(hidden)[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(text.tokens)[:, None])[:, 0]
         assert (logits.max(-1).values - chosen < 1e-4 + 0.02 * ("bf16" in techniques) * logits.abs().max()).all()
-    assert patterned(model) == ("window" in techniques)
+    assert has_attention_pattern(model) == ("window" in techniques)
     assert model.training
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from preheat.cli.options.subject import subject_of
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import accelerator
-from preheat.models.hub_config import folder_on_hub
+from preheat.hardware.catalogue import find_accelerator
+from preheat.models.hub_config import find_hub_folder
 from tests.unit.plans import plan_of, values_of
 
 from ...architectures.tiny import create_model, tiny_config
@@ -33,21 +33,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_name_on_the_hub_is_planned_by_its_configuration(hub: Path) -> None:
     from preheat.cli.plan_output import recipe_text
-    from preheat.recipe import as_values
+    from preheat.recipe import to_values
 
-    assert folder_on_hub("owner/new-model") == hub
+    assert find_hub_folder("owner/new-model") == hub
     subject = subject_of("owner/new-model")
     assert (subject.recipe.model.path, subject.checkpoint) == (str(hub), "owner/new-model")
     assert subject.recipe.batch.seq_len == json.loads((hub / "config.json").read_text())["max_position_embeddings"]
     # The recipe to train by names the model, not a folder of the cache.
     assert "path: owner/new-model" in recipe_text(
-        replace(plan_of(values_of(1.0, 8.0)), recipe=as_values(subject.recipe)), subject
+        replace(plan_of(values_of(1.0, 8.0)), recipe=to_values(subject.recipe)), subject
     )
 
 
 @pytest.mark.parametrize("name", ["owner/other-model", "new-model", "../owner/new-model", "owner/new-model/file"])
 def test_a_name_that_the_hub_does_not_have_is_not_a_model(name: str, hub: Path) -> None:
-    assert folder_on_hub(name) is None
+    assert find_hub_folder(name) is None
     with pytest.raises(RecipeError, match="not a known model"):
         subject_of(name)
 
@@ -74,13 +74,13 @@ def test_a_model_of_which_only_config_json_is_cached_is_refused_before_the_data(
     with pytest.raises(RecipeError, match=weights + "hf download owner/new-model"):
         train(recipe, out=tmp_path / "run")
     with pytest.raises(RecipeError, match=r"no tokenizer of it.*hf download owner/new-model"):
-        configs.tokenizer_folder(recipe)
+        configs.find_tokenizer_folder(recipe)
     # A download that was interrupted.
     (hub / "model-1.safetensors").touch()
     places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(RecipeError, match=r"but not model-2\.safetensors, and there is no network; run: hf download"):
-        require_model(recipe, configs.source(recipe))
+        require_model(recipe, configs.source_config(recipe))
 
 
 def test_a_model_that_is_cached_trains_without_a_network(
@@ -91,7 +91,7 @@ def test_a_model_that_is_cached_trains_without_a_network(
     from preheat.data.tokenizer import save_tokenizer
     from preheat.engine.builder import require_model
     from preheat.models import configs
-    from preheat.planning.plan_request import vocabulary_of
+    from preheat.planning.plan_request import find_vocabulary_size
     from preheat.recipe import Data
 
     config = tiny_config("llama", vocab_size=300)
@@ -104,9 +104,9 @@ def test_a_model_that_is_cached_trains_without_a_network(
     for module in ("preheat.hardware.connectivity", "preheat.models.configs", "preheat.models.hub_config"):
         monkeypatch.setattr(f"{module}.hub_reachable", lambda: False)
     recipe = recipes.parse(OF_HUB)
-    source = configs.source(recipe)
+    source = configs.source_config(recipe)
     require_model(recipe, source)
-    assert vocabulary_of(recipe, source) == len(data.tokenizer)
+    assert find_vocabulary_size(recipe, source) == len(data.tokenizer)
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -119,10 +119,12 @@ def test_a_folder_without_a_tokenizer_is_planned_and_not_trained(weights: bool, 
     config = tiny_config("llama")
     (create_model(config) if weights else config).save_pretrained(tmp_path / "model")
     subject = subject_of(str(tmp_path / "model"))
-    prediction = plan(request_of(subject.recipe, accelerator("H100"), count_rows=False))
+    prediction = plan(request_of(subject.recipe, find_accelerator("H100"), count_rows=False))
     assert prediction.peak_gib > 0
     lines = assumed_settings(subject, prediction, [], per_host=8)
     assert "a tokenizer for the model's embedding (--set data.tokenizer)" in lines
     # A run would train a tokenizer of 4,096 tokens, for 96 rows, or read the weights' tokens wrongly.
     with pytest.raises(RecipeError, match="has weights and no tokenizer" if weights else "data.vocab_size: 4096: the"):
-        request_of(recipes.parse(f"model: {{path: {tmp_path / 'model'}}}\nstop: {{max_steps: 1}}"), accelerator("H100"))
+        request_of(
+            recipes.parse(f"model: {{path: {tmp_path / 'model'}}}\nstop: {{max_steps: 1}}"), find_accelerator("H100")
+        )

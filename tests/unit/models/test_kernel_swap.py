@@ -17,9 +17,9 @@ from ...conftest import DEVICE, difference, tiny, uneven
 
 
 def _grads(b: Any) -> dict[str, torch.Tensor]:
-    from preheat.engine.step import gradients
+    from preheat.engine.step import accumulate_gradients
 
-    gradients(b, [uneven()])
+    accumulate_gradients(b, [uneven()])
     return {n: p.grad.clone() for n, p in b.parameters()}
 
 
@@ -77,7 +77,7 @@ def test_liger_says_what_it_needs_on_a_gpu(
     import importlib.util
 
     from preheat.core import conflicts_of
-    from preheat.engine.builder import context_of
+    from preheat.engine.builder import build_context
     from preheat.models.hf import configure
 
     found = importlib.util.find_spec
@@ -87,18 +87,18 @@ def test_liger_says_what_it_needs_on_a_gpu(
         lambda name: (object() if installed else None) if name == "liger_kernel" else found(name),
     )
     r = tiny(techniques)
-    context = context_of(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))
+    context = build_context(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))
     assert any(words in problem.text for problem in conflicts_of(r.techniques.values(), context)), conflicts_of(
         r.techniques.values(), context
     )
 
 
 def test_a_family_without_such_operators_is_refused() -> None:
-    from preheat.engine.builder import context_of
+    from preheat.engine.builder import build_context
     from preheat.models.hf import configure
 
     r = tiny("{liger: {}}", family="gpt2")
-    context = context_of(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))
+    context = build_context(r, configure(r, 96), Device("cuda", "a card", 8 << 30, (9, 0)))
     assert any("not gpt2" in why for why in registry()["liger"]().check(context))
     with pytest.raises(RecipeError, match="not gpt2"):
         use_kernels(build(tiny(family="gpt2"), vocabulary=96, device=DEVICE).trained[0], norm=rms_norm)

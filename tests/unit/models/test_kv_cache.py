@@ -13,7 +13,7 @@ from preheat.inference.load import LoadedModel, load_model
 from preheat.models.generation.generate import PrefixCache, Timed, generate
 from preheat.models.generation.kv_cache import Int8Layer, dequantize, make_cache, quantize
 from preheat.models.token_mixers import pass_cache
-from preheat.planning.kv_cache_size import CACHES, cache_bytes
+from preheat.planning.kv_cache_size import CACHES, count_cache_bytes
 from preheat.recipe import Sample
 
 
@@ -91,7 +91,7 @@ def test_the_cache_takes_what_the_closed_form_says(stories: LoadedModel) -> None
         timed = Timed()
         made = generate(model, stories.tokenizer, prompts, settings, timed=timed)
         kept = longest + 20 - 1  # the last token is not read
-        assert timed.cache_bytes == cache_bytes(model.config, kept, 3, size, scale=scale, window=settings.window)
+        assert timed.cache_bytes == count_cache_bytes(model.config, kept, 3, size, scale=scale, window=settings.window)
         assert timed.tokens == [3] * 20
         assert [len(m.tokens) for m in made] == [20] * 3
         assert timed.begun < timed.at[0] < timed.at[-1]
@@ -192,7 +192,9 @@ def test_a_compiled_model_writes_the_same_and_is_compiled_once(stories: LoadedMo
         timed = Timed()
         settings = Sample(max_new_tokens=tokens, cache="static", compile=True)
         assert generate(model, stories.tokenizer, [prompt], settings, timed=timed) == wanted
-        assert timed.cache_bytes == cache_bytes(model.config, 128, size=4), "room for 128 tokens, whatever the length"
+        assert timed.cache_bytes == count_cache_bytes(model.config, 128, size=4), (
+            "room for 128 tokens, whatever the length"
+        )
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -224,11 +226,11 @@ def test_layers_with_windows_of_their_own_keep_and_forget_alike(stories: LoadedM
         )
         return [m.tokens for m in made]
 
-    assert cache_bytes(config, 43, 2, 4) == 2 * (5 * 8 + 43) * 2 * 2 * 16 * 4
+    assert count_cache_bytes(config, 43, 2, 4) == 2 * (5 * 8 + 43) * 2 * 2 * 16 * 4
     for kind, (size, scale) in (("dynamic", (4.0, 0.0)), ("static", (4.0, 0.0)), ("int8", CACHES["int8"])):
         timed = Timed()
         wanted = write(timed, cache=kind)
-        assert timed.cache_bytes == cache_bytes(config, 20 + 23, 2, size, scale=scale)
+        assert timed.cache_bytes == count_cache_bytes(config, 20 + 23, 2, size, scale=scale)
         if kind == "static":
             assert wanted == write()
         else:

@@ -16,7 +16,7 @@ from preheat import remote_code
 from preheat.core import Build, MaskSpec
 from preheat.engine.builder import build
 from preheat.errors import PreheatError, RecipeError
-from preheat.model_folder import finite
+from preheat.model_folder import check_finite
 from preheat.models import hf
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.recipe import parse
@@ -60,7 +60,7 @@ def logits_of(made: Build, tokens: torch.Tensor) -> torch.Tensor:
     model: Any = made.trained[0].eval()
     places = torch.arange(tokens.shape[1])[None].expand(len(tokens), -1)
     with torch.no_grad():
-        return hf.logits(model, hf.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
+        return hf.compute_logits(model, hf.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
 
 
 def saved(model: Any, path: Path, **how: Any) -> Path:
@@ -176,10 +176,10 @@ def test_a_head_that_differs_from_the_embedding_is_read_though_the_configuration
         wanted = plain(input_ids=tokens, use_cache=False).logits
     made = opened(path)
     assert difference({"logits": logits_of(made, tokens)}, {"logits": wanted}) < 1e-6
-    assert not hf.facts(made.trained[0].config).tied  # type: ignore[arg-type]  # so plans count both
+    assert not hf.read_facts(made.trained[0].config).tied  # type: ignore[arg-type]  # so plans count both
     assert caplog.text.count("which its config.json ties; both are read") == 1
     same = changed(path, lambda w: w | {"lm_head.weight": w[next(k for k in w if k.endswith(("embed_tokens.weight", "wte.weight")))].clone()})  # fmt: skip
-    assert hf.facts(opened(same).trained[0].config).tied  # type: ignore[arg-type]
+    assert hf.read_facts(opened(same).trained[0].config).tied  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"other values of lm_head.weight than of"):
         opened(
             changed(same, lambda w: w | {"lm_head.weight": 2 * w["lm_head.weight"]}),
@@ -208,13 +208,13 @@ def test_what_the_model_does_not_have_is_named(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16", "float64"])
 def test_values_of_any_dtype_are_looked_at(dtype: str) -> None:
     good = torch.tensor([0.5, 1.0, 2.0]).to(getattr(torch, dtype))
-    assert finite(good, "a", Path("f"), "model.path") is good
+    assert check_finite(good, "a", Path("f"), "model.path") is good
     bad = good.float()
     bad[1] = float("nan")
     with pytest.raises(RecipeError, match="holds 1 values that are not finite"):
-        finite(bad.to(getattr(torch, dtype)), "a", Path("f"), "model.path")
+        check_finite(bad.to(getattr(torch, dtype)), "a", Path("f"), "model.path")
     huge = torch.tensor([3e38, -3e38])
-    assert finite(huge, "a", Path("f"), "model.path") is huge
+    assert check_finite(huge, "a", Path("f"), "model.path") is huge
 
 
 @pytest.mark.parametrize(
@@ -315,10 +315,10 @@ def test_code_runs_by_consent_alone(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"model.path: .* wants to run its own code.*--trust-remote-code"):
             opened(path, trust_remote_code=asks)
     assert not mark.exists()
-    with remote_code.trusting(True):
+    with remote_code.trust_remote_code(True):
         opened(path)
     assert mark.exists()
-    assert not remote_code.allowed()
+    assert not remote_code.is_allowed()
     # Where transformers has a class, a folder's code is wanted by a recipe alone.
     mark.unlink()
     configured(path, model_type="llama")
@@ -375,7 +375,7 @@ def test_published_weights_in_few_bits_are_read_dequantized(
         model = build(parse(recipe), vocabulary=96, device=DEVICE).trained[0]
     with torch.no_grad():
         wanted = theirs.eval()(input_ids=tokens, use_cache=False).logits
-    assert difference({"": hf.plain_logits(model, tokens)}, {"": wanted}) < 1e-5
+    assert difference({"": hf.compute_reference_logits(model, tokens)}, {"": wanted}) < 1e-5
 
 
 def test_a_table_that_transformers_computes_is_not_read(tmp_path: Path) -> None:

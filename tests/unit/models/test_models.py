@@ -51,18 +51,20 @@ def test_hidden_states_and_head_give_the_logits_of_transformers(family: str) -> 
     model.eval()
     tokens = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(0))
     places = torch.arange(20).repeat(2, 1)
-    found = hf.anatomy(model)
+    found = hf.find_anatomy(model)
     assert (len(found.layers), len(found.attentions)) == (2, 2)
     with torch.no_grad():
         ours = hf.head(model)(hf.hidden_states(model, tokens, places, MaskSpec(), reference_attention))
-    theirs = hf.plain_logits(model, tokens)
+    theirs = hf.compute_reference_logits(model, tokens)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
     # Two documents in a row are what two rows of their own are.
     documents = MaskSpec(documents=((7, 13), (7, 13)))
     places = torch.cat([torch.arange(7), torch.arange(13)]).repeat(2, 1)
     with torch.no_grad():
         packed = hf.head(model)(hf.hidden_states(model, tokens, places, documents, reference_attention))
-    alone = torch.cat([hf.plain_logits(model, tokens[:, :7]), hf.plain_logits(model, tokens[:, 7:])], dim=1)
+    alone = torch.cat(
+        [hf.compute_reference_logits(model, tokens[:, :7]), hf.compute_reference_logits(model, tokens[:, 7:])], dim=1
+    )
     assert float((packed - alone).norm() / alone.norm()) < 1e-6
 
 
@@ -94,7 +96,7 @@ def test_a_folder_is_read_and_a_tied_head_stays_tied(tmp_path: Path) -> None:
     r = parse(f"model: {{path: {tmp_path / 'm'}}}\nbatch: {{seq_len: 16}}\nstop: {{max_steps: 1}}")
     made = build(r, vocabulary=96, device=DEVICE).trained[0]
     tokens = torch.arange(16)[None]
-    assert torch.equal(hf.plain_logits(made, tokens), hf.plain_logits(model, tokens))  # type: ignore[arg-type]
+    assert torch.equal(hf.compute_reference_logits(made, tokens), hf.compute_reference_logits(model, tokens))  # type: ignore[arg-type]
     assert made.get_input_embeddings().weight is made.get_output_embeddings().weight  # type: ignore[operator]
 
 
@@ -168,7 +170,7 @@ def test_a_model_that_cannot_be_is_refused(model: str, more: str, vocabulary: in
 @pytest.mark.parametrize("size", ["300K", "1M", "5M", "15M", "60M", "125M", "350M", "1.1B", "7B", "70B"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_dial_meets_its_size(size: str, gated: bool) -> None:
-    d = size_dial.dial(size, gated=gated)
+    d = size_dial.choose_dimensions(size, gated=gated)
     parameters = d.layers * (4 * d.width**2 + (3 if gated else 2) * d.width * d.feed_forward)
     assert parameters == pytest.approx(
         size_dial.parse_size(size), rel=0.12 if size_dial.parse_size(size) > 2e6 else 0.6

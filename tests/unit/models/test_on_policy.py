@@ -11,11 +11,11 @@ from preheat import recipe as recipes
 from preheat.core import Batch
 from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
-from preheat.engine.step import gradients, transform
+from preheat.engine.step import accumulate_gradients, transform
 from preheat.errors import RecipeError
-from preheat.models.distillation.on_policy import answers_of
-from preheat.models.hf import plain_logits
-from preheat.ops.losses.cross_entropy import chunked_logits, full_logits
+from preheat.models.distillation.on_policy import read_answers
+from preheat.models.hf import compute_reference_logits
+from preheat.ops.losses.cross_entropy import sum_chunked_loss, sum_full_loss
 from preheat.ops.losses.distillation import Distilled, TeacherHead
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -48,7 +48,7 @@ def slow_text(model: Any, prompt: list[int], room: int, seed: int) -> list[int]:
     torch.manual_seed(seed)
     ids = list(prompt)
     while len(ids) < len(prompt) + room and (len(ids) == len(prompt) or ids[-1]):
-        ids.append(int(torch.multinomial(plain_logits(model, torch.tensor([ids]))[0, -1].softmax(-1), 1)))
+        ids.append(int(torch.multinomial(compute_reference_logits(model, torch.tensor([ids]))[0, -1].softmax(-1), 1)))
     return ids[len(prompt) :]
 
 
@@ -68,7 +68,7 @@ def slow_text(model: Any, prompt: list[int], room: int, seed: int) -> list[int]:
     ],
 )
 def test_what_is_written_anew_is_an_answer_or_a_second_half(labels: Any, documents: Any, wanted: Any) -> None:
-    found = answers_of(torch.tensor([labels]), [documents], [0])
+    found = read_answers(torch.tensor([labels]), [documents], [0])
     assert [(a.start, a.end, a.first, a.last, a.trained) for a in found] == wanted
 
 
@@ -82,7 +82,7 @@ def test_texts_are_drawn_from_the_students_probabilities_and_stand_where_the_dat
     monkeypatch.setattr(module, "generate", lambda *given, **how: seen.update(how) or plain(*given, **how))
     row = uneven(1)
     found = transform(b, row)
-    (answer,) = answers_of(row.labels, row.mask.documents, [0])
+    (answer,) = read_answers(row.labels, row.mask.documents, [0])
     first = answer.first
     wanted = slow_text(b.trained[0], row.tokens[0, :first].tolist(), 32 - first, seen["seed"])
     assert 0 < len(wanted) <= 16
@@ -124,7 +124,7 @@ def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: f
     for row, sizes in enumerate(batch.mask.documents or ()):
         parts = (t[row].split(sizes) for t in (batch.tokens, batch.labels, batch.aligned[0]))
         for tokens, labels, counts in zip(*parts, strict=True):
-            mine, theirs = (plain_logits(model, tokens[None])[0, :, :96] for model in (student, other))
+            mine, theirs = (compute_reference_logits(model, tokens[None])[0, :, :96] for model in (student, other))
             apart = temperature**2 * slow_divergence(mine / temperature, theirs / temperature, direction, None)
             plain = functional.cross_entropy(mine, labels, ignore_index=-100, reduction="none")
             own, data = counts > 0, (counts == 0) & (labels >= 0)
@@ -145,7 +145,7 @@ def test_the_loss_is_the_divergence_on_its_own_texts_and_as_ever_on_the_data(set
     how: dict[str, Any] = {"direction": "reverse", "temperature": 2.0, "mixture": 0.7}
     how = how if settings else {"direction": "forward", "temperature": 1.0, "mixture": 0.5}
     wanted = sum(slow(b, part, **how) * part.weight for part in changed) / batch.weight
-    loss = gradients(b, parts)
+    loss = accumulate_gradients(b, parts)
     assert float(loss.total / loss.weight) == pytest.approx(wanted, rel=2e-5)
     told = b.loss.scores(loss.metrics, loss.weight)
     own = sum(int((part.aligned[0] > 0).sum()) for part in changed)
@@ -165,7 +165,7 @@ def test_the_gradient_in_chunks_is_that_of_the_plain_form() -> None:
     labels[0, :4] = -100
     for mixture in (0.4, 1.0):
         found = []
-        for by in (full_logits, lambda *given: chunked_logits(*given, rows=7)):
+        for by in (sum_full_loss, lambda *given: sum_chunked_loss(*given, rows=7)):
             row_loss = Distilled(
                 TeacherHead(over, 40), direction="reverse", temperature=1.5, mixture=mixture, written=True
             )

@@ -20,11 +20,11 @@ from preheat.cli.options.subject import subject_of
 from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import named_or_described
+from preheat.hardware.catalogue import resolve_accelerator
 from preheat.models import configs, hf
-from preheat.models.presets import PRESETS, needs, on_hub, published, require_weights
+from preheat.models.presets import PRESETS, needs, published, require_weights, resolve_hub_name
 from preheat.models.presets.preset import NOT_TRAINED
-from preheat.planning.analytic import size_of
+from preheat.planning.analytic import count_model_parameters
 from preheat.planning.dry_run import observe
 from preheat.planning.observation import Observation
 from preheat.planning.request import Request
@@ -113,7 +113,7 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     if name in TRAINED or (name in FIRST.values() and config.model_type not in NOT_TRAINED):
         built: Any = hf.build_on_meta(config)
         assert (said["soft caps"] != "none") == (hf.softcap(built) is not None)
-        window = hf.facts(built.config).window
+        window = hf.read_facts(built.config).window
         assert (said["sliding window"] != "none") == bool(window and window < built.config.max_position_embeddings)
 
 
@@ -136,7 +136,7 @@ def test_the_commands_that_are_shown_for_a_model_are_accepted(name: str, tmp_pat
     shown = next_commands(name, preset)
     (words,) = re.findall(r"^  preheat plan (.*)$", shown, re.MULTILINE)
     subject, *options = words.split()
-    named_or_described(options[options.index("--gpu") + 1])
+    resolve_accelerator(options[options.index("--gpu") + 1])
     recipe = subject_of(subject, []).recipe
     if preset.not_trained is None:
         assert "--inference" not in options
@@ -153,7 +153,7 @@ def test_the_commands_that_are_shown_for_a_model_are_accepted(name: str, tmp_pat
         assert f"it cannot be trained here: {preset.text['model_type']} {preset.not_trained}\n" in shown
         with pytest.raises(RecipeError, match=re.escape(preset.not_trained)):
             hf.configure(recipe)
-        assert size_of(recipe).parameters == preset.parameters
+        assert count_model_parameters(recipe).parameters == preset.parameters
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_the_commands_that_are_shown_for_a_model_are_accepted(name: str, tmp_pat
     ],
 )
 def test_a_model_of_2026_is_found_by_its_name_on_the_hub(hub: str, name: str, parameters: int) -> None:
-    assert on_hub(hub) == on_hub(hub.upper()) == (name, hub)
-    assert on_hub(name)[0] == name
+    assert resolve_hub_name(hub) == resolve_hub_name(hub.upper()) == (name, hub)
+    assert resolve_hub_name(name)[0] == name
     assert PRESETS[name].parameters == parameters
 
 
@@ -187,16 +187,16 @@ def test_a_model_of_2026_is_found_by_its_name_on_the_hub(hub: str, name: str, pa
 )
 def test_an_unknown_name_leads_to_the_model_that_it_is_a_variant_of(name: str, near: str) -> None:
     with pytest.raises(RecipeError, match="not a known model") as refused:
-        on_hub(name)
+        resolve_hub_name(name)
     assert (f"did you mean {near}?" if near else "`preheat models` lists them") in str(refused.value)
     assert len(str(refused.value)) < 600
 
 
 def test_no_two_presets_have_a_name_in_common() -> None:
     for name, preset in PRESETS.items():
-        assert on_hub(name)[0] == name
+        assert resolve_hub_name(name)[0] == name
         for checkpoint in preset.checkpoints:
-            assert on_hub(checkpoint) == (name, checkpoint)
+            assert resolve_hub_name(checkpoint) == (name, checkpoint)
 
 
 def test_the_dense_first_layer_of_a_model_with_experts_is_dry_run_alone() -> None:
@@ -208,10 +208,10 @@ def test_the_dense_first_layer_of_a_model_with_experts_is_dry_run_alone() -> Non
 
 
 def test_a_model_is_found_by_its_name_on_the_hub_in_any_case() -> None:
-    assert on_hub("qwen/qwen3-8b") == ("qwen3-8b", "Qwen/Qwen3-8B")
-    assert on_hub("Meta-Llama-3.1-8B-Instruct") == ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
+    assert resolve_hub_name("qwen/qwen3-8b") == ("qwen3-8b", "Qwen/Qwen3-8B")
+    assert resolve_hub_name("Meta-Llama-3.1-8B-Instruct") == ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
     with pytest.raises(RecipeError, match=r"did you mean Qwen/Qwen3\.5-9B"):
-        on_hub("Qwen/Qwen3-9B")
+        resolve_hub_name("Qwen/Qwen3-9B")
 
 
 @pytest.mark.parametrize("name", ["bloom-560m", "deepseek-v2-lite"])

@@ -18,7 +18,7 @@ from preheat.errors import RecipeError
 from preheat.hardware.probe import probe
 from preheat.inference.load import LoadedModel
 from preheat.models import configs
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.models.text_part import name_in_text
 from preheat.recipe import parse
 
@@ -115,7 +115,7 @@ def whole_model(family: str, folder: Path, **more: Any) -> Any:
 
 def logits_of(whole: Any) -> torch.Tensor:
     # transformers 5.24 cannot run its class for all of Llama 4; its language model computes the logits of text.
-    return plain_logits(whole.language_model if whole.config.model_type == "llama4" else whole, TOKENS)
+    return compute_reference_logits(whole.language_model if whole.config.model_type == "llama4" else whole, TOKENS)
 
 
 def built(folder: Path, **model: Any) -> Build:
@@ -141,7 +141,7 @@ def test_a_text_model_has_no_whole(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"part: whole: llama is a text model already and has no parts"):
         built(tmp_path, part="whole", weights="random")
     with pytest.raises(RecipeError, match=r"built-in configuration of gemma-3-4b is of its text part alone"):
-        configs.source(parse("model: {preset: gemma-3-4b, part: whole}\nstop: {max_steps: 1}"))
+        configs.source_config(parse("model: {preset: gemma-3-4b, part: whole}\nstop: {max_steps: 1}"))
 
 
 @pytest.mark.parametrize("family", list(WHOLE))
@@ -149,7 +149,7 @@ def test_the_text_part_computes_the_logits_of_the_whole(family: str, tmp_path: P
     whole = whole_model(family, tmp_path)
     result = built(tmp_path, **part_of(family))
     assert not any("vis" in name for name, _ in result.trained[0].named_parameters())
-    torch.testing.assert_close(plain_logits(result.trained[0], TOKENS), logits_of(whole))
+    torch.testing.assert_close(compute_reference_logits(result.trained[0], TOKENS), logits_of(whole))
     assert f"the text part of {family} alone" in result.changes["text_part"][0].what
     assert not result.weights.notes
 
@@ -167,7 +167,7 @@ def test_a_changed_text_part_is_written_back_in_its_layout(family: str, tmp_path
     (tmp_path / "out").mkdir()
     assert layout.write(model, tmp_path / "out", "float32") == ""
     reloaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(logits_of(reloaded), plain_logits(model, TOKENS))
+    torch.testing.assert_close(logits_of(reloaded), compute_reference_logits(model, TOKENS))
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("in", "out"))
     assert before.keys() == after.keys()
     others = [key for key in before if name_in_text(key) is None]
@@ -185,13 +185,13 @@ def test_old_names_shards_and_an_untied_head_are_read_and_written(tmp_path: Path
     result = built(tmp_path / "in")
     model = result.trained[0]
     assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
-    torch.testing.assert_close(plain_logits(model, TOKENS), plain_logits(whole, TOKENS))
+    torch.testing.assert_close(compute_reference_logits(model, TOKENS), compute_reference_logits(whole, TOKENS))
     layout, _ = published_layout(LoadedModel(result.recipe, result, None, None, ""))
     assert layout is not None
     (tmp_path / "out").mkdir()
     assert layout.write(model, tmp_path / "out", "float32") == ""
     reloaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(plain_logits(reloaded, TOKENS), plain_logits(whole, TOKENS))
+    torch.testing.assert_close(compute_reference_logits(reloaded, TOKENS), compute_reference_logits(whole, TOKENS))
 
 
 def test_fused_experts_are_read_and_written_as_they_were_published(tmp_path: Path) -> None:
@@ -200,7 +200,9 @@ def test_fused_experts_are_read_and_written_as_they_were_published(tmp_path: Pat
     assert fused["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
     save_file(fused, tmp_path / "in/model.safetensors", {"format": "pt"})
     result = built(tmp_path / "in")
-    torch.testing.assert_close(plain_logits(result.trained[0], TOKENS), plain_logits(whole, TOKENS))
+    torch.testing.assert_close(
+        compute_reference_logits(result.trained[0], TOKENS), compute_reference_logits(whole, TOKENS)
+    )
     layout, _ = published_layout(LoadedModel(result.recipe, result, None, None, ""))
     assert layout is not None
     (tmp_path / "out").mkdir()
@@ -225,7 +227,9 @@ def test_gemma3n_is_read_without_the_packages_of_its_vision_part(tmp_path: Path)
     whole = transformers.Gemma3nConfig(text_config=text.to_dict())
     whole.save_pretrained(tmp_path)
     result = built(tmp_path)
-    torch.testing.assert_close(plain_logits(result.trained[0], TOKENS), plain_logits(model, TOKENS))
+    torch.testing.assert_close(
+        compute_reference_logits(result.trained[0], TOKENS), compute_reference_logits(model, TOKENS)
+    )
 
 
 def test_bad_wrappers_are_refused_in_one_line(tmp_path: Path) -> None:

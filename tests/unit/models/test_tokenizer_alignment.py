@@ -11,9 +11,9 @@ from preheat import recipe as recipes
 from preheat.core import Batch, MaskSpec
 from preheat.data.tokenizer import _SEVERAL_KINDS, load_tokenizer, token_bytes
 from preheat.engine.builder import build
-from preheat.engine.step import forward, gradients, transform
+from preheat.engine.step import accumulate_gradients, forward, transform
 from preheat.errors import RecipeError
-from preheat.models.distillation.tokenizer_alignment import TokenAligner, TokenizerView, common
+from preheat.models.distillation.tokenizer_alignment import TokenAligner, TokenizerView, find_common_tokens
 
 from ...conftest import DEVICE
 
@@ -104,7 +104,7 @@ def test_a_teacher_with_the_same_pieces_reads_the_same_row_and_a_short_one_its_b
 
 
 def test_pieces_in_common_stand_for_the_same_bytes(cuts: dict[str, TokenizerView]) -> None:
-    own, theirs = common(cuts["gpt2"], cuts["llama2"])
+    own, theirs = find_common_tokens(cuts["gpt2"], cuts["llama2"])
     assert len(own) == len(theirs) > 5000
     assert (own[-1], theirs[-1]) == (cuts["gpt2"].end, cuts["llama2"].end)
     for mine, other in list(zip(own, theirs, strict=True))[:-1]:
@@ -145,7 +145,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     student.load_state_dict(b.parts["trained"][0].state_dict())
     own, other = cuts["gpt2"], cuts["stories"]
     batch = row_of(own, TEXTS[-2:] * 4, 60)
-    mine, theirs = (torch.tensor(n) for n in common(own, other))
+    mine, theirs = (torch.tensor(n) for n in find_common_tokens(own, other))
     total, compared = torch.zeros((), dtype=torch.float64), 0
     for part, labels in zip(
         batch.tokens[0].split(batch.mask.documents[0]), batch.labels[0].split(batch.mask.documents[0]), strict=True
@@ -177,7 +177,7 @@ def test_the_loss_is_that_of_loops_over_documents(
     assert float(found.total.detach() if hasattr(found, "total") else found.loss) == pytest.approx(
         float(total.detach()), rel=1e-5
     )
-    gradients(b, [transform(b, batch)])
+    accumulate_gradients(b, [transform(b, batch)])
     for p, w in zip(b.parts["trained"][0].parameters(), wanted, strict=True):
         assert (p.grad - w).norm() <= 1e-4 * w.norm()
     assert b.loss.scores(b.loss.metrics, batch.weight)["compared"] == pytest.approx(compared / batch.weight)
@@ -186,7 +186,7 @@ def test_the_loss_is_that_of_loops_over_documents(
         f"divergence: {direction}, temperature: {temperature}, mixture: {mixture}, top_k: {top}",
         "chunked_loss: {rows: 7}",
     )
-    gradients(chunked, [transform(chunked, batch)])
+    accumulate_gradients(chunked, [transform(chunked, batch)])
     for p, w in zip(chunked.parts["trained"][0].parameters(), wanted, strict=True):
         assert (p.grad - w).norm() <= 1e-4 * w.norm()
 

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from preheat.models.torchao_import import quiet_torchao
+from preheat.models.torchao_import import silence_torchao
 
 
 def test_only_its_own_lines_are_dropped_and_only_inside(caplog: pytest.LogCaptureFixture) -> None:
     ao, pytree = logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")
     filters = [list(ao.filters), list(pytree.filters)]
     with caplog.at_level(logging.WARNING, "torchao"), caplog.at_level(logging.WARNING, "torch.utils._pytree"):
-        with contextlib.suppress(ImportError), quiet_torchao():
+        with contextlib.suppress(ImportError), silence_torchao():
             ao.warning("Failed to load %s: %s", "_C.so", "no")
             pytree.warning("<enum 'A'> is an Enum subclass and is now natively supported")
             ao.warning("this kernel is wrong")

@@ -10,7 +10,7 @@ import pytest
 from preheat import recipe as recipes
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate
-from preheat.engine.step import gradients
+from preheat.engine.step import accumulate_gradients
 from preheat.errors import RecipeError
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -34,7 +34,7 @@ def test_the_first_loss_is_that_of_the_dense_model_and_transformers_opens_what_i
     assert b.changes["upcycling"][0].count == 5
     wanted = evaluate(dense, [batch])[0]
     assert evaluate(b, [batch])[0] == pytest.approx(wanted, rel=1e-5)
-    loss = gradients(b, [batch], 0.01)
+    loss = accumulate_gradients(b, [batch], 0.01)
     balance = 0.001 * float(loss.metrics["balance"]) / batch.weight
     assert float(loss.total) / batch.weight == pytest.approx(wanted + balance, rel=1e-5)
     model: Any = b.trained[0]

@@ -20,16 +20,16 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from preheat.core import Batch, Build, Device, MaskSpec
 from preheat.data.loader import collate
 from preheat.data.tokenizer import load_tokenizer
-from preheat.data.vision_inputs import ImageProcessor, mrope_positions
+from preheat.data.vision_inputs import ImageProcessor, compute_mrope_positions
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import DataError, RecipeError
-from preheat.hardware.catalogue import accelerator
-from preheat.models.image_attention import with_blocks
-from preheat.models.vision import processor_of, vision_of
+from preheat.hardware.catalogue import find_accelerator
+from preheat.models.image_attention import attend_image_blocks
+from preheat.models.vision import read_processor, read_vision
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.planning.dry_run import observe
-from preheat.planning.image_counts import with_images
+from preheat.planning.image_counts import add_image_counts
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.plan_request import request_of
 from preheat.planning.request import Request
@@ -83,7 +83,7 @@ def made(recipe: Recipe) -> Build:
 def taken(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any]]:
     """The loss, the load-balancing term left out, and the gradients of all."""
     b.optimizer.zero_grad()
-    loss = gradients(b, batches, 0.01)
+    loss = accumulate_gradients(b, batches, 0.01)
     return float(loss.total) / float(loss.weight), {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
 
 
@@ -307,7 +307,7 @@ def test_tokens_of_an_image_see_each_other_within_a_window() -> None:
     documents, blocks = ((9, 15), (24,)), (((2, 6), (15, 20)), ((12, 22),))
     for window in (None, 5):
         mask = MaskSpec(window=window, documents=documents)
-        out = with_blocks(reference_attention(q, k, v, mask, 0.3), q, k, v, mask, 0.3, blocks)
+        out = attend_image_blocks(reference_attention(q, k, v, mask, 0.3), q, k, v, mask, 0.3, blocks)
         seen = torch.ones(24, 24, dtype=torch.bool).tril()
         for row, spans in enumerate(blocks):
             allowed = seen.clone()
@@ -342,7 +342,7 @@ def test_positions_are_those_of_transformers(folders: dict[str, Path], tmp_path:
         model: Any = transformers.Qwen3VLModel(config)
     for n, (start, end) in enumerate(itertools.pairwise([0, *table.offsets])):
         ids, images = np.asarray(table.ids[start:end]).astype(np.int64), table.images.within(n)  # type: ignore[union-attr]
-        found = mrope_positions(ids, images, table.images.eye.vision)  # type: ignore[union-attr]
+        found = compute_mrope_positions(ids, images, table.images.eye.vision)  # type: ignore[union-attr]
         grids = torch.tensor([(1, i.rows, i.columns) for i in images])
         kinds = torch.from_numpy(ids == config.image_token_id).int()[None]
         wanted, _ = model.get_rope_index(torch.from_numpy(ids)[None], kinds, image_grid_thw=grids)
@@ -595,10 +595,10 @@ def test_a_processor_that_does_not_fit_the_tower_is_refused(
     before = file.read_text()
     file.write_text(json.dumps(json.loads(before) | settings))
     try:
-        vision = vision_of(AutoConfig.from_pretrained(folders["gemma3"]))
+        vision = read_vision(AutoConfig.from_pretrained(folders["gemma3"]))
         assert vision is not None
         with pytest.raises(RecipeError, match=re.escape(words)):
-            processor_of(vision, str(folders["gemma3"]))
+            read_processor(vision, str(folders["gemma3"]))
     finally:
         file.write_text(before)
 
@@ -617,12 +617,12 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
         draw(tmp_path, row["images"][0], (9, 9, 9), (32, 32))  # all alike: a row's worth is the fullest row's
     recipe = recipe_of(folders[family], written(tmp_path, rows), length=length)
     data = data_of(recipe)
-    counted = with_images(recipe, data)
+    counted = add_image_counts(recipe, data)
     assert (counted.data.images, counted.data.image_pixels) == (1, pixels)
     batch = collate([(n, data.train.row(n)) for n in range(8)])  # type: ignore[union-attr]
     with FlopCounterMode(display=False) as counter:
         b = made(recipe)
-        gradients(b, [replace(batch, mask=MaskSpec(documents=((length,),) * 8))], 0.01)
+        accumulate_gradients(b, [replace(batch, mask=MaskSpec(documents=((length,),) * 8))], 0.01)
     seen = observe(Request(counted, DEVICE))
     # On a CPU torch computes the attention of small squares without the kernel that a plan counts.
     near = {"rel": 0.03} if family in ("gemma3", "smolvlm") else {"rel": 0}
@@ -635,9 +635,9 @@ def test_a_plan_counts_the_images_of_the_data(family: str, folders: dict[str, Pa
 def test_a_plan_without_data_assumes_what_the_processor_makes_of_an_image(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    vision = vision_of(AutoConfig.from_pretrained(folders[family]))
+    vision = read_vision(AutoConfig.from_pretrained(folders[family]))
     assert vision is not None
-    settings, tokenizer = processor_of(vision, str(folders[family])), load_tokenizer(str(folders[family]))
+    settings, tokenizer = read_processor(vision, str(folders[family])), load_tokenizer(str(folders[family]))
     for side in (32, 45, 64, 101):
         draw(tmp_path, "square.png", (9, 9, 9), (side, side))
         seen, _ = ImageProcessor.of(vision, settings, side * side, tokenizer).look(tmp_path / "square.png")
@@ -645,7 +645,7 @@ def test_a_plan_without_data_assumes_what_the_processor_makes_of_an_image(
         assert planned == seen.patches * vision.patch**2
         assert math.prod(vision.grid(planned)) == seen.patches
     recipe = recipe_of(folders[family], tmp_path, more="image_pixels: 10201")
-    request = request_of(recipe, accelerator("RTX-4090"))
+    request = request_of(recipe, find_accelerator("RTX-4090"))
     assert request.observed.data.image_pixels == planned
     assert request.recipe == recipe
 

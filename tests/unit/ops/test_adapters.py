@@ -19,9 +19,9 @@ from preheat import recipe as recipes
 from preheat.core import Build
 from preheat.engine import checkpoint
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.ops.adapters import peft_layers
 from preheat.ops.quantization import nf4
 from preheat.planning.dry_run import observe
@@ -67,14 +67,14 @@ def made(folder: Path, techniques: str, *more: str) -> Build:
 def train(b: Build, steps: int, lr: float = 0.01) -> list[float]:
     losses = []
     for _ in range(steps):
-        loss = gradients(b, [uneven()])
+        loss = accumulate_gradients(b, [uneven()])
         losses.append(float(loss.total / loss.weight))
         update(b, lr)
     return losses
 
 
 def logits(b: Build) -> torch.Tensor:
-    return plain_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
+    return compute_reference_logits(b.trained[0], TOKENS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -109,7 +109,7 @@ def test_a_pair_on_the_embedding_is_one_with_a_tied_head_and_merged_exactly(
     assert losses[-1] < losses[0] - 0.05, losses
     assert losses == pytest.approx(train(whole, 6), rel=1e-5)
     tuned, model = logits(b), b.trained[0]
-    with peft_layers.adapters_disabled(model):
+    with peft_layers.disable_adapters(model):
         assert torch.equal(logits(b), base)
     assert peft_layers.merge(model) == 3
     assert relative(logits(b), tuned) < 1e-5
@@ -139,7 +139,7 @@ def test_a_tied_pair_of_pefts_own_is_taken_over(folders: dict[str, Path], tmp_pa
         model.save_pretrained(tmp_path / "theirs")
     start = f"start: {tmp_path / 'theirs'}"
     b = made(folders["tied"], f"{{lora: {{target_modules: [q_proj], rank: 3, alpha: 6, embedding_rank: 2, {start}}}}}")
-    assert relative(logits(b), plain_logits(model.get_base_model(), TOKENS)) < 1e-6
+    assert relative(logits(b), compute_reference_logits(model.get_base_model(), TOKENS)) < 1e-6
     with pytest.raises(RecipeError, match="another rank"):
         made(folders["tied"], f"{{lora: {{target_modules: [q_proj], rank: 3, alpha: 6, embedding_rank: 5, {start}}}}}")
     settings = tmp_path / "theirs/adapter_config.json"
@@ -169,7 +169,7 @@ def test_the_small_side_is_scaled_and_added_as_peft_adds_it(bias: bool, dtype: t
     holder: Any = torch.nn.Module()
     holder.config, holder.map = {"model_type": "custom"}, torch.nn.Linear(24, 40, bias=bias)
     peft_layers.inject(holder, LoraConfig(r=3, lora_alpha=5, target_modules=["map"]))
-    peft_layers.under_autocast(holder)
+    peft_layers.prevent_fp32_cast(holder)
     layer, x, grad = holder.map, torch.randn(2, 7, 24), torch.randn(2, 7, 40)
     torch.nn.init.normal_(layer.lora_B["default"].weight)
     results = []
@@ -195,7 +195,7 @@ def test_results_that_checkpointing_may_keep_are_not_written_over(folders: dict[
         for name, p in b.parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.1)
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
     for (_, a), (_, b) in zip(plain.parameters(), kept.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None
@@ -387,13 +387,13 @@ def _slowly(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(300, 60), (5, 7)])
 def test_nf4_is_the_slow_reference(shape: tuple[int, int]) -> None:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    back = nf4.dequantize(nf4.quantize(value), shape, torch.float32, nf4.tables())
+    back = nf4.dequantize(nf4.quantize(value), shape, torch.float32, nf4.build_tables())
     assert relative(back, _slowly(value)) < 1e-6
     assert 0.05 < relative(back, value) < 0.12
-    half = nf4.dequantize(nf4.quantize(value), shape, torch.bfloat16, nf4.tables())
+    half = nf4.dequantize(nf4.quantize(value), shape, torch.bfloat16, nf4.build_tables())
     assert torch.equal(half, back.to(torch.bfloat16)), "multiplied in fp32, rounded once"
     zeros = torch.zeros(2, 64)
-    assert torch.equal(nf4.dequantize(nf4.quantize(zeros), (2, 64), torch.float32, nf4.tables()), zeros)
+    assert torch.equal(nf4.dequantize(nf4.quantize(zeros), (2, 64), torch.float32, nf4.build_tables()), zeros)
 
 
 def test_nf4_has_the_very_bits_of_bitsandbytes() -> None:
@@ -409,7 +409,7 @@ def test_nf4_has_the_very_bits_of_bitsandbytes() -> None:
     )
     ranges = torch.tensor([float.fromhex("0x1.d8f16p+1"), float.fromhex("0x1.0010dcp+2")])
     assert torch.allclose(packed.ranges.view(torch.float32), ranges, rtol=1e-6)
-    back = nf4.dequantize(packed._replace(ranges=ranges.view(torch.int32)), (96, 64), torch.float32, nf4.tables())
+    back = nf4.dequantize(packed._replace(ranges=ranges.view(torch.int32)), (96, 64), torch.float32, nf4.build_tables())
     assert _digest(back) == "89941a239ef9abf96ada026631fbaacb23ef1845bc12f90073be0d83b1d31903"
 
 
@@ -455,7 +455,7 @@ def test_nf4_rounds_the_folders_weights_and_merges_into_full_ones(folders: dict[
     for name, module in packed.items():
         value: Any = plain.get_submodule(name).weight
         assert torch.equal(
-            module.weight, nf4.dequantize(nf4.quantize(value), tuple(value.shape), torch.float32, nf4.tables())
+            module.weight, nf4.dequantize(nf4.quantize(value), tuple(value.shape), torch.float32, nf4.build_tables())
         )
     assert b.trained[0].get_output_embeddings().weight.dtype == torch.float32  # type: ignore[operator]
     losses = train(b, 6)
@@ -476,7 +476,9 @@ def test_new_weights_in_nf4_are_those_of_the_plain_model_rounded(family: str, na
     model = build(tiny(f"{{{adapter}: {{}}, nf4: {{}}}}", family=family), vocabulary=96, device=DEVICE).trained[0]
     packed: Any = model.get_submodule(name).base_layer
     shape = tuple(plain.weight.shape)
-    assert torch.equal(packed.weight, nf4.dequantize(nf4.quantize(plain.weight), shape, torch.float32, nf4.tables()))
+    assert torch.equal(
+        packed.weight, nf4.dequantize(nf4.quantize(plain.weight), shape, torch.float32, nf4.build_tables())
+    )
 
 
 def test_the_dry_run_sees_half_a_byte_a_weight() -> None:
@@ -499,12 +501,12 @@ def test_under_autocast_adapters_keep_no_copies_of_their_inputs(monkeypatch: pyt
         made = build(recipe, vocabulary=96, device=DEVICE)
         for n, (_, p) in enumerate(made.parameters()):
             torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(n))
-        loss = gradients(made, [uneven()])
+        loss = accumulate_gradients(made, [uneven()])
         kept = observe(Request(recipe, DEVICE, vocabulary=96)).categories["forward"]["activations"]
         return float(loss.total), [p.grad.clone() for _, p in made.parameters() if p.grad is not None], kept
 
     loss, grads, kept = numbers()
-    monkeypatch.setattr(peft_layers, "under_autocast", lambda model: None)
+    monkeypatch.setattr(peft_layers, "prevent_fp32_cast", lambda model: None)
     loss_by_peft, grads_by_peft, kept_by_peft = numbers()
     assert loss == loss_by_peft
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_by_peft, strict=True))

@@ -16,24 +16,26 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from preheat import recipe as recipes
 from preheat.core import Batch, Device, MaskSpec, Phase, conflicts_of
-from preheat.engine.builder import build, context_of
-from preheat.engine.step import gradients
+from preheat.engine.builder import build, build_context
+from preheat.engine.step import accumulate_gradients
 from preheat.errors import RecipeError
-from preheat.hardware.cpp_build import compiler
+from preheat.hardware.cpp_build import find_compiler
 from preheat.models.hf import configure
-from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.blockwise import attend_blockwise
 from preheat.ops.attention.custom_op import OpaqueMask
-from preheat.ops.attention.flex import block_mask
-from preheat.ops.attention.multihead import attention_in_chunks
-from preheat.ops.attention.patterns import in_shifted_groups, within_window
-from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
+from preheat.ops.attention.flex import build_block_mask
+from preheat.ops.attention.multihead import attend_in_chunks
+from preheat.ops.attention.patterns import limit_to_shifted_groups, limit_to_window
+from preheat.ops.attention.sdpa import build_dense_mask, reference_attention, sdpa_attention
 from preheat.planning.dispatch_recorder import Recorder
-from preheat.planning.dry_run import highest
+from preheat.planning.dry_run import peak_by_phase
 from preheat.techniques.efficient_attention import EfficientAttention
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
 
-COMPILED = "flash" if compiler() is None else "blocks"  # without its C++ kernel blocks is slower than torch's in fp32
+COMPILED = (
+    "flash" if find_compiler() is None else "blocks"
+)  # without its C++ kernel blocks is slower than torch's in fp32
 DOCUMENTS = ((300,), (150, 20, 130), (1, 299))
 
 
@@ -75,7 +77,7 @@ def by_definition(mask: MaskSpec, row: int, i: int, j: int, length: int) -> bool
 @pytest.mark.parametrize("documents", [None, ((12,), (5, 1, 6))])
 def test_the_mask_says_what_its_words_say(causal: bool, window: int | None, shared: int, documents: Any) -> None:
     mask = MaskSpec(causal, window, documents, shared)
-    may = allowed(mask, 2, 12, torch.device("cpu")).expand(2, 1, 12, 12)
+    may = build_dense_mask(mask, 2, 12, torch.device("cpu")).expand(2, 1, 12, 12)
     for row, i, j in itertools.product(range(2), range(12), range(12)):
         assert bool(may[row, 0, i, j]) == by_definition(mask, row, i, j, 12), (row, i, j)
 
@@ -83,7 +85,7 @@ def test_the_mask_says_what_its_words_say(causal: bool, window: int | None, shar
 @pytest.mark.parametrize("window", [1, 2, 5, 100, 127, 128, 129, 200, 299])
 @pytest.mark.parametrize("more", [{}, {"documents": DOCUMENTS}, {"causal": False}, {"global_tokens": 3}], ids=str)
 def test_blocks_of_a_window_agree_forward_and_backward(window: int, more: dict[str, Any]) -> None:
-    agrees(blocked_attention, reference_attention, qkv(), MaskSpec(window=window, **more))
+    agrees(attend_blockwise, reference_attention, qkv(), MaskSpec(window=window, **more))
 
 
 @pytest.mark.parametrize(("window", "shared"), [(5, 20), (40, 128), (40, 200), (130, 150)])
@@ -93,9 +95,9 @@ def test_blocks_with_global_tokens_in_documents_agree(
     import preheat.ops.attention.blockwise as module
 
     mask = MaskSpec(window=window, global_tokens=shared, documents=DOCUMENTS)
-    agrees(blocked_attention, reference_attention, qkv(), mask)
+    agrees(attend_blockwise, reference_attention, qkv(), mask)
     monkeypatch.setattr(module, "_SCRATCH", 1 << 15)  # one head at a time
-    agrees(blocked_attention, reference_attention, qkv(), MaskSpec(window=window, global_tokens=shared))
+    agrees(attend_blockwise, reference_attention, qkv(), MaskSpec(window=window, global_tokens=shared))
 
 
 def test_a_window_costs_length_times_window() -> None:
@@ -103,7 +105,7 @@ def test_a_window_costs_length_times_window() -> None:
         recorder = Recorder(rounding=1)
         tensors = qkv(length, 1, 1, 1)
         with recorder:
-            blocked_attention(*tensors, mask, 1.0).sum().backward()
+            attend_blockwise(*tensors, mask, 1.0).sum().backward()
         return sum(k.flops * n for k, n in recorder.kernels.items())
 
     narrow = [flops(n, MaskSpec(window=64)) for n in (512, 1024, 2048)]
@@ -113,7 +115,7 @@ def test_a_window_costs_length_times_window() -> None:
 
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (4, 1), (6, 3)])
 @pytest.mark.parametrize("documents", [None, ((300,), (150, 20, 130), (1, 299))])
-@pytest.mark.parametrize("kernel", [sdpa_attention, blocked_attention, reference_attention])
+@pytest.mark.parametrize("kernel", [sdpa_attention, attend_blockwise, reference_attention])
 def test_shifted_groups_are_what_their_paper_says(heads: int, shared: int, documents: Any, kernel: Any) -> None:
     """Half of the heads in groups of 40, the other half in groups that begin 20 later."""
     group, length = 40, 300
@@ -134,15 +136,15 @@ def test_shifted_groups_are_what_their_paper_says(heads: int, shared: int, docum
         k, v = (t.repeat_interleave(heads // shared, dim=1) for t in (k, v))
         return torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(~may, float("-inf")), -1) @ v
 
-    agrees(in_shifted_groups(kernel, group), slow, qkv(heads=heads, shared=shared), MaskSpec(documents=documents))
+    agrees(limit_to_shifted_groups(kernel, group), slow, qkv(heads=heads, shared=shared), MaskSpec(documents=documents))
 
 
 def test_patterns_refuse_what_they_cannot_do() -> None:
     q, k, v = qkv(8, heads=3, shared=3)
     with pytest.raises(ValueError, match="not 3"):
-        in_shifted_groups(reference_attention, 4)(q, k, v, MaskSpec(), 1.0)
+        limit_to_shifted_groups(reference_attention, 4)(q, k, v, MaskSpec(), 1.0)
     with pytest.raises(ValueError, match="use_cache=False"):
-        within_window(reference_attention, 4)(q[:, :, :1], k, v, MaskSpec(), 1.0)
+        limit_to_window(reference_attention, 4)(q[:, :, :1], k, v, MaskSpec(), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +162,10 @@ def test_patterns_refuse_what_they_cannot_do() -> None:
 )
 def test_flex_sees_what_the_mask_says(mask: MaskSpec) -> None:
     """Its blocks: none is left out in which something may be seen, none is taken for full that is not, and none is there twice."""
-    from preheat.ops.attention.flex import block_mask
+    from preheat.ops.attention.flex import build_block_mask
 
-    blocks = block_mask(mask, 300, torch.device("cpu"))
-    may = allowed(mask, 3, 300, torch.device("cpu"))
+    blocks = build_block_mask(mask, 300, torch.device("cpu"))
+    may = build_dense_mask(mask, 3, 300, torch.device("cpu"))
     tiles = nn.functional.pad(may, (0, 84, 0, 84)).unflatten(2, (3, 128)).unflatten(4, (3, 128))
     some, every = tiles.any(5).any(3), tiles.all(5).all(3)
 
@@ -187,7 +189,7 @@ def test_flex_agrees_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     import preheat.ops.attention.flex as module
 
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
+    monkeypatch.setattr(module, "_compile_kernel", lambda: theirs.flex_attention)
     for mask in (MaskSpec(window=70), MaskSpec(documents=DOCUMENTS, window=50, global_tokens=4)):
         tensors = [t.detach() for t in qkv()]
         assert (
@@ -205,13 +207,13 @@ def test_all_kernels_agree_on_random_documents(seed: int, monkeypatch: pytest.Mo
     import preheat.ops.attention.flex as module
 
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(module, "_compiled", lambda: theirs.flex_attention)
+    monkeypatch.setattr(module, "_compile_kernel", lambda: theirs.flex_attention)
     generator = torch.Generator().manual_seed(seed)
     length = int(torch.randint(20, 260, (), generator=generator))
     mask = MaskSpec(documents=random_documents(3, length, generator))
     tensors = qkv(length)
-    full = within_window(sdpa_attention, window=length, global_tokens=4)  # a pattern that hides nothing
-    for kernel in (sdpa_attention, functools.partial(sdpa_attention, kernel="math"), blocked_attention, full):
+    full = limit_to_window(sdpa_attention, window=length, global_tokens=4)  # a pattern that hides nothing
+    for kernel in (sdpa_attention, functools.partial(sdpa_attention, kernel="math"), attend_blockwise, full):
         agrees(kernel, reference_attention, tensors, mask)
     plain = [t.detach() for t in tensors]
     assert apart(module.compiled_flex_attention(*plain, mask, 0.3), reference_attention(*plain, mask, 0.3)) < 3e-6
@@ -248,7 +250,10 @@ def test_packed_rows_give_the_loss_and_gradients_of_their_documents_one_by_one(t
             begin += n
         packed.append(labels)
     whole = batch_of(tokens, torch.stack(packed), documents)
-    losses = [float(gradients(made[0], [whole]).total), float(gradients(made[1], [b for b in alone if b.weight]).total)]
+    losses = [
+        float(accumulate_gradients(made[0], [whole]).total),
+        float(accumulate_gradients(made[1], [b for b in alone if b.weight]).total),
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=3e-7)  # summed in fp32
     grads = [{name: p.grad for name, p in b.parameters()} for b in made]
     assert difference(*grads) < 1e-6
@@ -305,10 +310,10 @@ def _bytes(run: Any) -> int:
     with recorder:
         recorder.phase = Phase.FORWARD
         run()
-    return max(highest(recorder).values())
+    return max(peak_by_phase(recorder).values())
 
 
-@pytest.mark.parametrize("kernel", [sdpa_attention, blocked_attention])
+@pytest.mark.parametrize("kernel", [sdpa_attention, attend_blockwise])
 def test_rows_of_many_documents_keep_no_more_than_rows_of_one(kernel: Any) -> None:
     def kept(documents: Any) -> int:
         q, k, v = (t.contiguous() for t in qkv(length=320, dim=64))
@@ -338,10 +343,10 @@ def test_memory_is_linear_in_length(kernel: str) -> None:
             return
         function, mask = {
             "flash": (sdpa_attention, MaskSpec()),
-            "blocks": (blocked_attention, MaskSpec()),
-            "window": (blocked_attention, MaskSpec(window=64, global_tokens=4)),
-            "shifted": (in_shifted_groups(blocked_attention, length // 4), MaskSpec()),
-            "chunks": (attention_in_chunks, MaskSpec()),
+            "blocks": (attend_blockwise, MaskSpec()),
+            "window": (attend_blockwise, MaskSpec(window=64, global_tokens=4)),
+            "shifted": (limit_to_shifted_groups(attend_blockwise, length // 4), MaskSpec()),
+            "chunks": (attend_in_chunks, MaskSpec()),
         }[kernel]
         function(*qkv(length, 1, 2, 2, 16), mask, 0.3).sum().backward()
 
@@ -412,7 +417,7 @@ WIDE = "model: {num_layers: 2, hidden_size: 64, num_heads: 4, num_kv_heads: 2, v
 )
 def test_the_kernel_is_chosen_by_what_the_mask_needs(techniques: str, device: Device, found: str) -> None:
     recipe = recipes.parse(f"{WIDE}techniques: {techniques}")
-    context = context_of(recipe, configure(recipe), device)
+    context = build_context(recipe, configure(recipe), device)
     problems = conflicts_of(recipe.techniques.values(), context)
     if problems:
         assert re.search(found, " ".join(problem.text for problem in problems)), problems
@@ -447,11 +452,11 @@ def test_patterns_mean_the_same_to_every_kernel_and_computed_twice(pattern: str)
     ):
         recipe = recipes.override(tiny(f"{{{pattern}{others}}}"), *more)
         made = build(recipe, vocabulary=96, device=DEVICE)
-        gradients(made, split(uneven(), [4]) if not more else split(uneven(), [2, 2]))
+        accumulate_gradients(made, split(uneven(), [4]) if not more else split(uneven(), [2, 2]))
         seen.append({name: p.grad for name, p in made.parameters()})
     assert max(difference(grads, seen[0]) for grads in seen[1:]) < 5e-6
     plain = build(recipes.override(tiny(), *more[1:]), vocabulary=96, device=DEVICE)
-    gradients(plain, [uneven()])
+    accumulate_gradients(plain, [uneven()])
     assert difference(seen[0], {name: p.grad for name, p in plain.parameters()}) > 1e-3, (
         "less is seen than by the plain model"
     )
@@ -479,9 +484,9 @@ def test_a_dry_run_leaves_no_fake_tensors_to_a_run_of_the_same_documents() -> No
     mask = MaskSpec(causal=True, documents=((7, 93), (41, 59)))  # no other test has these
     with FakeTensorMode():
         sdpa_attention(*qkv(length=100, rows=2), mask, 0.3)
-        block_mask(mask, 100, torch.device("cpu"))
+        build_block_mask(mask, 100, torch.device("cpu"))
         OpaqueMask.of(mask, 2, 100)
     out = sdpa_attention(*qkv(length=100, rows=2), mask, 0.3)
     assert apart(out, reference_attention(*qkv(length=100, rows=2), mask, 0.3)) < 3e-6
-    real = (out, block_mask(mask, 100, torch.device("cpu")).kv_indices, OpaqueMask.of(mask, 2, 100).documents)
+    real = (out, build_block_mask(mask, 100, torch.device("cpu")).kv_indices, OpaqueMask.of(mask, 2, 100).documents)
     assert not any(isinstance(t, FakeTensor) for t in real)

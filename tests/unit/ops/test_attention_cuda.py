@@ -19,17 +19,17 @@ from benchmarks._gpu.attention import cases, run
 from preheat import recipe as recipes
 from preheat.core import Build, Device, MaskSpec, Phase, Slot
 from preheat.engine.builder import build
-from preheat.engine.step import gradients
-from preheat.models.hf import anatomy
+from preheat.engine.step import accumulate_gradients
+from preheat.models.hf import find_anatomy
 from preheat.ops.attention import multihead, sdpa
 from preheat.ops.attention import varlen as attention_varlen
 from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
-from preheat.ops.attention.multihead import best_attention
+from preheat.ops.attention.multihead import attend_fastest
 from preheat.ops.attention.per_document import Passes, attend
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
-from preheat.ops.attention.varlen import bounds_of, varlen_attention, varlen_attention_backward
+from preheat.ops.attention.varlen import compute_bounds, varlen_attention, varlen_attention_backward
 from preheat.planning.dispatch_recorder import Recorder
-from preheat.planning.dry_run import highest, observe
+from preheat.planning.dry_run import observe, peak_by_phase
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
 from preheat.techniques.compile import compile_layers
@@ -81,7 +81,7 @@ def test_windows_are_those_of_the_mask(causal: bool) -> None:
 
 def test_the_operators_keep_torchs_contract() -> None:
     q, k, v = qkv(8)
-    settings = (*bounds_of(MaskSpec(documents=DOCUMENTS), 3, 90, q), True, 9, 0.3)
+    settings = (*compute_bounds(MaskSpec(documents=DOCUMENTS), 3, 90, q), True, 9, 0.3)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.preheat.varlen_attention.default, (q, k, v, *settings), test_utils=checks)
     out, lse = (t.detach() for t in torch.ops.preheat.varlen_attention(q, k, v, *settings))
@@ -125,12 +125,12 @@ def test_bounds_are_sent_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention_varlen, "to_device", lambda array, device: sent.append(array.tolist()) or torch.from_numpy(array)
     )
-    attention_varlen._offsets.cache_clear()
+    attention_varlen._compute_offsets.cache_clear()
     for documents in (DOCUMENTS, ((30, 60),) * 3):
         for _ in range(3):  # layers
             both(VARLEN, qkv(), MaskSpec(documents=documents))
     assert sent == [[0, 90, 130, 131, 180, 181, 182, 270], [0, 30, 90, 120, 180, 210, 270]]
-    attention_varlen._offsets.cache_clear()
+    attention_varlen._compute_offsets.cache_clear()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -160,7 +160,7 @@ def test_flops_are_counted_by_documents(causal: bool, window: int | None) -> Non
 def test_repeated_keys_have_the_sum_of_their_heads_gradients(documents: Any) -> None:
     """The passes of the efficient kernel, with the CPU's flash attention in its place."""
     mask, tensors = MaskSpec(documents=documents), qkv()
-    passes = sdpa._efficient(True, 0.3)
+    passes = sdpa._build_efficient_passes(True, 0.3)
     ours = both(lambda q, k, v, mask, scale: attend(passes, q, k, v, mask.documents), tensors, mask)
     assert difference(ours, both(reference_attention, tensors, mask)) < 1e-5
 
@@ -170,8 +170,8 @@ def test_torchs_operators_for_a_gpu_take_what_they_are_handed() -> None:
     q, k, v = (t.detach().to("meta", torch.bfloat16) for t in qkv())
     settings = (torch.empty(8, dtype=torch.int32, device="meta"), 90, 1, True, 20, 0.3)
     for passes in (
-        sdpa._efficient(True, 0.3),
-        sdpa._flash(True, 0.3),
+        sdpa._build_efficient_passes(True, 0.3),
+        sdpa._build_flash_passes(True, 0.3),
         Passes(
             lambda *t: varlen_attention._init_fn(*t, *settings),
             lambda *t: varlen_attention_backward._init_fn(*t, *settings),
@@ -199,7 +199,7 @@ def test_the_plan_sees_repeated_keys_while_they_are_there_and_not_kept() -> None
             recorder.phase = Phase.FORWARD
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 out = sdpa_attention(*tensors, MaskSpec(), 0.3, kernel=kernel)
-            peak[kernel], kept[kernel] = highest(recorder)["forward"], sum(saved.values())
+            peak[kernel], kept[kernel] = peak_by_phase(recorder)["forward"], sum(saved.values())
             del out
     whole = 3 * 90 * 8 * 64 * 4
     assert kept["efficient"] == kept["flash"]
@@ -247,7 +247,7 @@ def _with_varlen(techniques: str) -> Build:
 
 
 def _grads(made: Build) -> dict[str, Tensor]:
-    gradients(made, [uneven()])
+    accumulate_gradients(made, [uneven()])
     found = {n: p.grad.clone() for n, p in made.parameters()}
     made.optimizer.zero_grad()
     return found
@@ -272,7 +272,7 @@ def test_compiled_layers_attend_once(varlen: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, name, lambda *a, **k: (calls.update([name]), plain(*a, **k))[1])
 
     made = _with_varlen("{}") if varlen else build(tiny("{efficient_attention: {}}"), vocabulary=96, device=DEVICE)
-    compile_layers(anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+    compile_layers(find_anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
     wanted = _grads(build(tiny(), vocabulary=96, device=DEVICE))
     assert difference(_grads(made), wanted) < 1e-5
     for module, name in ((sdpa, "flash_forward"), (attention_varlen, "_by_document")):
@@ -295,7 +295,7 @@ def test_a_window_is_traced_by_the_compiler() -> None:
 def test_half_precision_takes_the_variable_length_form(mask: MaskSpec) -> None:
     """On a fake CUDA device, where no technique says so."""
     with FakeTensorMode(), torch.no_grad(), _Count() as count:
-        out = best_attention(*qkv(dtype=torch.bfloat16, device="cuda"), mask, 0.3)
+        out = attend_fastest(*qkv(dtype=torch.bfloat16, device="cuda"), mask, 0.3)
     assert out.shape == (3, 4, 90, 16)
     assert {name for name in count.found if "attention" in name} == {"preheat::varlen_attention"}
 
@@ -304,7 +304,7 @@ def test_fp32_never_meets_flash_attention(monkeypatch: pytest.MonkeyPatch) -> No
     taken = []
     monkeypatch.setattr(multihead, "sdpa_attention", lambda *_, kernel="flash": taken.append(kernel))
     with FakeTensorMode():
-        best_attention(*qkv(device="cuda"), MaskSpec(documents=DOCUMENTS), 0.3)
+        attend_fastest(*qkv(device="cuda"), MaskSpec(documents=DOCUMENTS), 0.3)
     assert taken == ["efficient"]
 
 
@@ -324,14 +324,14 @@ CUDA = Device("cuda", "test", 80 << 30, (8, 0))
 
 @pytest.mark.parametrize("version", [91501, 90800, None])
 def test_hopper_takes_cudnns_attention_where_torch_does(version: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.engine.builder import context_of
+    from preheat.engine.builder import build_context
     from preheat.models.hf import configure
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     recipe = tiny("{efficient_attention: {}, mixed_precision: {mode: bf16}}")
     hopper = Device("cuda", "test", 80 << 30, (9, 0))
     technique: Any = recipe.techniques["efficient_attention"]
-    chosen = technique._chosen(context_of(recipe, configure(recipe), hopper))
+    chosen = technique._chosen(build_context(recipe, configure(recipe), hopper))
     assert chosen == ("cudnn" if version == 91501 else "flash")
 
 
@@ -345,8 +345,8 @@ def test_bounds_reach_a_device_under_fakes_too() -> None:
 
 
 def test_the_cost_of_attention_with_shared_keys_is_known() -> None:
-    from preheat.ops.memory.selective_checkpoint import _cost
+    from preheat.ops.memory.selective_checkpoint import _count_cost
 
     q, k = torch.empty(2, 8, 64, 32, device="meta"), torch.empty(2, 2, 64, 32, device="meta")
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert _cost(flash, (q, k, k), (q,), []) == 4 * 2 * 8 * 64 * 64 * 32
+    assert _count_cost(flash, (q, k, k), (q,), []) == 4 * 2 * 8 * 64 * 64 * 32

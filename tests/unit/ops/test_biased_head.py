@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from preheat.models.weights import mean_rows
+from preheat.models.weights import resize_rows
 from preheat.ops.losses.cross_entropy import (
     CrossEntropy,
     Recorded,
     RegularizedCrossEntropy,
     Softcapped,
     WeightedCrossEntropy,
-    chunked_logits,
-    full_logits,
-    torch_logits,
+    sum_chunked_loss,
+    sum_full_loss,
+    sum_torch_loss,
 )
 from preheat.ops.losses.distillation import Distilled, TeacherHead
-from preheat.techniques.distillation import _head
+from preheat.techniques.distillation import _find_teacher_head
 
 ROWS, WIDTH, TOKENS = 30, 12, 41
 Formula = Callable[[Tensor, Tensor], Tensor]
@@ -108,9 +108,9 @@ def test_loss_and_gradients_are_those_of_the_formula(name: str, by: str, inputs:
     reference = formula(hidden @ head.weight.t() + head.bias, labels).sum() / 8
     wanted = torch.autograd.grad(reference, parts)
     if by == "chunks":
-        total = chunked_logits(hidden, head, row_loss(), labels, *aligned, rows=7) / 8
+        total = sum_chunked_loss(hidden, head, row_loss(), labels, *aligned, rows=7) / 8
     else:
-        total = full_logits(hidden[None], head, row_loss(), labels[None], *(a[None] for a in aligned)) / 8
+        total = sum_full_loss(hidden[None], head, row_loss(), labels[None], *(a[None] for a in aligned)) / 8
         bound = max(bound, 1e-6)  # these compute in fp32
     assert float(total.detach()) == pytest.approx(float(reference.detach()), rel=2e-6)
     grads = torch.autograd.grad(total, parts)
@@ -122,7 +122,7 @@ def test_the_kernel_of_torch_agrees(inputs: Any) -> None:
     hidden, head, labels = inputs
     parts = [hidden, head.weight, head.bias]
     wanted = torch.autograd.grad(cross_entropy(head(hidden), labels).sum(), parts)
-    total = torch_logits(hidden, head, CrossEntropy(), labels, rows=7)
+    total = sum_torch_loss(hidden, head, CrossEntropy(), labels, rows=7)
     assert max(map(relative, torch.autograd.grad(total, parts), wanted)) < 1e-10
 
 
@@ -133,7 +133,7 @@ def test_a_frozen_part_of_the_head_gets_no_gradient(frozen: str, inputs: Any) ->
     wanted = {name: p.grad for name, p in head.named_parameters()}
     head.zero_grad()
     getattr(head, frozen).requires_grad_(False)
-    chunked_logits(hidden, head, CrossEntropy(), labels, rows=7).backward()
+    sum_chunked_loss(hidden, head, CrossEntropy(), labels, rows=7).backward()
     assert getattr(head, frozen).grad is None
     (other,) = wanted.keys() - {frozen}
     assert relative(getattr(head, other).grad, wanted[other]) < 1e-10  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_scores_of_an_evaluation_contain_it(inputs: Any) -> None:
     hidden, head, labels = inputs
     recorded = Recorded()
     with torch.no_grad():
-        chunked_logits(hidden, head, recorded, labels, rows=7)
+        sum_chunked_loss(hidden, head, recorded, labels, rows=7)
     assert torch.allclose(recorded.found().double(), cross_entropy(head(hidden), labels), rtol=1e-6)
 
 
@@ -154,7 +154,7 @@ def test_in_bf16_its_gradient_is_as_near_as_the_plain_one(inputs: Any) -> None:
     head = head_of().float()
     (exact,) = torch.autograd.grad(cross_entropy(head(hidden), labels).sum(), [head.bias])
     errors = []
-    for by in (functools.partial(chunked_logits, rows=512), full_logits):
+    for by in (functools.partial(sum_chunked_loss, rows=512), sum_full_loss):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = by(hidden[None], head, CrossEntropy(), labels[None])
         errors.append(relative(torch.autograd.grad(total, [head.bias])[0], exact))
@@ -167,10 +167,10 @@ def test_a_teacher_adds_its_bias() -> None:
         build=SimpleNamespace(model=SimpleNamespace(vocabulary=TOKENS)),
     )
     for same, rows in ((True, TOKENS), (False, TOKENS + 3)):
-        logits = _head(of, torch.float64, same=same)(STATES)
+        logits = _find_teacher_head(of, torch.float64, same=same)(STATES)
         assert torch.allclose(logits, TEACHER(STATES)[:, :rows], rtol=1e-12)
 
 
 def test_added_tokens_start_with_the_mean_of_the_others() -> None:
-    grown = mean_rows(torch.tensor([1.0, 2.0, 6.0, 50.0]), 6, 3, 6)
+    grown = resize_rows(torch.tensor([1.0, 2.0, 6.0, 50.0]), 6, 3, 6)
     assert grown.tolist() == [1, 2, 6, 3, 3, 3]

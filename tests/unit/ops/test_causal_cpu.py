@@ -13,11 +13,11 @@ from torch._subclasses import FakeTensorMode
 from preheat.core import MaskSpec
 from preheat.hardware import cpp_build
 from preheat.ops.attention import causal_cpu
-from preheat.ops.attention.blockwise import blocked_attention
+from preheat.ops.attention.blockwise import attend_blockwise
 from preheat.ops.attention.sdpa import reference_attention
 from preheat.planning.dispatch_recorder import Recorder
 
-pytestmark = pytest.mark.skipif(cpp_build.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
@@ -40,7 +40,7 @@ def results(kernel: Any, tensors: list[Tensor], mask: MaskSpec) -> list[Tensor]:
 
 def largest_error(tensors: list[Tensor], mask: MaskSpec) -> float:
     exact = results(reference_attention, [t.double() for t in tensors], mask)
-    pairs = zip(results(blocked_attention, tensors, mask), exact, strict=True)
+    pairs = zip(results(attend_blockwise, tensors, mask), exact, strict=True)
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
 
@@ -60,7 +60,7 @@ def largest_error(tensors: list[Tensor], mask: MaskSpec) -> float:
 def test_the_kernel_agrees_with_fp64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for by_heads in (False, True):
         tensors = inputs(*shape, dtype, stored_by_heads=by_heads)
-        assert causal_cpu.serves(*tensors[:3])
+        assert causal_cpu.is_supported(*tensors[:3])
         assert largest_error(tensors, MaskSpec()) < TOLERANCE[dtype]
 
 
@@ -75,7 +75,7 @@ def test_extreme_scores_and_expanded_gradients() -> None:
     expanded = torch.ones(()).expand(q.shape)
     assert largest_error([q * 300, k, v, expanded], MaskSpec()) < 1e-4
     q[0, 0, 50] = float("nan")
-    out = blocked_attention(q, k, v, MaskSpec(), 0.3)
+    out = attend_blockwise(q, k, v, MaskSpec(), 0.3)
     assert out[0, 0, 50].isnan().all()
     assert out[0, 0, :50].isfinite().all()
     assert out[0, 1].isfinite().all()
@@ -86,7 +86,7 @@ def test_results_do_not_depend_on_the_number_of_threads(request: pytest.FixtureR
     tensors, both = inputs(2, 4, 2, 100, 16, torch.bfloat16), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        both.append(results(blocked_attention, tensors, MaskSpec()))
+        both.append(results(attend_blockwise, tensors, MaskSpec()))
     assert all(map(torch.equal, *both))
 
 
@@ -101,14 +101,14 @@ def test_results_do_not_depend_on_the_number_of_threads(request: pytest.FixtureR
     ids=str,
 )
 def test_other_tensors_are_not_served(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    assert not causal_cpu.serves(*inputs(*shape, dtype)[:3])
+    assert not causal_cpu.is_supported(*inputs(*shape, dtype)[:3])
 
 
 def test_without_a_compiler_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(1, 4, 2, 131, 16, torch.float32)
-    native = results(blocked_attention, tensors, MaskSpec())
-    monkeypatch.setattr(causal_cpu, "compiler", lambda: None)
-    slow = results(blocked_attention, tensors, MaskSpec())
+    native = results(attend_blockwise, tensors, MaskSpec())
+    monkeypatch.setattr(causal_cpu, "find_compiler", lambda: None)
+    slow = results(attend_blockwise, tensors, MaskSpec())
     assert max(float((a - b).norm() / b.norm()) for a, b in zip(native, slow, strict=True)) < 1e-6
 
 
@@ -116,7 +116,7 @@ def test_a_dry_run_counts_products_and_scratch() -> None:
     recorder = Recorder(rounding=1)
     with FakeTensorMode(), recorder:
         q, k, v = (torch.randn(2, n, 300, 16, requires_grad=True) for n in (4, 2, 2))
-        blocked_attention(q, k, v, MaskSpec(), 0.3).sum().backward()
+        attend_blockwise(q, k, v, MaskSpec(), 0.3).sum().backward()
     forward, backward = sorted((k for k in recorder.kernels if k.flops), key=lambda kernel: kernel.flops)
     assert forward.operator == "preheat::causal_attention"
     assert forward.flops == 4 * 2 * 4 * 300**2 * 16

@@ -30,8 +30,8 @@ def maps(inputs: int, outputs: int) -> dict[str, Any]:
 
 def product(made: Any, x: Tensor) -> Tensor:
     if isinstance(made, Int8Linear):
-        return cpu_gemv.eight_bits(x, made.codes, made.scales)
-    return cpu_gemv.four_bits(x, made.codes, made.scales, made.zeros)
+        return cpu_gemv.multiply_int8(x, made.codes, made.scales)
+    return cpu_gemv.multiply_int4(x, made.codes, made.scales, made.zeros)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4, zeros"])
@@ -63,11 +63,11 @@ def test_rows_alone_and_together_are_the_same_and_those_that_are_not_finite_stay
 
 
 def test_tracers_are_sent_to_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_gemv, "_avx2_alone", lambda: True)
+    monkeypatch.setattr(cpu_gemv, "_has_only_avx2", lambda: True)
     made, x = maps(96, 48)["int8"], torch.randn(2, 96).bfloat16()
     program = torch.export.export(made, (x,))
     assert any("_weight_int8pack_mm" in str(node.target) for node in program.graph.nodes)
-    assert torch.equal(made(x), cpu_gemv.eight_bits(x, made.codes, made.scales))  # and who runs it is not
+    assert torch.equal(made(x), cpu_gemv.multiply_int8(x, made.codes, made.scales))  # and who runs it is not
     assert torch.allclose(program.module()(x).float(), made(x).float(), rtol=2e-2, atol=2e-3)
 
 
@@ -75,16 +75,16 @@ def test_without_a_compiler_it_is_told_and_aten_computes(monkeypatch: pytest.Mon
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
-    monkeypatch.setattr(cpu_gemv, "_avx2_alone", lambda: True)
-    cpu_gemv._library.cache_clear()
+    monkeypatch.setattr("preheat.hardware.cpp_build.load_library", none)
+    monkeypatch.setattr(cpu_gemv, "_has_only_avx2", lambda: True)
+    cpu_gemv._load_library.cache_clear()
     with pytest.warns(UserWarning, match="two to three times as long: no C"):
-        assert cpu_gemv._library() is None
-    assert not cpu_gemv.of_use()
+        assert cpu_gemv._load_library() is None
+    assert not cpu_gemv.is_supported()
     made, x = maps(96, 48)["int4"], torch.randn(1, 96).bfloat16()
     wanted = x.double() @ made.weight.double().T
     assert float((made(x).double() - wanted).norm() / wanted.norm()) < 5e-3
-    cpu_gemv._library.cache_clear()
+    cpu_gemv._load_library.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4, zeros"])

@@ -19,11 +19,18 @@ import torch
 from preheat import recipe as recipes
 from preheat.core import Batch, Build, MaskSpec
 from preheat.engine.builder import build
-from preheat.engine.moe_aux_loss import balance_part
-from preheat.engine.step import gradients, update
+from preheat.engine.moe_aux_loss import compute_balance_part
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.models.moe import biases, routers
-from preheat.ops.grouped_mm import _multiply, _multiply_blocks, _outer, _outer_blocks, compute_experts, grouped_linear
+from preheat.ops.grouped_mm import (
+    _multiply,
+    _multiply_blocks,
+    _sum_outer,
+    _sum_outer_blocks,
+    compute_experts,
+    grouped_linear,
+)
 from preheat.ops.optim.optimizers import Adafactor
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -92,7 +99,7 @@ def uneven_biases(model: Any) -> None:
 
 def grads(b: Build, batches: list[Batch]) -> tuple[float, dict[str, Any], dict[str, float]]:
     b.optimizer.zero_grad()
-    loss = gradients(b, batches, 0.01)
+    loss = accumulate_gradients(b, batches, 0.01)
     return (
         float(loss.total) / float(loss.weight),
         {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None},
@@ -182,7 +189,7 @@ def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
             p.normal_(generator=torch.Generator().manual_seed(len(n)))  # so that what is dropped matters
     torch.manual_seed(0)
     b.optimizer.zero_grad()
-    metrics = gradients(b, split(uneven(), [2, 2]), 0.01).metrics
+    metrics = accumulate_gradients(b, split(uneven(), [2, 2]), 0.01).metrics
     counts, weight = metrics["expert_tokens"].sum(0), uneven().weight
     assert int(counts.sum()) == 3 * 4 * 32 * 2
     sums = None
@@ -192,12 +199,13 @@ def test_the_pass_that_counts_routes_as_the_one_that_trains() -> None:
     ):  # the same step with the probabilities written down, by what was trained on
         held = []
         patch.setattr(
-            "preheat.engine.moe_aux_loss.balance_part", lambda c, s, k: held.append((c, s)) or balance_part(c, s, k)
+            "preheat.engine.moe_aux_loss.compute_balance_part",
+            lambda c, s, k: held.append((c, s)) or compute_balance_part(c, s, k),
         )
-        gradients(b, split(uneven(), [2, 2]), 0.01)
+        accumulate_gradients(b, split(uneven(), [2, 2]), 0.01)
         sums = sum(s.detach() for _, s in held)
         assert all(torch.equal(c, counts) for c, _ in held)
-    assert float(metrics["balance"]) == pytest.approx(float(balance_part(counts, sums, 2)) * weight, rel=1e-5)
+    assert float(metrics["balance"]) == pytest.approx(float(compute_balance_part(counts, sums, 2)) * weight, rel=1e-5)
 
 
 def test_a_coefficient_of_zero_leaves_the_loss_out_and_the_evaluation_always_does() -> None:
@@ -220,7 +228,7 @@ def test_a_coefficient_of_zero_leaves_the_loss_out_and_the_evaluation_always_doe
 
 
 def test_an_even_load_costs_the_number_of_chosen_experts() -> None:
-    assert float(balance_part(torch.full((4,), 6.0), torch.full((4,), 3.0), 2)) == pytest.approx(
+    assert float(compute_balance_part(torch.full((4,), 6.0), torch.full((4,), 3.0), 2)) == pytest.approx(
         2.0
     )  # 12 tokens, 2 of 4 experts
 
@@ -251,9 +259,9 @@ def test_blocks_of_rows_give_the_products_without_reading_where_an_expert_ends(c
     rows, weight, grad = (
         torch.randn(shape, dtype=torch.float64) for shape in ((sum(counts), 7), (4, 7, 5), (sum(counts), 5))
     )
-    expected, outer = _multiply(rows, weight, ends, False), _outer(rows, grad, ends)
+    expected, outer = _multiply(rows, weight, ends, False), _sum_outer(rows, grad, ends)
     torch.testing.assert_close(_multiply_blocks(rows, weight, ends), expected)
-    torch.testing.assert_close(_outer_blocks(rows, grad, ends), outer)
+    torch.testing.assert_close(_sum_outer_blocks(rows, grad, ends), outer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -381,7 +389,7 @@ def test_adapters_go_onto_shared_experts_and_leave_router_and_experts_as_they_ar
     kept = {n: p.clone() for n, p in model.named_parameters() if ".mlp." in n and "lora" not in n}
     assert b.changes["lora"][0].count == 3 * (4 + 3)  # attention, and the dense block or the shared expert
     assert all(".self_attn." in n or ".mlp.shared_experts." in n or ".layers.0.mlp." in n for n, _ in b.parameters())
-    gradients(b, [uneven()], 0.01)
+    accumulate_gradients(b, [uneven()], 0.01)
     update(b, 0.01)
     assert difference({n: p for n, p in model.named_parameters() if n in kept}, kept) == 0
 
@@ -400,7 +408,7 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
     from preheat.engine.evaluate import evaluate
     from preheat.models import hf
     from preheat.ops.adapters.moe_lora import adapted_experts
-    from preheat.ops.adapters.peft_layers import adapters_disabled, merge
+    from preheat.ops.adapters.peft_layers import disable_adapters, merge
 
     settings = "{target_modules: [q_proj, v_proj], rank: 4, expert_rank: 4, alpha: 8}"
     plain, b = made("qwen3_moe", strong=False), made("qwen3_moe", f"{{lora: {settings}}}", strong=False)
@@ -415,16 +423,16 @@ def test_adapters_on_experts_begin_as_the_base_and_are_those_of_peft(tmp_path: P
         for _, p in b.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * 0.1)
     loss, ours, _ = grads(b, [batch])
-    with adapters_disabled(model):
+    with disable_adapters(model):
         assert evaluate(b, [batch])[0] == pytest.approx(evaluate(plain, [batch])[0], abs=1e-6)
-    before = hf.plain_logits(model, batch.tokens)
+    before = hf.compute_reference_logits(model, batch.tokens)
     # The same with the sum of each expert's matrix and its addition written out, for the gradients.
     kept = {n: p for n, p in model.named_parameters() if ".experts." in n}
     assert len(adapted_experts(model)) == 3
     whole = copy.deepcopy(model)
     assert merge(whole) == 3 * 2 + 3
     assert not adapted_experts(whole)
-    after = hf.plain_logits(whole, batch.tokens)
+    after = hf.compute_reference_logits(whole, batch.tokens)
     assert float((after - before).norm() / before.norm()) < 1e-5
     plain.trained[0].load_state_dict(whole.state_dict())
     again, full, _ = grads(plain, [batch])

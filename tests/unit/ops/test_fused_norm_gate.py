@@ -25,7 +25,9 @@ def test_the_norm_and_its_gradients_are_the_formula_s(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_norm_gate, "_CHUNK", 24 * 4)  # several pieces, the last one shorter
-    monkeypatch.setattr(rowwise_cpu, "compiler", lambda: None)  # tests/unit/ops/test_rowwise_cpu.py has the C++ kernel
+    monkeypatch.setattr(
+        rowwise_cpu, "find_compiler", lambda: None
+    )  # tests/unit/ops/test_rowwise_cpu.py has the C++ kernel
     x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight = torch.rand(24).add(0.5).to(dtype)
     found = []
@@ -79,7 +81,7 @@ def test_on_cuda_the_norm_is_one_kernel_of_torch(
 
 
 def test_without_a_compiler_the_gate_is_torch_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rowwise_cpu, "compiler", lambda: None)
+    monkeypatch.setattr(rowwise_cpu, "find_compiler", lambda: None)
     for dtype in (torch.float32, torch.bfloat16):
         a, b, grad = (torch.randn(4, 33).to(dtype).requires_grad_() for _ in range(3))
         ours, theirs = gated_silu(a, b), torch.nn.functional.silu(a) * b

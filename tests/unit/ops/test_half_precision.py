@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preheat import recipe as recipes
 from preheat.core import Build, Device, Slot, Tag, registry
 from preheat.engine.builder import build
-from preheat.engine.step import forward, gradients, update
+from preheat.engine.step import accumulate_gradients, forward, update
 from preheat.errors import RecipeError
 from preheat.ops.optim.half_precision import LossScale, MasterAdamW
 
@@ -81,7 +81,7 @@ def test_an_overflow_costs_one_step_and_halves_the_scale(mode: str) -> None:
     skipped = []
     for n in range(30):
         before, at = [p.detach().clone() for _, p in b.parameters()], float(scale.scale)
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         finite = bool(update(b, 0.01)[1])
         assert all(torch.equal(old, p) for old, (_, p) in zip(before, b.parameters(), strict=True)) != finite
         assert float(scale.scale) == (at if finite else at / 2)
@@ -92,10 +92,10 @@ def test_an_overflow_costs_one_step_and_halves_the_scale(mode: str) -> None:
 
 def test_fp16_gradients_are_those_of_fp32_whatever_the_scale() -> None:
     plain = made("{mode: fp32}")
-    gradients(plain, [uneven()])
+    accumulate_gradients(plain, [uneven()])
     for scale in (1.0, 4096.0):
         b = made(f"{{mode: fp16, loss_scale: {scale}}}")
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         assert difference({n: p.grad for n, p in b.parameters()}, {n: p.grad for n, p in plain.parameters()}) < 0.01
 
 
@@ -113,7 +113,7 @@ def test_a_frozen_base_in_bf16_leaves_adapters_and_the_optimizer_as_they_are() -
         assert {p.dtype for p in parameters if not p.requires_grad} == {dtype}
         assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
         assert b.owner(Slot.OPTIMIZER) == "low_bit_adamw"
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
     grads = [{n: p.grad for n, p in b.parameters()} for b in (half, plain, auto)]
     assert difference(grads[0], grads[1]) < 0.02  # products are of the same bits; norms and the embedding are rounded
     assert difference(grads[2], grads[1]) == 0
@@ -182,7 +182,7 @@ def test_a_tied_embedding_stays_in_fp32_with_its_head() -> None:
     for recipe, dtype in ((apart, torch.bfloat16), (tied, torch.float32)):
         b = build(recipe, vocabulary=96, device=DEVICE)
         assert b.trained[0].get_input_embeddings().weight.dtype == dtype
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         assert update(b, 0.01)[1] == 1
 
 
@@ -207,14 +207,14 @@ def test_check_says_no(techniques: str, words: str) -> None:
 
 
 def test_fp8_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preheat.engine.builder import context_of
+    from preheat.engine.builder import build_context
     from preheat.models.hf import configure
 
     recipe = tiny("{mixed_precision: {}, fp8: {}}")
     fp8 = registry()["fp8"]()
 
     def said(name: str, capability: tuple[int, int], r: Any = recipe) -> str:
-        return "; ".join(fp8.check(context_of(r, configure(r, 96), Device("cuda", name, 80 << 30, capability))))
+        return "; ".join(fp8.check(build_context(r, configure(r, 96), Device("cuda", name, 80 << 30, capability))))
 
     assert said("H100", (9, 0)) == ""
     assert said("L4", (8, 9)) == ""

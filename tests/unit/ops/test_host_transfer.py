@@ -13,13 +13,13 @@ from torch import Tensor
 
 from preheat.core import Build, Phase, Slot, registry
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.ops.memory.activation_offload import ActivationOffload
 from preheat.ops.memory.host_transfer import AsyncHostCopy, Copy, HostCopy
 from preheat.ops.optim.cpu_adamw import HostAdamW
-from preheat.ops.optim.optimizers import decay_groups
+from preheat.ops.optim.optimizers import group_by_decay
 from preheat.planning.dispatch_recorder import Recorder
-from preheat.planning.dry_run import highest
+from preheat.planning.dry_run import peak_by_phase
 from preheat.techniques.activation_checkpointing import checkpoint_layers
 
 from ...conftest import DEVICE, difference, tiny, uneven
@@ -207,7 +207,7 @@ def _peak(model: torch.nn.Module, x: Tensor, fake: Any = None) -> int:
     with fake or torch.enable_grad(), recorder:
         recorder.phase = Phase.FORWARD
         model(x).square().sum().backward()
-    peak = highest(recorder)
+    peak = peak_by_phase(recorder)
     model.zero_grad()
     return max(peak.values())
 
@@ -269,7 +269,7 @@ def test_bf16_weights_are_those_of_the_host_rounded() -> None:
 
 
 def _step(b: Build) -> tuple[float, dict[str, Tensor]]:
-    loss = gradients(b, [uneven()], 0.01)
+    loss = accumulate_gradients(b, [uneven()], 0.01)
     return float(loss.total / loss.weight), {n: p.grad.clone() for n, p in b.parameters() if p.grad is not None}
 
 
@@ -287,7 +287,7 @@ def test_applied_to_a_build_activations_wait_on_the_host() -> None:
 def test_applied_to_a_build_the_optimizer_is_on_the_host(weights: str) -> None:
     plain, offloaded = (build(tiny(), vocabulary=96, device=DEVICE) for _ in range(2))
     registry()["optimizer_offload"](weights=weights).apply(offloaded, offloaded.trained[0])  # type: ignore[call-arg]
-    groups = decay_groups(offloaded.parameters(), 0.1)
+    groups = group_by_decay(offloaded.parameters(), 0.1)
     offloaded.optimizer = offloaded.slot(Slot.OPTIMIZER)(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for _ in range(8):

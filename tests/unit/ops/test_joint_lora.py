@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from preheat.ops.adapters import joint_lora
-from preheat.ops.adapters.peft_layers import under_autocast
+from preheat.ops.adapters.peft_layers import prevent_fp32_cast
 from preheat.techniques.fused_operators import fuse_operators
 from preheat.techniques.lora import add_lora
 from preheat.techniques.mixed_precision import keep_in_fp32
-from preheat.techniques.nf4 import to_nf4
+from preheat.techniques.nf4 import quantize_to_nf4
 
 from ...conftest import difference
 
@@ -33,7 +33,7 @@ def model(*, nf4: bool = False, biased: bool = False, dropout: float = 0.0, targ
     )  # fmt: skip
     built = LlamaForCausalLM(config)
     if nf4:
-        to_nf4(built)
+        quantize_to_nf4(built)
     add_lora(built, rank=4, dropout=dropout, targets=targets)
     for name, p in built.named_parameters():
         if "lora_B" in name or name.endswith("bias"):
@@ -74,7 +74,7 @@ def test_under_autocast_they_are_as_close_to_fp64_as_each_layer_alone() -> None:
     for p in alone.parameters():
         if not p.requires_grad:
             p.data = p.data.bfloat16()
-    under_autocast(alone)
+    prevent_fp32_cast(alone)
     together = fused(copy.deepcopy(alone))
     truth = gradients(exact)
     ours, theirs = gradients(together, autocast=True), gradients(alone, autocast=True)
@@ -139,8 +139,8 @@ def test_what_cannot_be_joined_is_computed_alone(unlike: str, monkeypatch: pytes
     def never(*_: object) -> None:
         raise AssertionError("joined")
 
-    monkeypatch.setattr(joint_lora, "joined", never)
-    monkeypatch.setattr(joint_lora, "gated_block", never)
+    monkeypatch.setattr(joint_lora, "compute_joint_lora", never)
+    monkeypatch.setattr(joint_lora, "compute_gated_block", never)
     results = []
     for built in (together, alone):
         torch.manual_seed(1)  # of dropout
@@ -181,7 +181,7 @@ def test_modules_that_are_kept_in_fp32_are_not_joined_in_half_precision() -> Non
         for p in built.parameters():
             if not p.requires_grad:
                 p.data = p.data.bfloat16()
-        under_autocast(built)
+        prevent_fp32_cast(built)
         for name, module in built.named_modules():
             if name.endswith(("up_proj", "k_proj", "o_proj")):
                 module.float()

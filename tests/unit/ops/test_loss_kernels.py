@@ -15,7 +15,7 @@ from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.engine.builder import build
 from preheat.errors import RecipeError
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits, torch_logits
+from preheat.ops.losses.cross_entropy import CrossEntropy, sum_chunked_loss, sum_full_loss, sum_torch_loss
 from preheat.planning.dispatch_recorder import Kernel, Recorder
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -53,8 +53,8 @@ def _run(function: Any, inputs: Any) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def test_chunks_give_the_plain_gradients_in_an_eighth_of_its_memory(inputs: Any) -> None:
-    plain, much = _run(full_logits, inputs)
-    ours, little = _run(chunked_logits, inputs)
+    plain, much = _run(sum_full_loss, inputs)
+    ours, little = _run(sum_chunked_loss, inputs)
     assert difference(ours, plain) < 1e-6
     assert much >= 2 * ROWS * PIECES * 4, "the plain loss holds the logits and their gradient: the recorder sees it"
     assert little <= much / 8
@@ -65,7 +65,7 @@ def test_the_heads_gradient_is_summed_in_fp32_some_rows_at_a_time(inputs: Any) -
     hidden, head, labels = inputs
     whole = PIECES * WIDTH * 2  # of bf16
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, beyond = _run(chunked_logits, inputs)
+        ours, beyond = _run(sum_chunked_loss, inputs)
     assert beyond < ROWS * WIDTH * 2 + 2 * whole + 512 * PIECES * 2 + whole, (
         "hidden states, the weight and its gradient cast, a chunk's logits, and less than a product"
     )
@@ -78,7 +78,7 @@ def test_the_heads_gradient_is_summed_in_fp32_some_rows_at_a_time(inputs: Any) -
             return found
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        chunked_logits(hidden.clone().requires_grad_(), head, Seen(), labels)
+        sum_chunked_loss(hidden.clone().requires_grad_(), head, Seen(), labels)
     parts = hidden[0].bfloat16().split(512)
     factor = (labels[0] != -100).bfloat16().split(512)
     total = sum(torch.mm(g.t(), h * f[:, None]).float() for g, h, f in zip(products, parts, factor, strict=True))
@@ -88,7 +88,7 @@ def test_the_heads_gradient_is_summed_in_fp32_some_rows_at_a_time(inputs: Any) -
 def test_on_cuda_products_add_to_the_heads_gradient_in_fp32(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One product a chunk in a plan; and nearer to fp64 than products that are rounded to bf16 first, by a twin of what runs on CUDA alone."""
     hidden, head, labels = inputs
-    loss = functools.partial(chunked_logits, rows=256, cuda=True)
+    loss = functools.partial(sum_chunked_loss, rows=256, cuda=True)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         Recorder(512) as recorder,
@@ -112,7 +112,7 @@ def test_on_cuda_products_add_to_the_heads_gradient_in_fp32(inputs: Any, monkeyp
 
     monkeypatch.setattr(torch, "addmm", add)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, plain = (_run(f, inputs)[0]["head"] for f in (loss, functools.partial(chunked_logits, rows=256)))
+        ours, plain = (_run(f, inputs)[0]["head"] for f in (loss, functools.partial(sum_chunked_loss, rows=256)))
     exact = head.weight.detach().double().requires_grad_()
     logits = functional.linear(hidden[0].bfloat16().double(), exact.bfloat16().double())
     (truth,) = torch.autograd.grad(functional.cross_entropy(logits, labels[0], reduction="sum") / ROWS, exact)
@@ -144,7 +144,7 @@ def _is_of_head(kernel: Kernel) -> bool:
 def test_torchs_own_kernel_agrees(inputs: Any) -> None:
     hidden, head, labels = inputs
     found = []
-    for function in (chunked_logits, torch_logits):
+    for function in (sum_chunked_loss, sum_torch_loss):
         leaf = hidden[:, :256].clone().requires_grad_()
         head.weight.grad = None
         loss = function(leaf, head, CrossEntropy(), labels[:, :256], rows=100)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.multihead import attend_any, attention_in_chunks
+from preheat.ops.attention.multihead import attend_any, attend_in_chunks
 from preheat.techniques.efficient_attention import (
     EfficientAttention,
     convert_model_to_efficient_attention,
@@ -195,7 +195,7 @@ def test_a_learned_bias_has_its_gradient(shape: tuple[int, ...]) -> None:
     bias = torch.randn(shape, requires_grad=True)
     mask, grads = MaskSpec(window=90, documents=((300,), (150, 150), (1, 299))), []
     for queries in (128, 300):
-        out = attention_in_chunks(*tensors, mask, 0.3, bias=bias, queries=queries)
+        out = attend_in_chunks(*tensors, mask, 0.3, bias=bias, queries=queries)
         grads.append(torch.autograd.grad(out.square().sum(), [*tensors, bias]))
     assert max(apart(a, b) for a, b in zip(*grads, strict=True)) < 2e-6
 
@@ -204,15 +204,15 @@ def test_a_learned_bias_has_its_gradient(shape: tuple[int, ...]) -> None:
 def test_chunks_compute_outside_of_autocast(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from preheat.ops.attention import multihead
 
-    seen, chunk = [], multihead._chunk
+    seen, chunk = [], multihead._attend_chunk
 
     def recorded(*tensors: torch.Tensor, **settings: Any) -> torch.Tensor:
         seen.append(torch.is_autocast_enabled("cpu"))
         return chunk(*tensors, **settings)
 
-    monkeypatch.setattr(multihead, "_chunk", recorded)
+    monkeypatch.setattr(multihead, "_attend_chunk", recorded)
     q = torch.randn(1, 2, 16, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention_in_chunks(q, q, q, MaskSpec(), 0.3, queries=queries).dtype == torch.bfloat16
+        assert attend_in_chunks(q, q, q, MaskSpec(), 0.3, queries=queries).dtype == torch.bfloat16
         assert torch.is_autocast_enabled("cpu")
     assert seen == [False] * (16 // queries)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from preheat.core import MaskSpec
-from preheat.ops.attention.blockwise import blocked_attention
-from preheat.ops.attention.sdpa import allowed, reference_attention, sdpa_attention
-from preheat.ops.losses.cross_entropy import CrossEntropy, chunked_logits, full_logits
+from preheat.ops.attention.blockwise import attend_blockwise
+from preheat.ops.attention.sdpa import build_dense_mask, reference_attention, sdpa_attention
+from preheat.ops.losses.cross_entropy import CrossEntropy, sum_chunked_loss, sum_full_loss
 from preheat.ops.optim.optimizers import StochasticAdamW
 from preheat.ops.optim.stochastic_rounding import stochastic_round_
 
@@ -38,9 +38,9 @@ def test_chunked_loss_has_the_gradients_of_autograd(
         def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return CrossEntropy()(logits, labels) + 1e-3 * logits.logsumexp(-1) ** 2
 
-    reference = full_logits(hidden[None], head, loss_of, labels[None]) / 7  # type: ignore[arg-type]
+    reference = sum_full_loss(hidden[None], head, loss_of, labels[None]) / 7  # type: ignore[arg-type]
     wanted = torch.autograd.grad(reference, [hidden, head.weight])
-    total = chunked_logits(hidden, head, loss_of, labels, rows=rows) / 7  # type: ignore[arg-type]
+    total = sum_chunked_loss(hidden, head, loss_of, labels, rows=rows) / 7  # type: ignore[arg-type]
     got = torch.autograd.grad(total, [hidden, head.weight])
     assert torch.isclose(total, reference, rtol=1e-5)
     assert max(norm_difference(a, b) for a, b in zip(got, wanted, strict=True)) < 2e-6
@@ -65,7 +65,7 @@ def test_gradients_of_the_head_never_hold_what_lay_in_memory_before(monkeypatch:
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: like(*args, **kwargs).fill_(float("nan")))
     for dtype in (torch.float32, torch.bfloat16):
         head, hidden = torch.nn.Linear(8, 50, bias=False).to(dtype), torch.randn(20, 8, dtype=dtype, requires_grad=True)
-        chunked_logits(hidden, head, CrossEntropy(), torch.randint(50, (20,)), rows=7).backward()
+        sum_chunked_loss(hidden, head, CrossEntropy(), torch.randint(50, (20,)), rows=7).backward()
         assert head.weight.grad is not None
         assert bool(head.weight.grad.isfinite().all())
         assert hidden.grad is not None
@@ -93,7 +93,7 @@ def test_a_confident_wrong_row_has_a_finite_loss() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("attention", [sdpa_attention, blocked_attention])
+@pytest.mark.parametrize("attention", [sdpa_attention, attend_blockwise])
 def test_fused_attention_agrees_forward_and_backward(attention: Any, mask: MaskSpec, kv_heads: int) -> None:
     torch.manual_seed(0)
     _agrees(attention, [torch.randn(3, heads, 24, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)], mask)
@@ -120,7 +120,7 @@ def test_blocked_attention_agrees_over_several_tiles(
     monkeypatch.setattr(module, "_SCRATCH", 8 * 2 * 128 * length)
     torch.manual_seed(0)
     tensors = [torch.randn(3, heads, length, 8, requires_grad=True) for heads in (10, 5, 5)]
-    _agrees(blocked_attention, tensors, MaskSpec(causal=causal))
+    _agrees(attend_blockwise, tensors, MaskSpec(causal=causal))
 
 
 def test_blocked_attention_in_bf16_is_as_near_to_fp32_as_eager_is() -> None:
@@ -128,13 +128,13 @@ def test_blocked_attention_in_bf16_is_as_near_to_fp32_as_eager_is() -> None:
     exact = [torch.randn(2, 4, 256, 16) for _ in range(3)]
     truth = reference_attention(*exact, MaskSpec(), 0.25)
     rounded = [t.bfloat16() for t in exact]
-    eager, ours = (f(*rounded, MaskSpec(), 0.25).float() for f in (reference_attention, blocked_attention))
+    eager, ours = (f(*rounded, MaskSpec(), 0.25).float() for f in (reference_attention, attend_blockwise))
     assert norm_difference(ours, truth) < 1.1 * norm_difference(eager, truth)
 
 
 def test_the_mask_says_what_its_definition_says() -> None:
     mask = MaskSpec(window=3, documents=((4, 4),))
-    may = allowed(mask, 1, 8, torch.device("cpu"))[0, 0]
+    may = build_dense_mask(mask, 1, 8, torch.device("cpu"))[0, 0]
     for i, j in itertools.product(range(8), range(8)):
         assert bool(may[i, j]) == (j <= i and i - j < 3 and i // 4 == j // 4)
 
@@ -143,19 +143,19 @@ def test_long_documents_are_padded_to_blocks_and_agree() -> None:
     torch.manual_seed(0)
     mask = MaskSpec(documents=((200,), (65, 7, 128), (63, 64, 73)))
     tensors = [torch.randn(3, heads, 200, 8, requires_grad=True) for heads in (4, 2, 2)]
-    for attention in (sdpa_attention, blocked_attention):
+    for attention in (sdpa_attention, attend_blockwise):
         _agrees(attention, tensors, mask)
 
 
 def test_what_has_no_kernel_is_refused_not_ignored() -> None:
     q = torch.randn(1, 1, 8, 4)
-    for attention in (sdpa_attention, blocked_attention):
+    for attention in (sdpa_attention, attend_blockwise):
         with pytest.raises(ValueError, match="causal"):
             attention(q, q, q, MaskSpec(causal=False, documents=((4, 4),)), 1.0)
     with pytest.raises(ValueError, match="window"):
         sdpa_attention(q, q, q, MaskSpec(window=4), 1.0)
     with pytest.raises(ValueError, match="global tokens"):
-        blocked_attention(q, q, q, MaskSpec(causal=False, window=4, global_tokens=1), 1.0)
+        attend_blockwise(q, q, q, MaskSpec(causal=False, window=4, global_tokens=1), 1.0)
 
 
 def test_stochastic_rounding_is_right_on_average_and_picks_only_neighbours() -> None:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from preheat import recipe as recipes
 from preheat.core import Device, Slot
-from preheat.core.mesh import pretended
+from preheat.core.mesh import fake_process_group
 from preheat.engine.builder import build
-from preheat.engine.step import gradients
+from preheat.engine.step import accumulate_gradients
 from preheat.ops.distributed.dtensor_utils import runs_of, total_norm
 from preheat.ops.optim.cpu_adamw import HostAdamW
 from preheat.ops.optim.low_bit_adamw import LowBitAdamW
@@ -191,7 +191,7 @@ def test_shards_are_rounded_as_the_whole(shape: tuple[int, ...], mesh: tuple[int
     whole = updated(weight.clone(), grad)
     assert not torch.equal(whole, weight)
     for rank in range(math.prod(mesh)):
-        with pretended(math.prod(mesh), rank):
+        with fake_process_group(math.prod(mesh), rank):
             devices = init_device_mesh("cpu", mesh)
             placements = [Shard(dim) for dim in dims]
 
@@ -252,7 +252,7 @@ def test_a_gpu_clips_by_a_few_kernels_and_gives_the_same(mode: str) -> None:
     found = []
     for device in (DEVICE, Device("cuda", "test", 8 << 30)):
         b = build(recipe, vocabulary=96, device=DEVICE)
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         b.device = device  # clipping alone asks for it
         norm = b.slot(Slot.CLIP)(b)
         found.append((float(norm), {name: p.grad for name, p in b.parameters()}))

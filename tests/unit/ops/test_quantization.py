@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preheat.errors import RunError
 from preheat.ops.quantization import int4_unpack
-from preheat.ops.quantization.awq_gptq import awq, gptq, output_error, smooth
+from preheat.ops.quantization.awq_gptq import compute_output_error, quantize_awq, quantize_gptq, smooth
 from preheat.ops.quantization.bit_allocation import allocate_bits
 from preheat.ops.quantization.grids import (
     Groups,
-    divisor,
-    group_values,
+    dequantize_groups,
+    nearest_divisor,
     pack,
     quantize_groups,
     quantize_rows,
@@ -30,11 +30,11 @@ from preheat.ops.quantization.linear import (
     Int4Linear,
     Int8Embedding,
     Int8Linear,
-    integer_product,
-    takes_four_bits,
-    tiles,
+    fits_int4_kernel,
+    multiply_integers,
+    tile_codes,
 )
-from preheat.ops.quantization.module_filter import group_of, kept_names
+from preheat.ops.quantization.module_filter import group_of, select_kept
 
 
 def weight(rows: int = 32, columns: int = 64, seed: int = 0) -> Tensor:
@@ -77,12 +77,12 @@ def test_groups_are_rounded_as_a_loop_over_numbers_does(symmetric: bool) -> None
             assert abs((code - 8) * scale + zero - value) == pytest.approx(
                 abs((best - 8) * scale + zero - value), abs=1e-6
             )
-    assert bool((group_values(made)[1, 8:16] == 0).all())
+    assert bool((dequantize_groups(made)[1, 8:16] == 0).all())
 
 
 def test_a_symmetric_grid_keeps_what_was_rounded_to_it() -> None:
     once = quantize_groups(weight(64, 128), 32)
-    again = quantize_groups(group_values(once), 32)
+    again = quantize_groups(dequantize_groups(once), 32)
     assert torch.equal(again.codes, once.codes)
     assert torch.equal(again.scales, once.scales)
 
@@ -139,9 +139,9 @@ def _convert(packed: Tensor, inner: int) -> Tensor:
 @pytest.mark.parametrize(("inputs_", "inner"), [(256, 8), (64, 4), (96, 2)])
 def test_four_bits_lie_as_cudas_kernel_reads_them(inputs_: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Int4Linear.of(nn.Linear(inputs_, 16), group=32, symmetric=False)
-    assert takes_four_bits(made)
+    assert fits_int4_kernel(made)
     monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", _convert)
-    packed, grid = tiles(made)
+    packed, grid = tile_codes(made)
     assert torch.equal(packed, _in_tiles(unpack(made.codes, inputs_).long(), inner))
     codes, scale, zero = (
         unpack(made.codes, inputs_).float(),
@@ -161,7 +161,7 @@ def test_four_bits_lie_as_cudas_kernel_reads_them(inputs_: int, inner: int, monk
 
 def test_few_rows_of_integers_are_filled_up_for_cuda() -> None:
     x, codes = (torch.randint(-127, 128, (n, 24), dtype=torch.int8) for n in (3, 16))
-    assert torch.equal(integer_product(x, codes, least=17), (x.long() @ codes.long().t()).int())
+    assert torch.equal(multiply_integers(x, codes, least=17), (x.long() @ codes.long().t()).int())
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -215,7 +215,7 @@ def test_four_bits_are_unpacked_in_bf16_as_in_fp32(
     symmetric: bool, group: int, without_compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without_compiler:
-        monkeypatch.setattr("preheat.ops.quantization.int4_unpack._library", lambda: None)
+        monkeypatch.setattr("preheat.ops.quantization.int4_unpack._load_library", lambda: None)
     made = Int4Linear.of(nn.Linear(96, 300, bias=False), group=group, symmetric=symmetric)
     assert torch.equal(made.values(torch.bfloat16), made.values(torch.float32).bfloat16())
 
@@ -224,11 +224,11 @@ def test_unpacking_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
     def none(*_: object, **__: object) -> None:
         raise RunError("no C++ compiler was found")
 
-    monkeypatch.setattr("preheat.hardware.cpp_build.library", none)
-    int4_unpack._library.cache_clear()
+    monkeypatch.setattr("preheat.hardware.cpp_build.load_library", none)
+    int4_unpack._load_library.cache_clear()
     with pytest.warns(UserWarning, match="several times as long: no C"):
-        assert int4_unpack._library() is None
-    int4_unpack._library.cache_clear()
+        assert int4_unpack._load_library() is None
+    int4_unpack._load_library.cache_clear()
 
 
 def test_precision_and_place_may_change() -> None:
@@ -263,7 +263,7 @@ def slow_gptq(w: Tensor, gram: Tensor, scales: Tensor, group: int, damping: floa
 def test_gptq_is_what_its_definition_gives() -> None:
     w, x = weight(6, 24), inputs(200, 24)
     gram = x.t() @ x
-    made = gptq(w, gram, 8, damping=0.05, block=5)
+    made = quantize_gptq(w, gram, 8, damping=0.05, block=5)
     wanted = slow_gptq(w, gram, made.scales, 8, 0.05)
     assert (made.codes != wanted).float().mean() <= 0.02, "fp32 may decide a tie otherwise"
 
@@ -272,37 +272,37 @@ def test_gptq_is_what_its_definition_gives() -> None:
 def test_gptq_and_awq_lose_less_of_the_outputs_than_the_nearest_codes(symmetric: bool) -> None:
     w, x = weight(), inputs(500, 64)
     gram = x.t() @ x
-    nearest = output_error(group_values(quantize_groups(w, 32, symmetric=symmetric)) - w, gram)
-    by_gptq = output_error(group_values(gptq(w, gram, 32, symmetric=symmetric)) - w, gram)
-    made, factors = awq(w, gram, 32, symmetric=symmetric)
-    by_awq = output_error(group_values(made) * factors.float() - w, gram)
+    nearest = compute_output_error(dequantize_groups(quantize_groups(w, 32, symmetric=symmetric)) - w, gram)
+    by_gptq = compute_output_error(dequantize_groups(quantize_gptq(w, gram, 32, symmetric=symmetric)) - w, gram)
+    made, factors = quantize_awq(w, gram, 32, symmetric=symmetric)
+    by_awq = compute_output_error(dequantize_groups(made) * factors.float() - w, gram)
     assert by_gptq < 0.6 * nearest
     assert by_awq < 0.8 * nearest
-    direct = ((x @ (group_values(made) * factors.float() - w).t()) ** 2).sum()
+    direct = ((x @ (dequantize_groups(made) * factors.float() - w).t()) ** 2).sum()
     assert by_awq == pytest.approx(float(direct), rel=1e-3)
 
 
 def test_gptq_bears_inputs_that_are_always_zero() -> None:
     x = inputs(100, 16)
     x[:, 5] = 0
-    made = gptq(weight(4, 16), x.t() @ x, 16)
-    assert bool(group_values(made).isfinite().all())
+    made = quantize_gptq(weight(4, 16), x.t() @ x, 16)
+    assert bool(dequantize_groups(made).isfinite().all())
 
 
 def test_awq_computes_what_its_codes_say() -> None:
     linear, x = nn.Linear(64, 32), inputs(300, 64)
-    made, factors = awq(linear.weight, x.t() @ x, 32)
+    made, factors = quantize_awq(linear.weight, x.t() @ x, 32)
     held = Int4Linear.of(linear, made, input_scales=factors)
-    wanted = (x * factors.float()) @ group_values(made).t() + linear.bias
+    wanted = (x * factors.float()) @ dequantize_groups(made).t() + linear.bias
     assert torch.allclose(held(x), wanted, atol=1e-4)
-    assert torch.allclose(held.weight, group_values(made) * factors.float())
+    assert torch.allclose(held.weight, dequantize_groups(made) * factors.float())
 
 
 def test_codes_on_a_grid_are_the_nearest() -> None:
     w = weight(4, 16)
     made = quantize_groups(w, 16)
     assert torch.equal(round_groups(w, made.scales, None), made.codes)
-    assert group_values(Groups(made.codes, made.scales, None)).shape == w.shape
+    assert dequantize_groups(Groups(made.codes, made.scales, None)).shape == w.shape
 
 
 # --- a budget --------------------------------------------------------------------------------------------------------
@@ -341,17 +341,17 @@ def test_a_budget_below_the_least_is_refused() -> None:
 def test_what_is_kept_is_named_by_roles_parts_or_expressions() -> None:
     names = ["l.0.up", "l.0.down", "l.1.up", "l.1.down", "head"]
     where = {"head": ["head"], "first": ["l.0.up", "l.0.down"], "embedding": []}
-    assert kept_names(names, ("head", "embedding"), where) == {"head"}
-    assert kept_names(names, r"l\.1\..*", where) == {"l.1.up", "l.1.down"}
-    assert kept_names(names, ("down", "first"), where) == {"l.0.down", "l.1.down", "l.0.up"}
+    assert select_kept(names, ("head", "embedding"), where) == {"head"}
+    assert select_kept(names, r"l\.1\..*", where) == {"l.1.up", "l.1.down"}
+    assert select_kept(names, ("down", "first"), where) == {"l.0.down", "l.1.down", "l.0.up"}
     with pytest.raises(ValueError, match=r"matches no linear map.*did you mean 'down'"):
-        kept_names(names, ("dwn",), where)
+        select_kept(names, ("dwn",), where)
     with pytest.raises(ValueError, match="not a regular expression"):
-        kept_names(names, "(", where)
+        select_kept(names, "(", where)
 
 
 def test_a_group_that_does_not_divide_names_the_map_and_the_nearest() -> None:
-    assert [divisor(n, 32) for n in (768, 172, 97)] == [32, 43, 97]
+    assert [nearest_divisor(n, 32) for n in (768, 172, 97)] == [32, 43, 97]
     with pytest.raises(
         ValueError, match=r"32 does not divide the 172 inputs of m\.down_proj; the closest that does is 43"
     ):
@@ -360,7 +360,7 @@ def test_a_group_that_does_not_divide_names_the_map_and_the_nearest() -> None:
 
 def test_codes_loaded_after_a_decode_step_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """aten's kernel on CPUs reads the weight in an order of its own, which a decode step makes and keeps."""
-    monkeypatch.setattr("preheat.ops.quantization.linear.of_use", lambda: False)
+    monkeypatch.setattr("preheat.ops.quantization.linear.is_supported", lambda: False)
     torch.manual_seed(0)
     old, new = (Int4Linear.of(nn.Linear(64, 32, bias=False), group=32) for _ in range(2))
     x = torch.randn(1, 64, dtype=torch.bfloat16)

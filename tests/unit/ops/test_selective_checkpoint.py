@@ -8,7 +8,14 @@ import random
 import pytest
 import torch
 
-from preheat.ops.memory.selective_checkpoint import ATTENTION, Call, LayerTrace, keep_matmuls, knapsack, trace_layer
+from preheat.ops.memory.selective_checkpoint import (
+    ATTENTION,
+    Call,
+    LayerTrace,
+    keep_matmuls,
+    solve_knapsack,
+    trace_layer,
+)
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
 from preheat.recipe import override
@@ -22,7 +29,7 @@ def test_the_choice_is_the_best_there_is() -> None:
         calls = tuple(Call((draw.choice("ab"), i), draw.randrange(1, 60), draw.randrange(1, 1000)) for i in range(9))
         seen = LayerTrace(calls, 200)
         for budget in (0.1, 0.5, 0.9):
-            kept = [call for call in calls if call.key in knapsack(seen, budget)]
+            kept = [call for call in calls if call.key in solve_knapsack(seen, budget)]
             assert sum(call.bytes for call in kept) <= budget * 200
             best = max(
                 sum(call.cost for call in some)

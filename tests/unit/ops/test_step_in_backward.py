@@ -11,7 +11,7 @@ from preheat import recipe as recipes
 from preheat.core import Build
 from preheat.engine.builder import build
 from preheat.engine.checkpoint import Progress
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError, RunError
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
@@ -34,7 +34,7 @@ def test_weights_are_those_of_a_step_after_the_pass(optimizer: str, more: tuple[
     after, within = made(optimizer, *more), made(optimizer, *more, IN_BACKWARD)
     for lr in (0.01, 0.002, 0.02):
         for b in (after, within):
-            gradients(b, [uneven()], lr)
+            accumulate_gradients(b, [uneven()], lr)
         stats = [update(b, lr) for b in (after, within)]
         assert torch.allclose(stats[0], stats[1], rtol=1e-5), "the same norm is reported"
     assert all(p.grad is None for _, p in within.parameters())
@@ -62,7 +62,7 @@ def test_what_is_not_finite_moves_nothing_after_it() -> None:
     layers = b.trained[0].model.layers  # type: ignore[union-attr]
     before = {n: p.detach().clone() for n, p in b.parameters()}
     hook = layers[1].register_full_backward_pre_hook(lambda _, grads: tuple(g * float("nan") for g in grads))  # type: ignore[union-attr]
-    gradients(b, [uneven()], 0.01)
+    accumulate_gradients(b, [uneven()], 0.01)
     norm, finite = update(b, 0.01).tolist()
     hook.remove()
     assert finite == 0
@@ -70,7 +70,7 @@ def test_what_is_not_finite_moves_nothing_after_it() -> None:
     moved = {n for n, p in b.parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n in before if ".layers.2." in n or n in ("lm_head.weight", "model.norm.weight")}
     assert all(bool(p.isfinite().all()) for _, p in b.parameters())
-    gradients(b, [uneven()], 0.01)
+    accumulate_gradients(b, [uneven()], 0.01)
     assert update(b, 0.01).tolist()[1] == 1, "the next pass begins anew"
 
 
@@ -92,7 +92,7 @@ def test_what_it_excludes_is_refused(techniques: str, more: list[str], words: st
 
 def test_several_micro_batches_are_refused() -> None:
     with pytest.raises(RecipeError, match="one micro-batch"):
-        gradients(made("{}", IN_BACKWARD), split(uneven(), [2, 2]), 0.01)
+        accumulate_gradients(made("{}", IN_BACKWARD), split(uneven(), [2, 2]), 0.01)
 
 
 @pytest.mark.parametrize(

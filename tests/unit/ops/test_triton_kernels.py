@@ -21,7 +21,7 @@ from preheat.ops.optim import half_adamw
 from preheat.ops.optim.half_precision import MasterAdamW
 from preheat.ops.optim.optimizers import StochasticAdamW
 from preheat.ops.quantization import nf4
-from preheat.ops.quantization.linear import Int8Linear, eight_bits_product
+from preheat.ops.quantization.linear import Int8Linear, multiply_int8
 from preheat.planning.dispatch_recorder import Recorder
 
 TRITON = find_spec("triton") is not None
@@ -36,11 +36,13 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize("double", [True, False])
 def test_nf4_is_dequantized_to_the_bits_of_the_plain_form(count: int, double: bool) -> None:
     torch.manual_seed(0)
-    packed, look = nf4.quantize(torch.randn(count) * 0.02 + 0.001, double=double), nf4.tables()
+    packed, look = nf4.quantize(torch.randn(count) * 0.02 + 0.001, double=double), nf4.build_tables()
     for dtype in (torch.float32, torch.float16):
-        assert torch.equal(nf4.by_triton(*packed, *look, dtype)[:count], nf4.dequantize(packed, (count,), dtype, look))
+        assert torch.equal(
+            nf4.dequantize_by_triton(*packed, *look, dtype)[:count], nf4.dequantize(packed, (count,), dtype, look)
+        )
     half, plain = (
-        nf4.by_triton(*packed, *look, torch.bfloat16)[:count],
+        nf4.dequantize_by_triton(*packed, *look, torch.bfloat16)[:count],
         nf4.dequantize(packed, (count,), torch.float32, look),
     )
     assert ((half.float() - plain).abs() <= plain.abs() * 2**-7).all()  # the interpreter cuts bf16 off
@@ -153,7 +155,7 @@ def test_half_adamw_changes_nothing_where_gradients_are_not_finite() -> None:
 def test_eight_bits_are_multiplied_as_the_values_they_stand_for(rows: int, inputs: int, outputs: int) -> None:
     made = Int8Linear.of(torch.nn.Linear(inputs, outputs, bias=False))
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).half()
-    out = eight_bits_product(x, made.codes, made.scales)
+    out = multiply_int8(x, made.codes, made.scales)
     assert out.dtype == x.dtype
     assert difference(out, x.double() @ made.weight.double().t()) < 1e-3
 
@@ -280,7 +282,7 @@ def test_failures_name_the_operator_and_the_switch(monkeypatch: pytest.MonkeyPat
     ):
         with (
             pytest.raises(RunError, match=r"kernel of half_adamw failed .*PREHEAT_PLAIN=half_adamw") as caught,
-            cuda_kernels.named_failures("half_adamw"),
+            cuda_kernels.name_failures("half_adamw"),
         ):
             raise error
         assert str(error) in str(caught.value)
@@ -288,7 +290,7 @@ def test_failures_name_the_operator_and_the_switch(monkeypatch: pytest.MonkeyPat
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         KeyError("a fault of ours"),
     ):
-        with pytest.raises(type(other)), cuda_kernels.named_failures("nf4_values"):
+        with pytest.raises(type(other)), cuda_kernels.name_failures("nf4_values"):
             raise other
     monkeypatch.setenv("PREHEAT_PLAIN", "nf4_values, half_adamw")
     assert cuda_kernels.is_plain("nf4_values")

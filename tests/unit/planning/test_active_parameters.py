@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from preheat.models import moe
-from preheat.ops.adapters.peft_layers import parameter_counts
+from preheat.ops.adapters.peft_layers import count_parameters
 from preheat.ops.quantization.nf4 import pack_
-from preheat.planning.analytic import size_of
+from preheat.planning.analytic import count_model_parameters
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
-from preheat.planning.plan import active_parameters
+from preheat.planning.plan import count_active_parameters
 from preheat.planning.request import Request
 from preheat.recipe import parse
 
@@ -43,9 +43,9 @@ def test_active_parameters_leave_out_the_experts_that_are_not_chosen() -> None:
     request = mixture(8, 2)
     seen = observe(request)
     assert seen.experts == LAYERS * 8 * EXPERT
-    assert active_parameters(request, seen) == seen.parameters - LAYERS * 6 * EXPERT
+    assert count_active_parameters(request, seen) == seen.parameters - LAYERS * 6 * EXPERT
     dense = request_of(f"{{family: qwen3, num_layers: 2, hidden_size: {WIDTH}, num_heads: 2}}")
-    assert active_parameters(dense, seen := observe(dense)) == seen.parameters
+    assert count_active_parameters(dense, seen := observe(dense)) == seen.parameters
 
 
 def test_experts_count_in_4_bits_and_with_adapters() -> None:
@@ -54,12 +54,12 @@ def test_experts_count_in_4_bits_and_with_adapters() -> None:
     assert observe(request).experts == LAYERS * 8 * (EXPERT + pairs)
     apart = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))})
     pack_(list(apart["experts"]))  # type: ignore[arg-type]
-    assert [parameter_counts(module)[1] for module in moe.all_experts(apart)] == [3 * 64 * 64]
+    assert [count_parameters(module)[1] for module in moe.all_experts(apart)] == [3 * 64 * 64]
 
 
 def test_experts_that_transformers_computes_without_its_registry_count_too() -> None:
     family = "{preset: llama-4-scout, config: {num_hidden_layers: 1, hidden_size: 64}}"
-    size = size_of(request_of(family).recipe)
+    size = count_model_parameters(request_of(family).recipe)
     config = size.config.get_text_config()
     assert size.experts == 16 * 3 * 64 * config.intermediate_size
     assert size.active == size.parameters - size.experts * 15 // 16

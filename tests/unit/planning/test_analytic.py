@@ -10,9 +10,9 @@ import pytest
 
 from preheat.errors import RecipeError
 from preheat.models import configs
-from preheat.planning.analytic import compute_optimal, serving, size_of, state_bytes
+from preheat.planning.analytic import compute_optimal, count_model_parameters, estimate_serving, estimate_state_bytes
 from preheat.planning.dry_run import observe
-from preheat.planning.kv_cache_size import cache_bytes
+from preheat.planning.kv_cache_size import count_cache_bytes
 from preheat.planning.request import Request
 from preheat.recipe import override, parse
 
@@ -36,28 +36,28 @@ def claims() -> dict[str, float]:
 
 
 def test_states_are_those_that_are_published(claims: dict[str, float]) -> None:
-    assert state_bytes(BLOOM) / 1e12 == pytest.approx(2.82, abs=0.005)
-    assert state_bytes(BLOOM) / 1e12 == pytest.approx(claims["bloom-ft"], rel=0.03)  # "almost 3 TB"
-    assert state_bytes(BLOOM, gradients=0) / 2**40 == pytest.approx(claims["bloom-ckpt"], rel=0.03)
-    assert state_bytes(BLOOM, gradients=0, optimizer=0) / GIB == pytest.approx(claims["bloom-w"], rel=0.005)
-    assert state_bytes(NEOX, gradients=0, optimizer=0) / GIB == pytest.approx(claims["neox-slim"], rel=0.03)
+    assert estimate_state_bytes(BLOOM) / 1e12 == pytest.approx(2.82, abs=0.005)
+    assert estimate_state_bytes(BLOOM) / 1e12 == pytest.approx(claims["bloom-ft"], rel=0.03)  # "almost 3 TB"
+    assert estimate_state_bytes(BLOOM, gradients=0) / 2**40 == pytest.approx(claims["bloom-ckpt"], rel=0.03)
+    assert estimate_state_bytes(BLOOM, gradients=0, optimizer=0) / GIB == pytest.approx(claims["bloom-w"], rel=0.005)
+    assert estimate_state_bytes(NEOX, gradients=0, optimizer=0) / GIB == pytest.approx(claims["neox-slim"], rel=0.03)
     # DeepSpeed counts fp32 gradients with the optimizer, and one layer's gathered weights with stage 3.
-    assert state_bytes(T5, optimizer=16, zero=1, devices=8) / GIB == pytest.approx(claims["ds-z2"], rel=0.005)
-    assert state_bytes(T5, optimizer=14, zero=3, devices=8) / GIB == pytest.approx(claims["ds-z3"], rel=0.03)
+    assert estimate_state_bytes(T5, optimizer=16, zero=1, devices=8) / GIB == pytest.approx(claims["ds-z2"], rel=0.005)
+    assert estimate_state_bytes(T5, optimizer=14, zero=3, devices=8) / GIB == pytest.approx(claims["ds-z3"], rel=0.03)
 
 
 def test_the_cache_is_that_which_is_published(claims: dict[str, float]) -> None:
     import transformers
 
     palm = transformers.LlamaConfig(hidden_size=48 * 128, num_attention_heads=48, num_hidden_layers=118)
-    assert cache_bytes(palm, 2048, rows=512) / 1e12 == pytest.approx(claims["kv-540b"], rel=0.02)
+    assert count_cache_bytes(palm, 2048, rows=512) / 1e12 == pytest.approx(claims["kv-540b"], rel=0.02)
 
 
 def test_layers_with_windows_and_latent_attention_keep_less() -> None:
     gemma, deepseek = configs.preset_config("gemma-3-1b"), configs.preset_config("deepseek-v3")
     # 26 layers, every sixth of them full; one key-value head of 256.
-    assert cache_bytes(gemma, 8192) == (22 * 512 + 4 * 8192) * 2 * 256 * 2
-    assert cache_bytes(deepseek, 1000) == 61 * 1000 * (512 + 64) * 2
+    assert count_cache_bytes(gemma, 8192) == (22 * 512 + 4 * 8192) * 2 * 256 * 2
+    assert count_cache_bytes(deepseek, 1000) == 61 * 1000 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(
@@ -69,20 +69,20 @@ def test_shares_of_states_are_what_the_dry_run_sees(zero: int, techniques: str) 
     seen = observe(Request(recipe, DEVICE, vocabulary=96, world=4))
     whole = observe(Request(override(recipe, "techniques={}"), DEVICE, vocabulary=96)).parameters
     at = seen.categories["update"]
-    wanted = state_bytes(whole, weights=4, gradients=0, optimizer=8, zero=zero, devices=4)  # type: ignore[arg-type]
+    wanted = estimate_state_bytes(whole, weights=4, gradients=0, optimizer=8, zero=zero, devices=4)  # type: ignore[arg-type]
     assert at["parameters"] + at["optimizer"] == pytest.approx(wanted, rel=0.03)
 
 
 def test_serving_fills_what_weights_leave() -> None:
     recipe = parse("model: {preset: llama-2-7b}\nstop: {max_steps: 1}")
-    model = size_of(recipe)
+    model = count_model_parameters(recipe)
     assert (model.parameters, model.ends) == (LLAMA2, 2 * 32000 * 4096)
-    half, eighth, quarter = serving(model, memory=24 * GIB, length=4096, bandwidth=1e12)
+    half, eighth, quarter = estimate_serving(model, memory=24 * GIB, length=4096, bandwidth=1e12)
     assert half.weights / 1e9 == pytest.approx(13.48, abs=0.01)
     assert half.cache == 2 * GIB  # 32 layers, 32 heads of 128, keys and values in bf16: 512 KiB a token
     assert half.rows == (24 * GIB - 2**29 - half.weights) // half.cache == 5
     assert half.rows < eighth.rows < quarter.rows
-    assert serving(model, memory=8 * GIB, length=4096)[0].rows == 0
+    assert estimate_serving(model, memory=8 * GIB, length=4096)[0].rows == 0
     assert half.tokens_per_second == pytest.approx(1e12 * 5 / (half.weights + 5 * half.cache))
 
 

@@ -36,7 +36,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_an_answer_is_read_as_it_was_stored(cache: Path) -> None:
-    key = answer_cache.key_of(tiny(), {"gpu": "H100"})
+    key = answer_cache.compute_key(tiny(), {"gpu": "H100"})
     assert key is not None
     assert answer_cache.load(key) is None
     timeline = Timeline(((0, "forward"),), ((0, 0.1 + 0.2), (1, 0.5)))
@@ -65,7 +65,7 @@ def test_an_answer_of_another_form_is_computed_again(cache: Path) -> None:
     [path] = (cache / "answers").iterdir()
     answer = json.loads(path.read_text())["answer"]
     del answer["plan"]["memory"]
-    path.write_text(json.dumps({"answer": answer, "sha256": answer_cache._checksum(answer)}))
+    path.write_text(json.dumps({"answer": answer, "sha256": answer_cache._compute_checksum(answer)}))
     assert answer_cache.load("key") is None
 
 
@@ -83,8 +83,10 @@ CHANGES: dict[str, Callable[[Path, Path, pytest.MonkeyPatch], object]] = {
     "a calibration": lambda rows, cache, patch: (cache / "links-1.json").write_text("{}"),
     "a setting of the environment": lambda rows, cache, patch: patch.setenv("PREHEAT_X", "1"),
     "consent": lambda rows, cache, patch: patch.setenv(remote_code.VARIABLE, "1"),
-    "preheat": lambda rows, cache, patch: patch.setattr(answer_cache, "source_digest", lambda: "other"),
-    "a package": lambda rows, cache, patch: patch.setattr(answer_cache, "_packages", lambda: ["torch-99.dist-info"]),
+    "preheat": lambda rows, cache, patch: patch.setattr(answer_cache, "compute_source_digest", lambda: "other"),
+    "a package": lambda rows, cache, patch: patch.setattr(
+        answer_cache, "_list_packages", lambda: ["torch-99.dist-info"]
+    ),
     "python": lambda rows, cache, patch: patch.setattr("sys.version", "4.0"),
 }
 
@@ -92,43 +94,43 @@ CHANGES: dict[str, Callable[[Path, Path, pytest.MonkeyPatch], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_key_changes_with(change: str, rows: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = override(tiny(), f"data.source={rows}")
-    before = answer_cache.key_of(recipe, {})
+    before = answer_cache.compute_key(recipe, {})
     assert before is not None
-    assert before == answer_cache.key_of(recipe, {})
+    assert before == answer_cache.compute_key(recipe, {})
     CHANGES[change](rows, cache, monkeypatch)
-    assert answer_cache.key_of(recipe, {}) != before
+    assert answer_cache.compute_key(recipe, {}) != before
 
 
 def test_the_key_covers_recipe_and_question(cache: Path) -> None:
     questions = ({"gpu": "H100"}, {"gpu": "A100"}, {"gpu": "H100", "price": 2.0})
     recipes = (tiny(), override(tiny(), "batch.size=3"), tiny("{lora: {rank: 4}}"), tiny("{lora: {rank: 8}}"))
-    keys = {answer_cache.key_of(recipe, question) for recipe in recipes for question in questions}
+    keys = {answer_cache.compute_key(recipe, question) for recipe in recipes for question in questions}
     assert len(keys) == 12
     assert None not in keys
 
 
 def test_observations_and_processes_do_not_matter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = answer_cache.key_of(tiny(), {})
+    before = answer_cache.compute_key(tiny(), {})
     (cache / "observations").mkdir()
     (cache / "observations" / "1.json").write_text("{}")
     monkeypatch.setenv("PREHEAT_PROCESSES", "1")
-    assert answer_cache.key_of(tiny(), {}) == before
+    assert answer_cache.compute_key(tiny(), {}) == before
 
 
 def test_an_import_of_setuptools_does_not_matter(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = answer_cache.key_of(tiny(), {})
+    key = answer_cache.compute_key(tiny(), {})
     (tmp_path / "_vendor" / "wheel-1.0.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "_vendor"))
-    assert answer_cache.key_of(tiny(), {}) == key
+    assert answer_cache.compute_key(tiny(), {}) == key
 
 
 @pytest.mark.parametrize("change", ["model={path: someone/some-model}", "data.source=someone/rows"])
 def test_what_may_be_on_the_hub_is_planned_anew(change: str, cache: Path) -> None:
-    assert answer_cache.key_of(override(tiny(), change), {}) is None
+    assert answer_cache.compute_key(override(tiny(), change), {}) is None
 
 
 def test_a_folder_of_too_many_files_is_planned_anew(rows: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = override(tiny(), f"data.source={rows}")
-    assert answer_cache.key_of(recipe, {}) is not None
+    assert answer_cache.compute_key(recipe, {}) is not None
     monkeypatch.setattr(answer_cache, "_FILES", 0)
-    assert answer_cache.key_of(recipe, {}) is None
+    assert answer_cache.compute_key(recipe, {}) is None

@@ -62,14 +62,14 @@ class _Through(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.remembered and "prim" not in str(func):
-            return fake_tensor_cache.run(func, args, kwargs, list(fake_tensor_cache.tensors((args, kwargs))))[0]
+            return fake_tensor_cache.run(func, args, kwargs, list(fake_tensor_cache.collect_tensors((args, kwargs))))[0]
         return func(*args, **kwargs)
 
 
 def _described(name: str, remembered: bool) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True), _Through(remembered):
         made = torch.empty(4, 6)
-        out = list(fake_tensor_cache.tensors(OPERATIONS[name](made)))
+        out = list(fake_tensor_cache.collect_tensors(OPERATIONS[name](made)))
         mine = made.untyped_storage()
         return [
             (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad) if t is not made else "itself"
@@ -81,7 +81,7 @@ def test_a_cached_fake_tensor_has_all_attributes_of_one_that_torch_makes() -> No
     with FakeTensorMode() as mode:
         expected = torch.empty(4, 6)
     for _ in range(2):
-        fake = fake_tensor_cache._fake(mode, torch.empty(4, 6, device="meta"), expected.device)
+        fake = fake_tensor_cache._build_fake(mode, torch.empty(4, 6, device="meta"), expected.device)
         assert vars(fake) == vars(expected)
         assert type(fake) is type(expected)
         with mode:
@@ -164,8 +164,8 @@ def test_resized_weights_are_seen_as_by_looking_at_each_operator(
 def test_no_process_is_copied_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("copied"))
-    assert worker_pool.processes() == 1
-    with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+    assert worker_pool.count_processes() == 1
+    with worker_pool.start_worker_pool(observation_cache.observe_for_others, 2):
         assert worker_pool.is_serial()
         done: list[Any] = []
         worker_pool.run_tasks([{"n": 1}, {"n": 2}], done.append)
@@ -183,7 +183,10 @@ def test_what_fails_in_a_helper_is_told_and_done_again(
 
     monkeypatch.setattr(observation_cache, "observe_cached", broken)
     done: list[int] = []
-    with caplog.at_level("DEBUG", logger="preheat"), worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+    with (
+        caplog.at_level("DEBUG", logger="preheat"),
+        worker_pool.start_worker_pool(observation_cache.observe_for_others, 2),
+    ):
         worker_pool.run_tasks([{"n": n} for n in range(3)], lambda task: done.append(task["n"]))
         assert worker_pool.is_serial(), "one that failed is asked no more"
     assert sorted(done) == [0, 1, 2]
@@ -222,7 +225,7 @@ def test_a_dry_run_leaves_a_gpu_at_hand_alone(techniques: str, world: int, monke
 def test_a_worker_pool_observes_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREHEAT_CACHE", str(tmp_path))
     recipes = [override(tiny(), f"batch.size={rows}") for rows in (1, 2, 3, 4)]
-    with worker_pool.worker_pool(observation_cache.observe_for_others, 2):
+    with worker_pool.start_worker_pool(observation_cache.observe_for_others, 2):
         [helper] = worker_pool._helpers
         here: list[int] = []
         tasks: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import pytest
 from preheat.core import STEP, Phase
 from preheat.planning import observation_cache
 from preheat.planning.dry_run import observe
-from preheat.planning.layer_extrapolation import extrapolate_all_layers, fullest_ranks, of_layers
+from preheat.planning.layer_extrapolation import extrapolate_all_layers, find_fullest_ranks, set_layers
 from preheat.planning.log_extrapolation import extrapolate_log
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.observation import Observation
@@ -81,13 +81,13 @@ def test_log_of_all_layers_follows_from_those_of_few(techniques: str, world: int
 def test_all_layers_are_dry_run_if_logs_do_not_repeat(techniques: str, world: int, family: str) -> None:
     request = request_of(techniques, world, family)
     assert extrapolate_all_layers(request) is None
-    rank = fullest_ranks(request)[0]
+    rank = find_fullest_ranks(request)[0]
     seen = observation_cache.observe_cached(request, how="whole", rank=rank, logged=True)
     assert events(seen) == events(observe(request, rank=rank))
 
 
 def test_logs_of_other_events_have_no_extrapolation() -> None:
-    few, more = (observe(of_layers(request_of("{}"), layers), by_layer=True) for layers in (4, 5))
+    few, more = (observe(set_layers(request_of("{}"), layers), by_layer=True) for layers in (4, 5))
     assert extrapolate_log(few, more, 1, 512) is not None
     middle = len(more.log) // 2
     log = [*more.log[:middle], (-1, 512, Phase.BACKWARD), *more.log[middle:]]

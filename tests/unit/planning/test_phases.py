@@ -13,16 +13,16 @@ from rich.console import Console
 
 from preheat.cli.views.console import picture
 from preheat.core import STEP, Device
-from preheat.engine.async_checkpoint import room
+from preheat.engine.async_checkpoint import count_host_bytes
 from preheat.engine.builder import build
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.catalogue import accelerator, accelerators, parse_accelerator
+from preheat.hardware.catalogue import accelerators, find_accelerator, parse_accelerator
 from preheat.hardware.probe import probe
 from preheat.planning.dispatch_recorder import Kernel
 from preheat.planning.dry_run import observe
-from preheat.planning.explain import energy_of
+from preheat.planning.explain import estimate_energy
 from preheat.planning.memory import overhead
-from preheat.planning.memory.overhead import SOURCES, process_overhead
+from preheat.planning.memory.overhead import SOURCES, observe_process_overhead
 from preheat.planning.observation import BESIDE, CATEGORIES, FROM_OTHERS, Observation
 from preheat.planning.plan import GIB, describe, plan
 from preheat.planning.request import Request
@@ -64,7 +64,7 @@ def test_between_steps_stand_weights_and_states_and_saving_takes_a_file_of_the_h
         assert at[phase]["gradients"] == 0
         assert at[phase]["optimizer"] == at["update"]["optimizer"]
     made = build(override(tiny(), f"model.vocab_size={VOCABULARY}"), vocabulary=VOCABULARY, device=probe("cpu"))
-    assert at["saving"]["temporary"] == pytest.approx(room(made), abs=64)
+    assert at["saving"]["temporary"] == pytest.approx(count_host_bytes(made), abs=64)
     assert seen_of(device=ACCELERATOR).categories["saving"]["temporary"] < 64
 
 
@@ -147,7 +147,7 @@ def cpu_kernel(operator: str, *shapes: tuple[int, ...], dtype: str = "fp32") -> 
 def test_code_counts_operators_once_and_onednn_for_convolutions_and_bf16() -> None:
     def mib(*kernels: Kernel) -> float:
         seen = Observation({"forward": 0}, {}, Counter(kernels), {}, 0, 0, 0, 0)
-        return process_overhead(tiny(), seen, DEVICE)["code"] / 2**20
+        return observe_process_overhead(tiny(), seen, DEVICE)["code"] / 2**20
 
     dense = [cpu_kernel("mm", (8, 8), (8, 8)), cpu_kernel("mm", (4, 4), (4, 4)), cpu_kernel("mul", (8,))]
     assert mib(*dense) == 2 / 16
@@ -168,7 +168,7 @@ def test_buffers_of_mkl_agree_with_measured_ones(rows: int, inner: int, columns:
         cpu_kernel("mm", (rows, inner), (inner, columns)),
         cpu_kernel("addmm", (columns,), (rows, inner), (inner, columns)),
     ):
-        assert overhead._packing_bytes(product) / 2**20 == pytest.approx(measured, abs=0.5)
+        assert overhead._estimate_packing_bytes(product) / 2**20 == pytest.approx(measured, abs=0.5)
 
 
 def test_a_plan_for_this_machine_says_where_the_heap_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,20 +220,20 @@ def test_an_export_compares_in_fp64_up_to_a_size() -> None:
 
 def test_energy_is_at_most_that_of_boards_at_full_power() -> None:
     prediction = plan_of(values_of(1.0, 8.0, watts=700.0, seconds_total=7200.0, tokens_per_second=1e6))
-    energy, unknown = energy_of(prediction, 8), energy_of(replace(prediction, seconds_total=None), 1)
+    energy, unknown = estimate_energy(prediction, 8), estimate_energy(replace(prediction, seconds_total=None), 1)
     assert energy is not None
     assert unknown is not None
     assert vars(energy) == pytest.approx({"kilowatts": 5.6, "million_tokens": 5.6 / 3600, "run": 11.2})
     assert unknown.run is None
-    assert energy_of(replace(prediction, watts=None), 8) is None
+    assert estimate_energy(replace(prediction, watts=None), 8) is None
 
 
 def test_power_is_the_data_sheets_or_stated_and_never_guessed() -> None:
     rates = Roofline(parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,fp32=20,watts=450,host=31.5"))
     assert (rates.device.watts, rates.device.host) == (450, 31.5e9)
     assert plan(Request(tiny(), rates.as_device, vocabulary=96, rates=rates)).watts == 450
-    assert accelerator("H100").watts == 700
-    assert accelerator("GB200").watts is None
+    assert find_accelerator("H100").watts == 700
+    assert find_accelerator("GB200").watts is None
     assert all(one.watts is None or 50 < one.watts < 2000 for one in accelerators().values())
     with pytest.raises(RecipeError, match="watts: 'much' is not a power; write a number of watts"):
         parse_accelerator("memory=24GiB,bandwidth=1008,bf16=165,watts=much")

@@ -11,7 +11,7 @@ import pytest
 
 from preheat.planning.dry_run import observe
 from preheat.planning.memory.cpu_heap import Heap, replay
-from preheat.planning.plan import steps_of
+from preheat.planning.plan import count_steps
 from preheat.planning.request import Request
 from preheat.recipe import override
 
@@ -90,7 +90,7 @@ def test_accumulation_lowers_activations_and_keeps_the_work() -> None:
     ],
 )
 def test_the_length_of_a_run(stop: str, rows: int | None, steps: int) -> None:
-    assert steps_of(override(tiny(), f"stop={stop}"), rows) == steps
+    assert count_steps(override(tiny(), f"stop={stop}"), rows) == steps
 
 
 def test_the_heap_joins_and_reuses_what_is_freed() -> None:
@@ -124,7 +124,7 @@ for block in range(4000):
         del living[draw.choice(list(living))]
     else:
         living[block] = torch.empty(64 * int(1024 * 2 ** draw.uniform(-1, 8)), dtype=torch.uint8)
-print(cpu_allocator._library().preheat_furthest())
+print(cpu_allocator._load_library().preheat_furthest())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     draw, heap, living = random.Random(0), Heap(), dict[int, None]()

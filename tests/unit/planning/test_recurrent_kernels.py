@@ -12,10 +12,10 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from preheat.core import Phase
-from preheat.hardware.catalogue import accelerator
+from preheat.hardware.catalogue import find_accelerator
 from preheat.planning.dry_run import observe
-from preheat.planning.plan_request import hardware
-from preheat.planning.recurrent_kernels import fused_recurrent_kernels, packages_of
+from preheat.planning.plan_request import choose_hardware
+from preheat.planning.recurrent_kernels import fused_recurrent_kernels, list_packages
 from preheat.planning.request import Request
 from preheat.recipe import Recipe, parse
 
@@ -42,11 +42,11 @@ def recipe_of(name: str, folder: Path) -> Recipe:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_fused_kernels_give_every_gradient_and_keep_less(name: str, tmp_path: Path) -> None:
     recipe = recipe_of(name, tmp_path)
-    device, _, _ = hardware(accelerator("H100"), recipe, 1)
+    device, _, _ = choose_hardware(find_accelerator("H100"), recipe, 1)
     fused = observe(Request(recipe, device, vocabulary=96))
     plain = observe(Request(recipe, dataclasses.replace(device, at_hand=True), vocabulary=96))
-    assert packages_of(fused) == PACKAGES[name]
-    assert packages_of(plain) == []
+    assert list_packages(fused) == PACKAGES[name]
+    assert list_packages(plain) == []
     # Each parameter has a gradient of its size, so AdamW holds two moments of it.
     for category in ("parameters", "gradients", "optimizer"):
         # up to the rounding of allocations: a convolution's gradient is part of a larger tensor or not
@@ -68,7 +68,9 @@ def test_a_delta_rule_keeps_its_inputs_and_the_products_within_chunks() -> None:
         beta = torch.empty(rows, tokens, heads, dtype=torch.bfloat16)
         kept: list[int] = []
         with (
-            fused_recurrent_kernels([model], hardware(accelerator("H100"), parse("stop: {max_steps: 1}"), 1)[0]),
+            fused_recurrent_kernels(
+                [model], choose_hardware(find_accelerator("H100"), parse("stop: {max_steps: 1}"), 1)[0]
+            ),
             torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda _: None),
         ):
             function = sys.modules[type(model).__module__].torch_chunk_gated_delta_rule

@@ -17,19 +17,19 @@ from preheat.core import Axis
 from preheat.core.plan import HostLaunches
 from preheat.hardware.gpu_memory import CONTEXT
 from preheat.hardware.rates import LAYOUTS, MOVERS, AttentionRate, MatrixRate, MovedRate, Rates
-from preheat.ops.dry_run_loops import counting, fold_identical
+from preheat.ops.dry_run_loops import count_turns, fold_identical
 from preheat.planning.dispatch_recorder import Kernel, Recorder
 from preheat.planning.dry_run import observe
 from preheat.planning.layer_extrapolation import observe_few_layers
 from preheat.planning.memory.cpu_heap import hold
 from preheat.planning.memory.cuda_caching_allocator import Caching, replay_caching
 from preheat.planning.memory.free_list import Holes
-from preheat.planning.memory.overhead import needs_allocator_retries, process_overhead
+from preheat.planning.memory.overhead import needs_allocator_retries, observe_process_overhead
 from preheat.planning.observation import Observation
 from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
 from preheat.planning.speed.roofline import Roofline
-from preheat.planning.speed.step_time import kernel_seconds, limiting_host, step_seconds
+from preheat.planning.speed.step_time import estimate_kernel_seconds, estimate_step_seconds, find_limiting_host
 
 from ...conftest import tiny
 
@@ -132,10 +132,10 @@ def test_a_gpu_has_room_if_what_the_allocator_gives_back_before_it_fails_makes_i
     seen = Observation({"forward": alive * MIB}, {}, Counter(), {}, 0, 0, 0, 0, log=phases)
     recipe = tiny()
     assert needs_allocator_retries(seen, device) == back
-    needs = alive * MIB + sum(process_overhead(recipe, seen, device).values())
+    needs = alive * MIB + sum(observe_process_overhead(recipe, seen, device).values())
     assert (needs <= device.memory) == fits
     seen.log.clear()  # as by few layers: fixed segments are then taken to stay
-    needs = alive * MIB + sum(process_overhead(recipe, seen, device).values())
+    needs = alive * MIB + sum(observe_process_overhead(recipe, seen, device).values())
     assert (needs <= device.memory) == (fits and (expandable or not back))
 
 
@@ -243,7 +243,7 @@ def test_a_gpu_s_step_takes_the_longer_of_device_and_host() -> None:
     tiny_one = kernel("add", bytes_read=64, bytes_written=32, shapes=((8,), (8,)))
 
     def step(**kernels: Any) -> float:
-        return step_seconds(seen(kernels), rates)
+        return estimate_step_seconds(seen(kernels), rates)
 
     def seen(kernels: dict[str, Any], **more: Any) -> Any:
         known = {"big": product, "small": tiny_one, "out": kernel("preheat::to_host", where="out", bytes_written=10**9)}
@@ -267,15 +267,17 @@ def test_the_host_s_measured_time_per_operator_decides_a_step_of_small_kernels()
     small, ours = (kernel(name, bytes_read=64, bytes_written=32, shapes=((8,),)) for name in ("add", "preheat::norm"))
     seen = Observation({}, {}, Counter({small: 900, ours: 100}), {}, 0, 0, 0, 0)
     host = 900 * 28e-6 * 1.4 + 100 * 90e-6
-    assert step_seconds(seen, rates) == pytest.approx(host)
-    assert limiting_host(seen, rates) == HostLaunches(1000, pytest.approx(host / 1000))
-    assert step_seconds(replace(seen, slowed=1.8), rates) == pytest.approx(900 * 28e-6 * 1.4 * 1.8 + 100 * 90e-6)
+    assert estimate_step_seconds(seen, rates) == pytest.approx(host)
+    assert find_limiting_host(seen, rates) == HostLaunches(1000, pytest.approx(host / 1000))
+    assert estimate_step_seconds(replace(seen, slowed=1.8), rates) == pytest.approx(
+        900 * 28e-6 * 1.4 * 1.8 + 100 * 90e-6
+    )
     # On a CPU the kernels' own time is added, and a bare launch is part of both.
     cpu = replace(rates, near=1e11, launch=1e-6)
-    own = kernel_seconds(small, cpu) - 1e-6, kernel_seconds(ours, cpu) - 1e-6
-    assert step_seconds(seen, cpu) == pytest.approx(host + 900 * own[0] + 100 * own[1])
+    own = estimate_kernel_seconds(small, cpu) - 1e-6, estimate_kernel_seconds(ours, cpu) - 1e-6
+    assert estimate_step_seconds(seen, cpu) == pytest.approx(host + 900 * own[0] + 100 * own[1])
     large = kernel("mm", flops=2 * 8192**3, shapes=((8192, 8192), (8192, 8192)), transposed=(False, True))
-    assert limiting_host(replace(seen, kernels=Counter({large: 10})), rates) is None
+    assert find_limiting_host(replace(seen, kernels=Counter({large: 10})), rates) is None
 
 
 def test_a_plan_says_when_an_unknown_host_decides_and_how_little_it_knows() -> None:
@@ -335,7 +337,7 @@ def test_an_adapter_s_matmuls_take_what_an_h100_was_calibrated_to(
     size = 2 if dtype == "bf16" else 4
     moved = {"bytes_read": size * (n * k + k * m), "bytes_written": size * n * m}
     product = kernel("mm", dtype=dtype, flops=2 * n * k * m, shapes=shapes, **moved)
-    seconds = replace(Roofline.of("H100"), alone=True)._product(product)
+    seconds = replace(Roofline.of("H100"), alone=True)._time_matmul(product)
     assert seconds * 1e6 == pytest.approx(microseconds, rel=0.25)
 
 
@@ -346,7 +348,7 @@ def test_what_is_measured_on_a_gpu_plans_as_its_roofline_does() -> None:
         "techniques: {lora: {}, mixed_precision: {mode: bf16_weights}, efficient_attention: {}, chunked_loss: {rows: 4096}}"
     )
     seen = observe_few_layers(Request(recipe, h100.as_device), quick=True)
-    roofline, by_rates = h100.seconds(seen).total, step_seconds(seen, measured(h100))
+    roofline, by_rates = h100.seconds(seen).total, estimate_step_seconds(seen, measured(h100))
     assert by_rates == pytest.approx(roofline, rel=0.15)
 
 
@@ -487,7 +489,7 @@ def test_turns_that_are_alike_are_counted_not_taken() -> None:
             taken.append(n)
             a.add(1)
 
-    with recorder, counting(recorder):
+    with recorder, count_turns(recorder):
         loop()
     assert taken == [0, 1, 99]
     assert sum(count for k, count in recorder.kernels.items() if k.operator == "add") == 100

@@ -19,19 +19,25 @@ from preheat.cli.options.subject import subject_of
 from preheat.core import Axis, Problem, ProblemCode, Tag, registry
 from preheat.core.plan import Verdict
 from preheat.errors import RecipeError
-from preheat.hardware.catalogue import Accelerator, accelerator, parse_accelerator
+from preheat.hardware.catalogue import Accelerator, find_accelerator, parse_accelerator
 from preheat.hardware.gpu_memory import CONTEXT
-from preheat.hardware.interrupts import Interrupted, raising
-from preheat.models.pipeline_split import balance
+from preheat.hardware.interrupts import Interrupted, raise_on_signal
+from preheat.models.pipeline_split import balance_stages
 from preheat.planning import observation_cache as recalling
 from preheat.planning.dry_run import observe
-from preheat.planning.explain import explain, figures
-from preheat.planning.layer_extrapolation import sampled_layers
+from preheat.planning.explain import build_figures, explain
+from preheat.planning.layer_extrapolation import choose_sampled_layers
 from preheat.planning.plan import describe, plan
 from preheat.planning.request import Request
-from preheat.planning.search.candidates import Space, candidate_problems, worst
-from preheat.planning.search.nearest_miss import on_more_devices, with_shorter_rows
-from preheat.planning.search.cost_model import Guess, LayerCost, _of_busiest, gathered_share, observe_layer
+from preheat.planning.search.candidates import Space, find_candidate_problems, worst_numerics
+from preheat.planning.search.cost_model import (
+    Guess,
+    LayerCost,
+    _estimate_busiest_stage,
+    estimate_gathered_share,
+    observe_layer,
+)
+from preheat.planning.search.nearest_miss import find_more_devices, find_shorter_rows
 from preheat.planning.search.result import EvaluatedPlan, is_tradeoff
 from preheat.planning.search.search import Candidate, _Correction, _Search, search
 from preheat.planning.search.technique_combinations import Combination, TechniqueCombinations
@@ -97,7 +103,7 @@ def test_the_number_of_layers_decides_how_the_best_is_confirmed(
 def test_an_observation_is_read_from_disk_unless_its_file_is_damaged() -> None:
     request = Request(small(), gpu(8192).as_device, world=1, rates=gpu(8192))
     first = recalling.observe_cached(request, how="step")
-    path = recalling._path_of(request, "step", 0)
+    path = recalling._entry_path(request, "step", 0)
     recalling.clear()
     again = recalling.observe_cached(request, how="step")
     assert not again.log, "the log is not on disk"
@@ -111,7 +117,7 @@ def test_an_observation_is_read_from_disk_unless_its_file_is_damaged() -> None:
 def test_nothing_is_traded_without_leave_and_what_is_stated_stays() -> None:
     exact = found(small(", lora: {rank: 4}"), 8192)
     rounded = found(small(", lora: {rank: 4}"), 8192, "rounding")
-    assert exact.best.trades == worst(exact.best.added) == "exact"
+    assert exact.best.trades == worst_numerics(exact.best.added) == "exact"
     assert any(s.trades == "rounding" for s in rounded.evaluated)
     assert all(s.trades == "exact" for s in exact.evaluated)
     assert rounded.best.plan.tokens_per_second >= exact.best.plan.tokens_per_second
@@ -155,7 +161,7 @@ def test_a_search_is_told_in_words_and_figures() -> None:
     rates = gpu(650)
     request = Request(made.best.recipe, rates.as_device, world=1, rates=rates)
     seen = recalling.observe_cached(request, how="whole", logged=True)
-    drawn = figures(made, request)
+    drawn = build_figures(made, request)
     most = max(size for _, size in drawn.timeline.bytes)
     assert most == pytest.approx(max(size for phase, size in seen.peak.items() if phase != "evaluation") / 2**30)
     assert all(0 < point.flops <= drawn.roofline.peak for point in drawn.roofline.points)
@@ -178,7 +184,7 @@ def test_what_was_observed_is_recalled_from_disk_as_it_was(monkeypatch: pytest.M
 def test_a_device_is_stated_in_its_data_sheets_units() -> None:
     made = parse_accelerator("name=X,memory=24GiB,bandwidth=1008,bf16=165")
     assert (made.name, made.memory, made.bandwidth, made.bf16) == ("X", 24 * 2**30, 1008e9, 165e12)
-    assert isinstance(accelerator("H100"), Accelerator)
+    assert isinstance(find_accelerator("H100"), Accelerator)
     for text, words in (
         ("memory=24", "--gpu: memory: '24' is not an amount of memory"),
         ("bf16=1", "needs memory and bandwidth"),
@@ -266,7 +272,7 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
     )
     rates = gpu(65536)
     one = _Search(Space(Request(recipe, rates.as_device, world=8, rates=rates), "rounding"), "fastest", 1, print)
-    kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
+    kinds = [Combination((), observe_layer(one.space.to_single_device(())), frozenset())]
     layouts = (
         "{data_parallel: {}}",
         "{data_parallel: {}, zero1: {}}",
@@ -280,7 +286,7 @@ def test_estimates_of_layouts_are_near_their_dry_runs() -> None:
         for c in candidates_with(one, text, kinds):
             if c.micro not in (4, 1):
                 continue
-            planned = plan(one.space.having(c.added))
+            planned = plan(one.space.add_techniques(c.added))
             assert c.guess.bytes / 2**30 == pytest.approx(planned.allocated_gib, rel=0.2), text
             assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.15), (text, c.micro)
             seconds.setdefault(text, []).append(c.guess.seconds)
@@ -304,7 +310,7 @@ def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
     recomputing = tuple(
         override(recipe, "techniques={activation_checkpointing: {mode: selective}}").techniques.values()
     )
-    kinds = [Combination(own, observe_layer(one.space.single(own)), frozenset()) for own in ((), recomputing)]
+    kinds = [Combination(own, observe_layer(one.space.to_single_device(own)), frozenset()) for own in ((), recomputing)]
     for text, micros in (
         ("{tensor_parallel: {degree: 8}, fsdp: {}}", 1),
         ("{tensor_parallel: {degree: 8, sequence_parallel: true}, fsdp: {}}", 1),
@@ -319,7 +325,7 @@ def test_estimates_of_split_layers_are_near_their_dry_runs() -> None:
         chosen = [c for c in candidates if (c.cuts.micro_batch_count() if c.cuts else 1) == micros]
         assert len(chosen) == len(kinds)
         for c in chosen:
-            planned = plan(one.space.having(c.added))
+            planned = plan(one.space.add_techniques(c.added))
             assert c.guess.bytes / 2**30 == pytest.approx(planned.allocated_gib, rel=0.12), (text, c.kind)
             assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.1), (text, c.kind)
 
@@ -334,23 +340,23 @@ def test_estimates_know_that_gathers_among_many_devices_take_long() -> None:
     rates = Roofline.of("H100")
     request = Request(recipe, rates.as_device, world=1024, rates=rates, per_host=8)
     one = _Search(Space(request, "rounding"), "fastest", 1, lambda message: None)
-    kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
+    kinds = [Combination((), observe_layer(one.space.to_single_device(())), frozenset())]
     seconds = {}
     for groups in (1, 16):
         (c,) = candidates_with(one, f"{{fsdp: {{replicate: {groups}}}}}", kinds)
-        seconds[groups] = plan(one.space.having(c.added)).seconds_per_step
+        seconds[groups] = plan(one.space.add_techniques(c.added)).seconds_per_step
         assert c.guess.seconds == pytest.approx(seconds[groups], rel=0.1), groups
     # Two gathers and a reduction of each layer: (1023 - 127) * 1.9 + 127 * 4 us, partly hidden by computation.
     assert 1.2 * seconds[16] < seconds[1] < seconds[16] + 3 * 33 * 2.3e-3
 
 
 def test_the_busiest_device_of_a_pipeline_has_the_head_if_it_costs_more_than_a_share() -> None:
-    """As `pipeline_split.balance` cuts them: at least one layer beside the head, whatever it costs."""
+    """As `pipeline_split.balance_stages` cuts them: at least one layer beside the head, whatever it costs."""
     for layers, ends, devices in ((16, 4.3, 8), (26, 8.0, 8), (126, 0.65, 16), (80, 1.2, 4), (80, 1.2, 16)):
-        cuts = balance([1.0] * layers, devices, after=ends)
+        cuts = balance_stages([1.0] * layers, devices, after=ends)
         costs = [len(cut) + (ends if cut.stop == layers else 0.0) for cut in cuts]
-        assert _of_busiest(layers, (1.0, ends), devices) == pytest.approx(max(costs))
-    assert _of_busiest(16, (1.0, 4.3), 1) == pytest.approx(20.3)
+        assert _estimate_busiest_stage(layers, (1.0, ends), devices) == pytest.approx(max(costs))
+    assert _estimate_busiest_stage(16, (1.0, 4.3), 1) == pytest.approx(20.3)
 
 
 def test_a_candidate_with_room_is_preferred_to_one_that_is_hardly_faster() -> None:
@@ -362,9 +368,9 @@ def test_a_candidate_with_room_is_preferred_to_one_that_is_hardly_faster() -> No
 
     tight, roomy, slow = seen(100.0, 87.0), seen(99.5, 76.0), seen(98.0, 50.0)
     search_.seen = [slow, tight]
-    assert search_._preferred() is tight
+    assert search_._choose_preferred() is tight
     search_.seen = [slow, roomy, tight]
-    assert search_._preferred() is roomy
+    assert search_._choose_preferred() is roomy
 
 
 def test_a_candidate_that_does_not_fit_safely_is_the_answer_only_if_no_other_fits() -> None:
@@ -378,10 +384,10 @@ def test_a_candidate_that_does_not_fit_safely_is_the_answer_only_if_no_other_fit
 
     slow, fast, faster, too_large = seen(50.0, 77.0), seen(99.0, 78.0), seen(100.0, 79.9), seen(200.0, 81.0)
     search_.seen = [too_large, faster, fast, slow]
-    assert search_._preferred() is slow
-    assert search_._alternatives(slow) == []
+    assert search_._choose_preferred() is slow
+    assert search_._list_alternatives(slow) == []
     search_.seen = [too_large, faster, fast]
-    assert search_._preferred() is fast, "of those that do not fit safely, the one with the best chance"
+    assert search_._choose_preferred() is fast, "of those that do not fit safely, the one with the best chance"
 
 
 def test_a_search_keeps_away_from_the_end_of_the_memory() -> None:
@@ -401,7 +407,7 @@ def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
     rates = Roofline.of("H100")
     request = Request(recipe, rates.as_device, world=16, rates=rates, per_host=8)
     one = _Search(Space(request, "rounding"), "fastest", 1, lambda message: None)
-    kinds = [Combination((), observe_layer(one.space.single(())), frozenset())]
+    kinds = [Combination((), observe_layer(one.space.to_single_device(())), frozenset())]
     for text in (
         "{fsdp: {}, expert_parallel: {degree: 2}}",
         "{fsdp: {}, expert_parallel: {degree: 16}}",
@@ -409,7 +415,7 @@ def test_estimates_of_split_experts_are_near_their_dry_runs() -> None:
         "{data_parallel: {}, expert_parallel: {degree: 4}}",
     ):
         (c,) = candidates_with(one, text, kinds)
-        planned = plan(one.space.having(c.added))
+        planned = plan(one.space.add_techniques(c.added))
         assert c.guess.bytes / 2**30 == pytest.approx(planned.allocated_gib, rel=0.2), text
         assert c.guess.seconds == pytest.approx(planned.seconds_per_step, rel=0.15), text
 
@@ -463,7 +469,7 @@ def test_estimates_of_experts_know_that_a_micro_batch_reads_all_of_them() -> Non
     plain = next(kind for kind in kinds if not kind.settings)
     ((layout, sizes),) = one._meshes()
     by_rows = {c.micro: c for c in one._candidates_of(layout, sizes, [plain])}
-    few, many = (plan(one.space.having(by_rows[n].added)) for n in (1, 4))
+    few, many = (plan(one.space.add_techniques(by_rows[n].added)) for n in (1, 4))
     measured = many.tokens_per_second / few.tokens_per_second
     estimated = by_rows[4].guess.tokens_per_second / by_rows[1].guess.tokens_per_second
     assert 1.5 < estimated == pytest.approx(measured, rel=0.3)
@@ -496,8 +502,8 @@ def test_no_other_setting_of_a_layout_improves_the_answer() -> None:
     neighbours = 0
     for t in best.added:
         for other in t.options(space.context(best.recipe)) if t.degrees() else ():  # type: ignore[attr-defined]
-            request = space.having([other if each is t else each for each in best.added])
-            if other.degrees() == t.degrees() and not candidate_problems(space, request):
+            request = space.add_techniques([other if each is t else each for each in best.added])
+            if other.degrees() == t.degrees() and not find_candidate_problems(space, request):
                 neighbour = describe(request, recalling.observe_cached(request, how="few"))
                 neighbours += 1
                 assert not neighbour.fits or neighbour.tokens_per_second < 1.02 * best.plan.tokens_per_second, other
@@ -514,7 +520,11 @@ def test_settings_of_the_best_layout_that_only_its_techniques_allow_are_candidat
     sizes = dict.fromkeys(Axis, 1) | {Axis.SHARD: 4}
     current = one._candidates_of(layout, sizes, [Combination(kind, cost, frozenset())])[0]
     best = EvaluatedPlan(
-        space.having(current.added).recipe, plan_of(values_of(1.0, 8.0)), "rounding", current.micro, current.added
+        space.add_techniques(current.added).recipe,
+        plan_of(values_of(1.0, 8.0)),
+        "rounding",
+        current.micro,
+        current.added,
     )
     others = [c.layout[0] for c in one._with_other_settings(current, best)]
     assert {t.gather for t in others} == {"own", "bf16"}  # type: ignore[attr-defined]
@@ -573,9 +583,9 @@ def test_offload_is_refused_for_a_stage_of_one_layer() -> None:
 def test_half_precision_weights_are_not_halved_again_when_gathered() -> None:
     pair, tags = (1e8, 1e8), frozenset({Tag.BF16_ALL_GATHER})
     full = LayerCost(pair, (4e8, 4e8), pair, pair, pair, pair, pair, pair)
-    assert gathered_share(full, tags) == 0.5
-    assert gathered_share(replace(full, weights=(2e8, 2e8)), tags) == 1.0
-    assert gathered_share(full, frozenset()) == 1.0
+    assert estimate_gathered_share(full, tags) == 0.5
+    assert estimate_gathered_share(replace(full, weights=(2e8, 2e8)), tags) == 1.0
+    assert estimate_gathered_share(full, frozenset()) == 1.0
 
 
 def test_only_what_goes_with_a_way_to_share_out_is_a_candidate() -> None:
@@ -636,7 +646,7 @@ def test_a_search_adds_only_what_is_planned_well_on_the_device() -> None:
     for name, fits in (("A100", False), ("L40S", True)):
         device = Roofline.of(name).as_device
         space = Space(Request(override(small(), "techniques.mixed_precision={}"), device, world=1), "different")
-        refused = candidate_problems(space, space.having([registry()["fp8"]()]))
+        refused = find_candidate_problems(space, space.add_techniques([registry()["fp8"]()]))
         assert any("compute capability" in problem.text for problem in refused) is not fits, refused
 
 
@@ -646,7 +656,7 @@ def test_weights_and_moments_in_bf16_are_searched_if_numerics_may_differ() -> No
         modes = {}
         for allow in ("rounding", "different"):
             space = Space(Request(recipe, device, world=1), allow)  # type: ignore[arg-type]
-            modes[allow] = {t.mode for t in space._options(registry()["mixed_precision"])}  # type: ignore[attr-defined,arg-type]
+            modes[allow] = {t.mode for t in space._list_options(registry()["mixed_precision"])}  # type: ignore[attr-defined,arg-type]
         assert modes["different"] - modes["rounding"] == more
 
 
@@ -709,7 +719,7 @@ def test_costs_of_combinations_with_long_rows_are_those_of_dry_runs() -> None:
     kinds = TechniqueCombinations(space, lambda *why: None).sampled()
     names = [frozenset(t.name() for t in kind.settings) for kind in kinds]
     compared = [
-        (kind.cost, observe_layer(space.single(kind.settings)), kind.settings)
+        (kind.cost, observe_layer(space.to_single_device(kind.settings)), kind.settings)
         for kind, techniques in zip(kinds, names, strict=True)
         if techniques >= {"efficient_attention", "mixed_precision"} and not techniques & {"activation_checkpointing"}
     ]
@@ -732,7 +742,7 @@ def test_costs_of_combinations_with_long_rows_are_those_of_dry_runs() -> None:
 )
 def test_a_sample_of_layers_has_each_kind(preset: str, expected: tuple[int, int]) -> None:
     recipe = parse(f"model: {{preset: {preset}}}\nstop: {{max_steps: 1}}")
-    assert sampled_layers(Request(recipe, gpu(81920).as_device)) == expected
+    assert choose_sampled_layers(Request(recipe, gpu(81920).as_device)) == expected
 
 
 def test_techniques_of_later_layers_are_searched() -> None:
@@ -794,7 +804,9 @@ def space_of(recipe: Recipe, mib: float, allow: Any = "exact", world: int = 1) -
 
 
 def test_settings_between_the_sampled_ones_are_observed_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TechniqueCombinations, "_pareto", lambda self, choices: choices)  # keep what is dominated here
+    monkeypatch.setattr(
+        TechniqueCombinations, "_find_pareto_front", lambda self, choices: choices
+    )  # keep what is dominated here
     rates = Roofline(parse_accelerator("name=slow,memory=8GiB,bandwidth=50,bf16=2,fp32=2"))  # not bound by the host
     space = Space(Request(small(), rates.as_device, world=1, rates=rates), "exact")
     combinations = TechniqueCombinations(space, lambda *why: None)
@@ -837,7 +849,7 @@ def test_refusals_are_those_of_the_best_recipe_and_what_fits_is_an_alternative()
     refused = [(what, why) for what, why in made.rejected if what in names]
     assert any(what == "optimizer_in_backward" and "max_grad_norm" in why for what, why in refused)
     for what, why in refused:
-        problems = candidate_problems(space, space.having((*made.best.added, registry()[what]())))
+        problems = find_candidate_problems(space, space.add_techniques((*made.best.added, registry()[what]())))
         assert any(why in str(problem) for problem in problems), (what, why)
     assert not any("fits" in why for _, why in made.rejected)
     assert {id(s) for s in made.alternatives} <= {id(s) for s in made.evaluated if s.plan.fits}
@@ -918,7 +930,7 @@ def test_layouts_whose_states_exceed_a_device_are_not_estimated() -> None:
     recipe = override(small(rows=64), "model.hidden_size=1024", "techniques={mixed_precision: {}}")
     rates = Roofline(parse_accelerator("name=small,memory=36MiB,bandwidth=1000,bf16=100,fp32=20,link=100"))
     one = _Search(Space(Request(recipe, rates.as_device, world=16, rates=rates, per_host=8)), "fastest", 1, print)
-    cost = observe_layer(one.space.single(()))
+    cost = observe_layer(one.space.to_single_device(()))
     kinds = [Combination((), cost, frozenset())]
     states, optimizer = (pair[0] * 2 + pair[1] for pair in (cost.states, cost.optimizer))
     assert states / 16 < 36 * 2**20 < (states - optimizer) / 8 + optimizer / 16, "two replicas do not fit"
@@ -939,13 +951,13 @@ def test_an_interrupted_search_returns_the_best_so_far(monkeypatch: pytest.Monke
         return evaluate(self, c)
 
     monkeypatch.setattr(_Search, "_evaluate", interrupted)
-    with raising():
+    with raise_on_signal():
         made = found(small(), 8192)
     assert made.interrupted
     assert len(made.evaluated) == 1
     assert made.best is made.evaluated[0]
     assert explain(made, devices=1).searched.interrupted
-    with raising(), pytest.raises(Interrupted):  # before the first dry run there is nothing to say
+    with raise_on_signal(), pytest.raises(Interrupted):  # before the first dry run there is nothing to say
         found(small(), 8192)
 
 
@@ -958,13 +970,13 @@ def test_a_model_too_large_for_every_layout_is_told_what_would_make_it_fit() -> 
     def request_on(devices: int) -> Request:
         return replace(space.request, world=devices)
 
-    more = on_more_devices(least, space, request_on, passes=16)
+    more = find_more_devices(least, space, request_on, passes=16)
     assert more is not None
     devices, result = more
     assert devices in (2, 4)
     assert result.best.plan.fits
-    assert on_more_devices(least, space, lambda devices: None, passes=16) is None
-    assert with_shorter_rows(least, space) is None  # its weights and states alone are too large
+    assert find_more_devices(least, space, lambda devices: None, passes=16) is None
+    assert find_shorter_rows(least, space) is None  # its weights and states alone are too large
 
 
 def test_rows_are_halved_until_they_fit() -> None:
@@ -974,7 +986,7 @@ def test_rows_are_halved_until_they_fit() -> None:
     half = plan(replace(space.request, recipe=override(long, "batch.seq_len=2048")))
     mib = (whole.peak_gib + half.peak_gib) * 512  # between the two
     least = EvaluatedPlan(long, replace(whole, available_gib=mib / 1024), "exact", 1, ())
-    shorter = with_shorter_rows(least, space_of(long, mib))
+    shorter = find_shorter_rows(least, space_of(long, mib))
     assert shorter is not None
     assert shorter.recipe.batch.seq_len == 2048
     assert shorter.plan.peak_gib == pytest.approx(half.peak_gib, rel=0.01)

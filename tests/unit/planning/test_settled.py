@@ -12,7 +12,7 @@ import pytest
 import preheat
 from preheat import recipe as recipes
 from preheat.core.plan import Plan
-from preheat.engine.builder import build, context_of
+from preheat.engine.builder import build, build_context
 from preheat.errors import RecipeError
 from preheat.hardware.probe import probe
 from preheat.models import hf
@@ -35,7 +35,7 @@ GPU = Roofline.of("H100").as_device
 def context(techniques: str, device: Any = GPU, **batch: int) -> Any:
     recipe = tiny(techniques)
     recipe = replace(recipe, batch=replace(recipe.batch, **batch))
-    return context_of(recipe, hf.configure(recipe, 96), device)
+    return build_context(recipe, hf.configure(recipe, 96), device)
 
 
 def plans(**of: tuple[float, float, float | None]) -> Any:
@@ -133,7 +133,7 @@ def test_a_search_decides_what_the_recipe_leaves_open() -> None:
     space = Space(Request(recipe, GPU, vocabulary=96, world=1), "exact")
     assert set(space.recipe.techniques) == {"lora"}
     assert {"compile", "gradient_accumulation"} <= {cls.name() for cls in space.searched()}
-    assert space.allowed(Compile())  # as the recipe does, although it rounds
+    assert space.is_allowed(Compile())  # as the recipe does, although it rounds
     assert set(Space(Request(recipe, probe("cpu"), vocabulary=96, world=1), "exact").recipe.techniques) == {
         "gradient_accumulation",
         "compile",
@@ -174,35 +174,35 @@ def test_a_plan_without_room_for_its_error_says_so() -> None:
 def test_lengths_over_two_orders_of_magnitude_have_bars_of_equal_ratios() -> None:
     import numpy as np
 
-    from preheat.data.preview import _lengths
+    from preheat.data.preview import _summarize_lengths
 
     sizes = np.array([3, 5, 9, 20, 40, 80, 160, 320, 640, 1000])
-    bars = _lengths(sizes, 1024)["bars"]
+    bars = _summarize_lengths(sizes, 1024)["bars"]
     assert sum(bar["count"] for bar in bars) == 10
     assert max(bar["count"] for bar in bars) <= 2  # of equal width the first would hold 5
     assert bars[0]["from"] <= 3
     for same in (np.full(4, 7), np.full(4, 90)):  # all alike, and all longer than a row by half
-        assert sum(bar["count"] for bar in _lengths(same, 32)["bars"]) == 4
-    even = _lengths(np.arange(100, 200), 1024)["bars"]
+        assert sum(bar["count"] for bar in _summarize_lengths(same, 32)["bars"]) == 4
+    even = _summarize_lengths(np.arange(100, 200), 1024)["bars"]
     assert {bar["to"] - bar["from"] for bar in even} <= {7, 8}
 
 
 def test_the_roof_is_the_rate_of_the_recipe_s_dtype() -> None:
     from preheat.planning.dry_run import observe
-    from preheat.planning.explain import _roofline
+    from preheat.planning.explain import _build_roofline
 
     rates = Roofline.of("H100")
     seen = observe(Request(tiny("{}"), rates.as_device, vocabulary=96))
-    assert _roofline(seen, rates, 5.0).peak == 5.0
+    assert _build_roofline(seen, rates, 5.0).peak == 5.0
 
 
 def test_attention_is_drawn_at_the_rate_of_its_unmasked_products() -> None:
-    from preheat.planning.explain import _roofline
+    from preheat.planning.explain import _build_roofline
 
     rates = Roofline.of("H100")
     kernel = Kernel("_scaled_dot_product_flash_attention", "bf16", 10**14, 1, 1, ((1, 8, 8192, 128),))
     seen = Observation({}, {}, Counter({kernel: 1}), {}, 0, 0, 0, 0)
-    (point,) = _roofline(seen, rates, rates.peak_matrix_rate["bf16"]).points
+    (point,) = _build_roofline(seen, rates, rates.peak_matrix_rate["bf16"]).points
     assert point.flops == pytest.approx(0.38 * rates.peak_matrix_rate["bf16"], rel=0.01)  # FlashAttention-2 on an H100
 
 
@@ -210,7 +210,7 @@ def test_a_search_keeps_the_settings_of_a_technique_that_is_left_open() -> None:
     recipe = tiny("{mixed_precision: {}, compile: {when: auto, dynamic: true, limit: 4, fullgraph: false}}")
     device = Roofline.of("H100").as_device
     space = Space(Request(recipe, device, vocabulary=96, world=1), "rounding")
-    (compiled,) = space.settings_of(Compile).options(context_of(space.recipe, space.request.config, device))
+    (compiled,) = space.settings_of(Compile).options(build_context(space.recipe, space.request.config, device))
     assert compiled == Compile(when="always", dynamic=True, limit=4, fullgraph=False)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from preheat import recipe as recipes
-from preheat.recipe.commented_yaml import brief
+from preheat.recipe.commented_yaml import render_brief
 
 
 @pytest.mark.parametrize("name", [name for name, path in recipes.built_in().items() if path.parent.name != "chains"])
 def test_every_built_in_recipe_reads_back(name: str):
     recipe = recipes.load(name)
-    text = brief(recipes.as_values(recipe))
+    text = render_brief(recipes.to_values(recipe))
     assert recipes.parse(text) == recipe
     assert "null" not in text
     assert "…" not in text
@@ -30,12 +30,12 @@ sample: {prompts: ["one\\ntwo", [{role: user, content: hi}]]}
 techniques: {lora: {rank: 4}, chunked_loss: {}}
 """
     recipe = recipes.parse(text)
-    assert recipes.parse(brief(recipes.as_values(recipe))) == recipe
+    assert recipes.parse(render_brief(recipes.to_values(recipe))) == recipe
 
 
 def test_only_what_differs_is_written_and_explained():
-    written = brief(
-        recipes.as_values(recipes.parse("{name: a, batch: {size: 8}, stop: {max_steps: 5}, techniques: {lora: {}}}"))
+    written = render_brief(
+        recipes.to_values(recipes.parse("{name: a, batch: {size: 8}, stop: {max_steps: 5}, techniques: {lora: {}}}"))
     )
     keys = [line.split(":")[0].strip() for line in written.splitlines() if not line.strip().startswith("#")]
     assert keys == ["name", "batch", "size", "stop", "max_steps", "techniques", "lora"]

@@ -15,8 +15,8 @@ import pytest
 from preheat import recipe as recipes
 from preheat.core import registry
 from preheat.errors import RecipeError
-from preheat.recipe import Recipe, Stop, dump, json_schema, load, override, parse, synonyms
-from preheat.recipe.paths import published
+from preheat.recipe import Recipe, Stop, build_json_schema, dump, load, override, parse, synonyms
+from preheat.recipe.paths import shorten_paths
 
 BASE = "model: {size: 15M}\nstop: {max_steps: 10}\n"
 
@@ -113,7 +113,7 @@ def test_built_in_recipes_load_and_rerun_from_their_dump(tmp_path: Path) -> None
 
 
 def test_schema_knows_every_key_and_says_what_it_is() -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     json.dumps(schema)
     assert set(schema["properties"]) == set(Recipe.__dataclass_fields__)
     for part in (
@@ -208,8 +208,8 @@ def test_a_published_recipe_names_no_folder_and_no_credentials() -> None:
         tracking=recipes.Tracking(folder="/home/me/trackers"),
         stop=Stop(max_steps=1),
     )
-    sent = published(recipe)
+    sent = shorten_paths(recipe)
     assert (sent.model.path, sent.tracking.folder) == ("base", "trackers")
     assert sent.data.source == ("s3://bucket/a.jsonl", {"source": "b.jsonl", "weight": 2}, "me/c")
     signed = recipes.Data(source="https://me:secret@host/rows.jsonl?signature=1")
-    assert published(dataclasses.replace(recipe, data=signed)).data.source == "https://host/rows.jsonl"
+    assert shorten_paths(dataclasses.replace(recipe, data=signed)).data.source == "https://host/rows.jsonl"

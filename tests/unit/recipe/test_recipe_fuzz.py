@@ -17,7 +17,7 @@ from preheat import recipe as recipes
 from preheat.core import Recipe, registry
 from preheat.errors import RecipeError
 from preheat.recipe import built_in, dump, load, parse
-from preheat.recipe.synonyms import NAMES, unknown_key
+from preheat.recipe.synonyms import NAMES, describe_unknown_key
 
 from ...conftest import within
 
@@ -150,7 +150,7 @@ def test_a_later_set_is_the_one_that_is_named() -> None:
 )
 def test_names_of_other_trainers_lead_to_ours(path: tuple[str, ...], words: str) -> None:
     known = ["kind"] if len(path) > 1 else ["model", "data", "batch", "optimizer", "schedule", "stop", "techniques"]
-    assert words in unknown_key(path, known)
+    assert words in describe_unknown_key(path, known)
 
 
 @pytest.mark.parametrize("word", ["config", "configs", "path", "kind", "limit", "size", "tokens", "weights"])
@@ -159,20 +159,24 @@ def test_names_that_say_nothing_alone_suggest_no_other_section(word: str) -> Non
     for section in ("batch", "optimizer", "techniques.fsdp", "hardware"):
         cls = registry()["fsdp"] if "." in section else sections[section]
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        message = unknown_key((*section.split("."), word), known).partition("; ")[2]
+        message = describe_unknown_key((*section.split("."), word), known).partition("; ")[2]
         assert message.startswith(("known: ", "did you mean")), (section, message)
         assert all(name in known for name in re.findall(r"'([^']*)'", message)), (section, message)
 
 
 def test_keys_outside_a_recipe_never_lead_to_its_keys() -> None:
     for word in ("learning_rate", "resume", "r", "data", "packing", "seq_lenn"):
-        assert unknown_key(("int4", word), ["group", "symmetric"], {}).endswith("; known: group, symmetric"), word
-    assert unknown_key(("chain", "0", "techniques", "lora", "lora_r"), ["rank"], {}).endswith("'techniques.lora.rank'")
-    assert unknown_key(("limit",), ["each"], {"limit": "use each"}).endswith("; use each")
+        assert describe_unknown_key(("int4", word), ["group", "symmetric"], {}).endswith("; known: group, symmetric"), (
+            word
+        )
+    assert describe_unknown_key(("chain", "0", "techniques", "lora", "lora_r"), ["rank"], {}).endswith(
+        "'techniques.lora.rank'"
+    )
+    assert describe_unknown_key(("limit",), ["each"], {"limit": "use each"}).endswith("; use each")
 
 
 def test_every_name_leads_to_a_key_that_exists() -> None:
-    schema = recipes.json_schema()["properties"]
+    schema = recipes.build_json_schema()["properties"]
     for theirs, ours in NAMES.items():
         part, *rest = ours.split(".")
         assert part in schema, ours

@@ -13,7 +13,7 @@ from preheat.core import registry
 from preheat.data.rows.schemas import LAYOUTS
 from preheat.errors import RecipeError
 from preheat.recipe import Recipe, built_in, load, parse
-from preheat.recipe.unused_keys import RULES, non_default_keys, warned
+from preheat.recipe.unused_keys import RULES, find_unused_keys, non_default_keys
 
 PATH = {"model": {"path": "somewhere"}}
 FILE = {"data": {"source": "rows.jsonl"}}
@@ -111,7 +111,7 @@ def recipe_of(key: str, value: Any, more: dict[str, Any]) -> str:
 def test_a_key_that_nothing_reads_is_named(key: str, value: Any, unread: dict[str, Any], read: dict[str, Any]) -> None:
     def told(more: dict[str, Any]) -> list[str]:
         try:
-            return [f"{k}: {words}" for k, words in warned(parse(recipe_of(key, value, more)))]
+            return [f"{k}: {words}" for k, words in find_unused_keys(parse(recipe_of(key, value, more)))]
         except RecipeError as error:
             return [line.partition(": ")[2] for line in str(error).splitlines()]
 

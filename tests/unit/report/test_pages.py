@@ -172,7 +172,7 @@ def run_files(path: Path) -> dict[str, Any]:
     writer = Writer(path)
     recipe = {"name": "n", "seed": 1, "model": {"path": "m"}, "data": {"source": ["a", {"source": "b"}], "validation": 0.1}, "batch": {"size": 2, "seq_len": 8}, "optimizer": {"lr": 1e-3},
               "schedule": {"kind": "wsd", "warmup_ratio": 0.1}, "stop": {"max_steps": 3, "hours": 1}, "techniques": {"lora": {}, "gradient_accumulation": {"steps": 2}}}  # fmt: skip
-    writer.text("recipe.yaml", json.dumps(recipe))
+    writer.write_text("recipe.yaml", json.dumps(recipe))
     parts = {"metrics": {"loss": {"value": 4.5, "low": 4.0, "high": 5.0}}, "rows": 7, "truncated": 1}
     tasks = {"needle": {**parts, "parts": [{"length": 8, "depth": 0.5, "value": 0.5}]}, "places": {**parts, "parts": [{"start": 0, "end": 4, "value": 2.0, "low": 1.0, "high": 3.0}]}}  # fmt: skip
     documents = {
@@ -384,18 +384,18 @@ def test_a_planned_recipe_says_what_differs_from_the_defaults() -> None:
     text = "name: n\nmodel:\n  size: 15M\nbatch:\n  seq_len: 64\nstop:\n  max_steps: 3\ntechniques:\n  lora:\n    rank: 4\n  chunked_loss: {}\n"
     recipe = recipes.parse(text)
     question: Any = SimpleNamespace(checkpoint=None, from_user=True)
-    said = recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.as_values(recipe)), question)
+    said = recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question)
     assert "".join(line for line in said.splitlines(keepends=True) if not line.lstrip().startswith("#")) == text
     recipe, question = (
         recipes.parse("model: {preset: gpt2}\nstop: {max_steps: 1}"),
         SimpleNamespace(checkpoint="org/model", from_user=False),
     )
-    assert recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.as_values(recipe)), question).endswith(
+    assert recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question).endswith(
         "# data: {source: DATA.jsonl}\n"
     )
     assert (
         recipes.parse(
-            recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.as_values(recipe)), question)
+            recipe_text(replace(plan_of(values_of(1.0, 8.0)), recipe=recipes.to_values(recipe)), question)
         ).model.path
         == "org/model"
     )

@@ -28,7 +28,7 @@ from preheat.core.run_records import (
     Stopping,
 )
 from preheat.errors import RunError
-from preheat.files import strict
+from preheat.files import to_plain_data
 from preheat.report import formatting, svg, write
 from preheat.run.reader import Reader
 from preheat.run.writer import Writer
@@ -75,16 +75,16 @@ def run_folder(
     name: str = "small",
 ) -> Path:
     writer = Writer(path)
-    writer.text("recipe.yaml", f"name: {name}\nmodel: {{family: llama}}\ndata: {{source: stdlib}}\n")
+    writer.write_text("recipe.yaml", f"name: {name}\nmodel: {{family: llama}}\ndata: {{source: stdlib}}\n")
     if plan:
-        writer.json("plan.json", PLAN)
-        writer.json("changes.json", {"lora": [{"what": "adapters on 6 layers", "count": 24, "kernel": "peft"}]})
-        writer.json(
+        writer.write_json("plan.json", PLAN)
+        writer.write_json("changes.json", {"lora": [{"what": "adapters on 6 layers", "count": 24, "kernel": "peft"}]})
+        writer.write_json(
             "environment.json", {"machine": {"device": "Some CPU"}, "versions": {"torch": "2.13.0"}, "threads": 2}
         )
     if events:
-        writer.event(Started(step=0))
-        writer.event(Baseline(unigram=6.55, bigram=4.10, vocabulary=4096))
+        writer.write_event(Started(step=0))
+        writer.write_event(Baseline(unigram=6.55, bigram=4.10, vocabulary=4096))
     for step in range(1, steps + 1):
         loss = (losses or {}).get(step, 3 + 5 * math.exp(-step / 10))
         line = StepMetrics(
@@ -98,14 +98,14 @@ def run_folder(
             memory=2**28,
             elapsed=step / 2,
         )
-        writer.metric(line)
+        writer.write_metric(line)
         if step % 20 == 0:
-            writer.metric(EvaluationMetrics(step, validation_loss=loss + 0.1, tokens=step * 100))
+            writer.write_metric(EvaluationMetrics(step, validation_loss=loss + 0.1, tokens=step * 100))
     if events:
-        writer.event(Measured(**MEASURED))
-        writer.event(SampleEvent(prompt="def f", text="(x):\n    return x"))
+        writer.write_event(Measured(**MEASURED))
+        writer.write_event(SampleEvent(prompt="def f", text="(x):\n    return x"))
         end = Finished(steps=steps, loss=3.5, validation_loss=3.6, tokens=steps * 100, seconds=steps / 2)
-        writer.event(end)
+        writer.write_event(end)
     writer.close()
     return path
 
@@ -169,9 +169,9 @@ def test_a_resumed_run_says_which_session_its_measurements_are_of(tmp_path: Path
 @pytest.mark.parametrize(
     ("machine", "said"),
     [
-        (strict(MachineUse(60, 0.4, 1.6, 2, 2)), " on average 1.6 cores, so it does not correct later plans."),
-        (strict(MachineUse(60, 1.9, 0.1, 2, 2)), None),
-        (strict(MachineUse(60, 1.9, None, 2, 2)), None),
+        (to_plain_data(MachineUse(60, 0.4, 1.6, 2, 2)), " on average 1.6 cores, so it does not correct later plans."),
+        (to_plain_data(MachineUse(60, 1.9, 0.1, 2, 2)), None),
+        (to_plain_data(MachineUse(60, 1.9, None, 2, 2)), None),
         ({"alone": False}, " the cores, so it does not correct later plans."),  # an incomplete note
         (None, None),
     ],
@@ -298,10 +298,10 @@ def test_a_resumed_writer_ends_half_a_line_and_adds_folders(tmp_path, monkeypatc
     writer = Writer(path, resume=True)
     # A long run's file is not read to find out how it ends.
     monkeypatch.setattr(Path, "read_bytes", None)
-    writer.event(Resumed(step=60))
+    writer.write_event(Resumed(step=60))
     monkeypatch.undo()
     for name in ("one", "two"):
-        writer.folder(name, lambda folder: (folder / "a.txt").write_text("a"))
+        writer.write_folder(name, lambda folder: (folder / "a.txt").write_text("a"))
     writer.close()
     *_, half, last = (path / "events.jsonl").read_text().splitlines()
     assert half == '{"kind": "ha'
@@ -312,11 +312,11 @@ def test_a_resumed_writer_ends_half_a_line_and_adds_folders(tmp_path, monkeypatc
 def test_what_the_run_wrote_is_shown_not_obeyed(tmp_path):
     path = run_folder(tmp_path / "run", name='"</title><script>alert(1)</script>"')
     writer = Writer(path, resume=True)
-    writer.event(Resumed(step=60))
-    writer.event(OtherEvent(kind="<i>odd</i>", values={"reason": "</td><img src=x onerror=alert(1)>"}))
-    writer.event(SampleEvent(prompt="</pre><script>", text="\x1b[31m\x00\u202eevil \ud800 <b onclick=x>'\"&amp;"))
-    writer.json("changes.json", {"<i>t</i>": [{"what": "<svg onload=x>", "count": 1, "kernel": "<u>"}]})
-    writer.json("plan.json", PLAN | {"memory": {"<a>": 1.0, "$x_$": 0.02}, "phases": {"<a href=x>": 1.0}})
+    writer.write_event(Resumed(step=60))
+    writer.write_event(OtherEvent(kind="<i>odd</i>", values={"reason": "</td><img src=x onerror=alert(1)>"}))
+    writer.write_event(SampleEvent(prompt="</pre><script>", text="\x1b[31m\x00\u202eevil \ud800 <b onclick=x>'\"&amp;"))
+    writer.write_json("changes.json", {"<i>t</i>": [{"what": "<svg onload=x>", "count": 1, "kernel": "<u>"}]})
+    writer.write_json("plan.json", PLAN | {"memory": {"<a>": 1.0, "$x_$": 0.02}, "phases": {"<a href=x>": 1.0}})
     writer.close()
     page = Page(write(path))
     assert not {tag for tag, _ in page.tags} & {"script", "img", "i", "u", "a"}
@@ -330,13 +330,13 @@ def test_samples_of_a_pretrained_model_stand_before_and_after(tmp_path):
     path = run_folder(tmp_path / "run", events=False)
     chat = [{"role": "user", "content": "<Hi>"}]
     writer = Writer(path, resume=True)
-    writer.event(Started())
+    writer.write_event(Started())
     for step, said in ((0, "base"), (60, "tuned")):
         for prompt in ("once", chat):
-            writer.event(SampleEvent(step=step, prompt=prompt, text=f"{said} {len(prompt)}"))
-    writer.event(Resumed(step=60))
-    writer.event(SampleEvent(step=90, prompt="once", text="tuned more"))
-    writer.event(SampleEvent(step=90, prompt="another", text="new"))
+            writer.write_event(SampleEvent(step=step, prompt=prompt, text=f"{said} {len(prompt)}"))
+    writer.write_event(Resumed(step=60))
+    writer.write_event(SampleEvent(step=90, prompt="once", text="tuned more"))
+    writer.write_event(SampleEvent(step=90, prompt="another", text="new"))
     writer.close()
     assert Reader(path).samples() == [
         SampleTexts("once", before="base 4", text="tuned more"),
@@ -370,9 +370,9 @@ def test_a_run_without_an_end_says_so_and_what_is_missing_is_left_out(tmp_path):
         ("open", None, "No end is recorded"),
     ):
         writer = Writer(path, resume=True)
-        writer.event(Resumed(step=1))
+        writer.write_event(Resumed(step=1))
         if event:
-            writer.event(event)
+            writer.write_event(event)
         writer.close()
         page = Page(write(path))
         assert json.loads((path / "report.json").read_text())["state"]["kind"] == kind

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from preheat.core import Build, Device, MaskSpec
-from preheat.engine.builder import build, context_of
-from preheat.engine.step import forward, gradients, update
+from preheat.engine.builder import build, build_context
+from preheat.engine.step import accumulate_gradients, forward, update
 from preheat.errors import RecipeError, RunError
 from preheat.models import hf
-from preheat.models.hf import anatomy
-from preheat.ops.attention.blockwise import blocked_attention
+from preheat.models.hf import find_anatomy
+from preheat.ops.attention.blockwise import attend_blockwise
 from preheat.ops.attention.custom_op import OpaqueAttention, OpaqueMask
 from preheat.ops.attention.sdpa import reference_attention, sdpa_attention
 from preheat.planning.dry_run import observe
@@ -39,11 +39,11 @@ from ...conftest import DEVICE, difference, tiny, uneven
 
 def _pair(techniques: str = "{}", **settings: Any) -> tuple[Build, Build, Any]:
     plain, other = (build(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2))
-    return plain, other, compile_layers(anatomy(other.trained[0]).layers, **{"backend": "aot_eager", **settings})  # type: ignore[arg-type]
+    return plain, other, compile_layers(find_anatomy(other.trained[0]).layers, **{"backend": "aot_eager", **settings})  # type: ignore[arg-type]
 
 
 def _grads(b: Build, batch: Any) -> dict[str, torch.Tensor]:
-    gradients(b, [batch])
+    accumulate_gradients(b, [batch])
     found = {n: p.grad.clone() for n, p in b.parameters()}
     b.optimizer.zero_grad()
     return found
@@ -78,14 +78,14 @@ def test_mixers_that_cut_rows_by_documents_stay_out_of_the_graphs(
         f"techniques: {{efficient_attention: {{}}{more}}}"
     )
     plain, other = (build(recipe, vocabulary=96, device=DEVICE) for _ in range(2))
-    compiled = compile_layers(anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+    compiled = compile_layers(find_anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
     assert compiled.apart == apart
     for cuts in ((1, 2, 3, 4), (0, 9, 31, 16)):
         assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 2e-5
     # A full layer, a norm and a feed-forward block, or a norm, attention and a block: none for other documents.
     assert compiled.graphs == 3
     norm = next(module for module in compiled.modules if type(module).__name__.endswith("Norm"))
-    compiled.around(lambda **_: norm(torch.ones(1, 5, 32)), past_key_values=object())
+    compiled.call_layer(lambda **_: norm(torch.ones(1, 5, 32)), past_key_values=object())
     assert compiled.graphs == 3  # nothing of a layer with a cache is compiled
 
 
@@ -95,7 +95,7 @@ def test_the_gradients_depend_on_the_documents() -> None:
     assert difference(_grads(other, _cut(1, 2, 3, 4)), _grads(plain, _cut(0, 9, 31, 16))) > 1e-2
 
 
-@pytest.mark.parametrize("kernel", [reference_attention, sdpa_attention, blocked_attention])
+@pytest.mark.parametrize("kernel", [reference_attention, sdpa_attention, attend_blockwise])
 @pytest.mark.parametrize("documents", [None, ((5, 35), (40,))])
 def test_an_opaque_kernel_has_the_kernels_results_and_gradients(kernel: Any, documents: Any) -> None:
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_an_opaque_kernel_has_the_kernels_results_and_gradients(kernel: Any, doc
     assert difference(found[1], found[0]) < 1e-6
 
 
-@pytest.mark.parametrize("kernel", [blocked_attention, sdpa_attention])
+@pytest.mark.parametrize("kernel", [attend_blockwise, sdpa_attention])
 def test_the_operator_keeps_torchs_contract(kernel: Any) -> None:
     attend = OpaqueAttention(kernel)
     q, k, v = (torch.randn(2, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
@@ -124,7 +124,7 @@ def test_the_operator_keeps_torchs_contract(kernel: Any) -> None:
 def test_checkpointed_layers_are_compiled_whole(mode: str) -> None:
     techniques = f"{{activation_checkpointing: {{mode: {mode}}}, mixed_precision: {{}}, efficient_attention: {{}}}}"
     plain, other = (build(tiny(techniques), vocabulary=96, device=DEVICE) for _ in range(2))
-    compiled = compile_layers(anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+    compiled = compile_layers(find_anatomy(other.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
     assert difference(_grads(other, uneven()), _grads(plain, uneven())) < 0.01
     assert compiled.graphs == 1
 
@@ -134,7 +134,7 @@ def test_compiled_layers_keep_what_was_chosen_before_they_were_traced() -> None:
     counts = {}
     for mode in ("full", "selective", "selective, products: 2"):
         made = build(tiny(f"{{activation_checkpointing: {{mode: {mode}}}}}"), vocabulary=96, device=DEVICE)
-        compile_layers(anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
+        compile_layers(find_anatomy(made.trained[0]).layers, backend="aot_eager")  # type: ignore[arg-type]
         _grads(made, uneven())
         with FlopCounterMode(display=False) as counter:
             _grads(made, uneven())
@@ -219,7 +219,7 @@ def test_the_run_is_told_of_recompilations_and_of_the_limit() -> None:
     assert loop._drain_events() == {"recompilations": 0}
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         for rows in (4, 3, 2):
-            gradients(b, [uneven(rows)])
+            accumulate_gradients(b, [uneven(rows)])
             update(b, 0.01)
     assert loop._drain_events() == {"recompilations": 1}
     assert [event.kind for event in events] == ["notice"]
@@ -288,7 +288,7 @@ def test_one_graph_serves_all_layers_of_a_kind(
     """Of more layers than the limit: the number of a layer is no constant of its graph."""
     plain, other = (_of_kinds(family, techniques, tmp_path) for _ in range(2))
     backend, called = counting
-    compiled = compile_layers(anatomy(other.trained[0]).layers, backend=backend, limit=4)  # type: ignore[arg-type]
+    compiled = compile_layers(find_anatomy(other.trained[0]).layers, backend=backend, limit=4)  # type: ignore[arg-type]
     for step, cuts in enumerate(((1, 2, 3, 4), (0, 9, 31, 16)), start=1):
         assert difference(_grads(other, _cut(*cuts)), _grads(plain, _cut(*cuts))) < 2e-5
         assert compiled.graphs == graphs
@@ -318,7 +318,7 @@ def test_layers_that_share_no_graph_are_reported_and_those_with_one_keep_it(
         recipe = override(tiny("{}", family="gpt2"), f"model={{path: {tmp_path}, weights: random}}")
         builds[name] = build(recipe, vocabulary=96, device=DEVICE)
     backend, called = counting
-    layers = anatomy(builds["other"].trained[0]).layers  # type: ignore[arg-type]
+    layers = find_anatomy(builds["other"].trained[0]).layers  # type: ignore[arg-type]
     compiled = compile_layers(layers, backend=backend, limit=5)
     for step in (1, 2):
         assert difference(_grads(builds["other"], uneven()), _grads(builds["plain"], uneven())) < 1e-5
@@ -385,10 +385,10 @@ def test_a_search_compiles_whole_layers_of_the_families_that_can_be(tmp_path: Pa
         config.save_pretrained(folder)
         recipe = override(tiny("{efficient_attention: {}}"), f"model={{path: {folder}, weights: random}}")
         other = build(recipe, vocabulary=96, device=DEVICE)
-        [option] = Compile().options(context_of(recipe, hf.configure(recipe, 96), Device("cuda", "a GPU", 1 << 30)))
+        [option] = Compile().options(build_context(recipe, hf.configure(recipe, 96), Device("cuda", "a GPU", 1 << 30)))
         assert option.fullgraph  # type: ignore[attr-defined]
-        compiled = compile_layers(anatomy(other.trained[0]).layers, backend="eager")  # type: ignore[arg-type]
-        gradients(other, [uneven()])
+        compiled = compile_layers(find_anatomy(other.trained[0]).layers, backend="eager")  # type: ignore[arg-type]
+        accumulate_gradients(other, [uneven()])
         assert compiled.graphs >= 1, family
 
 
@@ -399,4 +399,4 @@ def test_a_search_leaves_experts_and_changing_shapes_uncompiled() -> None:
         ("techniques={length_curriculum: {}}",),
     ):
         recipe = override(tiny("{}"), *settings)
-        assert not list(Compile().options(context_of(recipe, hf.configure(recipe, 96), gpu)))
+        assert not list(Compile().options(build_context(recipe, hf.configure(recipe, 96), gpu)))

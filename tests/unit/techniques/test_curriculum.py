@@ -13,15 +13,15 @@ import torch
 
 from preheat import recipe as recipes
 from preheat.core import Shape, Slot
-from preheat.data.difficulty import by_length, by_rarity, from_file, growing_order
-from preheat.data.loader import batches, rows_consumed, sample_order
+from preheat.data.difficulty import order_growing_pool, read_scores, score_by_length, score_by_rarity
+from preheat.data.loader import batches, count_consumed_rows, sample_order
 from preheat.data.packing import IGNORED, Rows, Tokens, cut
 from preheat.engine.builder import build
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.inference.load import load_model
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
-from preheat.techniques.difficulty_curriculum import competence, losses_of, order_by_difficulty
+from preheat.techniques.difficulty_curriculum import compute_competence, compute_losses, order_by_difficulty
 from preheat.techniques.length_curriculum import LengthCurriculum, length_at, shape_at
 from preheat.training import loop as training
 from preheat.training import session
@@ -125,7 +125,7 @@ def test_lengths_rise_to_the_full_one_in_few_steps_and_shapes_are_cut_from_whole
     assert all(n % 16 == 0 for n in set(lengths) - {250})
     for length, rows, micro in itertools.product(set(lengths), (1, 3, 8), (1, 2)):
         shape = shape_at(length, rows=rows, micro=micro, full=250, keep=keep)
-        taken = rows_consumed(shape, 250)
+        taken = count_consumed_rows(shape, 250)
         assert (
             taken == rows if keep == "tokens" else abs(taken * 250 / length - rows) <= max(125 / length, rows / 2 + 250)
         )
@@ -180,7 +180,7 @@ def test_what_cannot_serve_is_refused_with_the_fix(techniques: str, more: str, w
 
 def test_a_pool_of_everything_gives_the_plain_order() -> None:
     rows = packed()
-    order = growing_order(np.arange(len(rows))[::-1], lambda n: len(rows), seed=4)
+    order = order_growing_pool(np.arange(len(rows))[::-1], lambda n: len(rows), seed=4)
     plain = sample_order(rows, 4)
     assert [next(order) for _ in range(3 * len(rows))] == [next(plain) for _ in range(3 * len(rows))]
 
@@ -191,7 +191,7 @@ def test_rows_come_when_competence_reaches_them_and_once_a_pass() -> None:
     order = order_by_difficulty(scores, total=400, seed=1, start=0.1, until=0.5)
     read = list(itertools.islice(order, 1000))
     for n, row in enumerate(read):
-        assert rank[row] < np.ceil(200 * competence(n / 400, start=0.1, until=0.5))
+        assert rank[row] < np.ceil(200 * compute_competence(n / 400, start=0.1, until=0.5))
     assert len(set(read[:200])) == 200, "the pool grows faster than it is read: no row twice before all were read"
     resumed = order_by_difficulty(scores, total=400, seed=1, start=0.1, until=0.5, committed=123)
     assert list(itertools.islice(resumed, 300)) == read[123:423]
@@ -200,7 +200,7 @@ def test_rows_come_when_competence_reaches_them_and_once_a_pass() -> None:
     assert 1 < max(map(slow.count, slow)) <= 3, (
         "20 rows at first and 40 at last: read again, but a row at most once a pass"
     )
-    assert [competence(t, start=0.2, until=0.8, curve="linear") for t in (0, 0.4, 0.8, 1)] == pytest.approx(
+    assert [compute_competence(t, start=0.2, until=0.8, curve="linear") for t in (0, 0.4, 0.8, 1)] == pytest.approx(
         [0.2, 0.6, 1, 1]
     )
 
@@ -217,9 +217,9 @@ def test_measures_against_a_walk_over_the_tokens(packing: Any) -> None:
         assert [int(s) for s in held_sizes] == list(row.documents)[: len(held_sizes)]
         if packing == "stream":
             inside = document[n * 8 : n * 8 + 8]
-            assert by_length(rows)[n] == pytest.approx(np.diff(ends, prepend=0)[inside].mean())
+            assert score_by_length(rows)[n] == pytest.approx(np.diff(ends, prepend=0)[inside].mean())
         trained = [label for label in row.labels.tolist() if label >= 0]
-        assert by_rarity(rows)[n] == pytest.approx(np.mean([-np.log(counts[t] / counts.sum()) for t in trained]))
+        assert score_by_rarity(rows)[n] == pytest.approx(np.mean([-np.log(counts[t] / counts.sum()) for t in trained]))
 
 
 def test_scores_from_a_file(tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("\n".join(map(repr, per_row.tolist())))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"score": s}) + "\n" for s in per_row.tolist()))
     for name in ("rows.npy", "rows.txt", "rows.jsonl"):
-        assert (from_file(tmp_path / name, rows) == per_row).all()
+        assert (read_scores(tmp_path / name, rows) == per_row).all()
     lengths = np.diff(rows.tokens.offsets, prepend=0)
     np.save(tmp_path / "documents.npy", lengths)
-    assert from_file(tmp_path / "documents.npy", rows) == pytest.approx(by_length(rows))
+    assert read_scores(tmp_path / "documents.npy", rows) == pytest.approx(score_by_length(rows))
     with pytest.raises(DataError, match=r"none.txt: cannot be read \(No such file"):
-        from_file(tmp_path / "none.txt", rows)
+        read_scores(tmp_path / "none.txt", rows)
     bad = {
         "few.txt": ("1\n2\n", r"holds 2 numbers, but there are 60 training documents .* and \d+ sequences"),
         "words.txt": ("1\neasy\n", r"words.txt:2: 'easy' is not a score"),
@@ -246,18 +246,18 @@ def test_scores_from_a_file(tmp_path: Path) -> None:
     for name, (text, words) in bad.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match=words):
-            from_file(tmp_path / name, rows)
+            read_scores(tmp_path / name, rows)
 
 
 def test_a_pair_has_one_score(tmp_path: Path) -> None:
     rows = Rows(Tokens(np.arange(12, dtype=np.uint16), np.array([3, 6, 8, 12]), group=2), 6, "whole")
     (tmp_path / "pairs.txt").write_text("0.25\n0.75\n")
-    assert from_file(tmp_path / "pairs.txt", rows).tolist() == [
+    assert read_scores(tmp_path / "pairs.txt", rows).tolist() == [
         {0: 0.25, 1: 0.75}[int(rows.contents(n)[0][0]) // 2] for n in range(2)
     ]
     (tmp_path / "few.txt").write_text("1\n2\n3\n4\n5\n")
     with pytest.raises(DataError, match="there are 2 training documents"):
-        from_file(tmp_path / "few.txt", rows)
+        read_scores(tmp_path / "few.txt", rows)
 
 
 def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
@@ -269,7 +269,7 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
     small = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64)
     LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
     rows = Rows(Tokens(np.random.default_rng(0).integers(0, 64, 60).astype(np.uint16), np.array([12, 36, 60])), 12)
-    found = losses_of(tmp_path / "small", rows, cache=tmp_path / "cache", micro=2)
+    found = compute_losses(tmp_path / "small", rows, cache=tmp_path / "cache", micro=2)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "small")
     for n in range(len(rows)):
         tokens, labels = (torch.from_numpy(part)[None] for part in rows.row(n)[:2])
@@ -277,14 +277,14 @@ def test_the_loss_of_a_small_model_is_that_of_transformers_and_is_kept(
         assert found[n] == pytest.approx(float(loss.detach()), rel=1e-5)
     from preheat.techniques import difficulty_curriculum
 
-    monkeypatch.setattr(difficulty_curriculum, "_losses", None)  # a second time nothing is computed
-    assert (losses_of(tmp_path / "small", rows, cache=tmp_path / "cache") == found).all()
+    monkeypatch.setattr(difficulty_curriculum, "_iterate_losses", None)  # a second time nothing is computed
+    assert (compute_losses(tmp_path / "small", rows, cache=tmp_path / "cache") == found).all()
     monkeypatch.undo()
     with pytest.raises(RecipeError, match=r"none has no config\.json"):
-        losses_of(tmp_path / "none", rows)
+        compute_losses(tmp_path / "none", rows)
     rows.tokens.ids[5] = 64
     with pytest.raises(DataError, match="64 tokens but the data has token number 64"):
-        losses_of(tmp_path / "small", rows, cache=tmp_path / "cache")
+        compute_losses(tmp_path / "small", rows, cache=tmp_path / "cache")
 
 
 # --- resumed ------------------------------------------------------------------------------------------------------------

@@ -14,15 +14,15 @@ from preheat import recipe as recipes
 from preheat.core import Batch
 from preheat.data.packing import Rows, Tokens
 from preheat.data.row_cache import RowCache
-from preheat.data.tokenizer import load_tokenizer, unlike, unlike_folders
+from preheat.data.tokenizer import compare_folders, describe_difference, load_tokenizer
 from preheat.engine import checkpoint
 from preheat.engine.builder import build
 from preheat.engine.evaluate import measure
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError, RunError
-from preheat.models.distillation.teacher import spread
-from preheat.ops.losses.cross_entropy import chunked_logits, full_logits
-from preheat.ops.losses.distillation import Distilled, TeacherHead, divergence, likeliest
+from preheat.models.distillation.teacher import space_layers
+from preheat.ops.losses.cross_entropy import sum_chunked_loss, sum_full_loss
+from preheat.ops.losses.distillation import Distilled, TeacherHead, divergence, top_tokens
 from preheat.planning.dry_run import observe
 from preheat.planning.request import Request
 
@@ -76,7 +76,7 @@ def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
     if top is None:
         aligned, of = (theirs,), TeacherHead(over, 40)
     else:
-        aligned, of = tuple(likeliest(said, top, temperature)), None
+        aligned, of = tuple(top_tokens(said, top, temperature)), None
 
     def loss(by: Any) -> tuple[Any, ...]:
         row_loss = Distilled(of, direction=direction, temperature=temperature, mixture=mixture)
@@ -89,7 +89,7 @@ def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
     rows = (1 - mixture) * plain + mixture * temperature**2 * torch.where(labels.flatten() >= 0, apart, 0)
     wanted = torch.autograd.grad(rows.sum(), [hidden, head.weight])
     rows, plain, apart = (t.detach() for t in (rows, plain, apart))
-    for by in (full_logits, lambda *given: chunked_logits(*given, rows=7)):
+    for by in (sum_full_loss, lambda *given: sum_chunked_loss(*given, rows=7)):
         total, sums, grads = loss(by)
         assert float(total) == pytest.approx(float(rows.sum()), rel=1e-5)
         assert float(sums["label_loss"]) == pytest.approx(float(plain.sum()), rel=1e-5)
@@ -100,14 +100,14 @@ def test_the_loss_and_its_gradient_in_chunks_are_those_of_the_formula(
 def test_likeliest_tokens_of_all_are_the_whole_and_a_sure_student_has_a_gradient() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(4, 20), 3 * torch.randn(4, 20)
-    assert torch.allclose(divergence(a, likeliest(b, 20)), divergence(a, b), atol=1e-6)
-    assert torch.allclose(likeliest(b, 3).values.exp().sum(-1), torch.ones(4))
+    assert torch.allclose(divergence(a, top_tokens(b, 20)), divergence(a, b), atol=1e-6)
+    assert torch.allclose(top_tokens(b, 3).values.exp().sum(-1), torch.ones(4))
     sure = torch.zeros(1, 20)
     sure[0, 4] = 300.0  # nothing is left for the others
     for direction in ("forward", "reverse"):
         logits = sure.clone()
         losses, _ = Distilled(None, direction=direction, mixture=1.0).value_and_grad_(  # type: ignore[arg-type]
-            logits, torch.tensor([4]), *likeliest(b[:1], 3)
+            logits, torch.tensor([4]), *top_tokens(b[:1], 3)
         )
         assert torch.isfinite(logits).all()
         assert torch.isfinite(losses).all()
@@ -126,11 +126,11 @@ def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def slow(b: Any, batch: Batch, *, direction: str, temperature: float, mixture: float) -> float:
     """The loss of a batch by transformers' own eager attention, each document alone; the mean."""
-    from preheat.models.hf import plain_logits
+    from preheat.models.hf import compute_reference_logits
 
     (student,), (other,), total = b.parts["trained"], b.parts["teacher"], 0.0
     for tokens, labels in documents(batch):
-        mine, theirs = (plain_logits(model, tokens[None])[0, :, :96] for model in (student, other))
+        mine, theirs = (compute_reference_logits(model, tokens[None])[0, :, :96] for model in (student, other))
         apart = slow_divergence(mine / temperature, theirs / temperature, direction, None)[labels >= 0].sum()
         plain = functional.cross_entropy(mine, labels, ignore_index=-100, reduction="sum")
         total += (1 - mixture) * float(plain) + mixture * temperature**2 * float(apart)
@@ -145,7 +145,7 @@ def test_a_builds_loss_is_that_of_each_document_alone(beside: str) -> None:
             p.mul_(3.0)  # surer of what it says
     batch = uneven()
     wanted = slow(b, batch, direction="reverse", temperature=2.0, mixture=0.7)
-    loss = gradients(b, split(batch, [2, 2] if b.state.accumulation > 1 else [4]))
+    loss = accumulate_gradients(b, split(batch, [2, 2] if b.state.accumulation > 1 else [4]))
     assert float(loss.total / loss.weight) == pytest.approx(wanted, rel=2e-5)
     assert all(p.grad is None for p in b.parts["teacher"][0].parameters())
     told = b.loss.scores(loss.metrics, loss.weight)
@@ -167,7 +167,7 @@ def test_a_teacher_of_another_family_is_read_by_its_own_attention_and_with_its_c
     )  # fmt: skip
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
     b = made("temperature: 2.0, mixture: 0.7", "efficient_attention: {}, chunked_loss: {rows: 7}", tmp_path / "gemma2")
-    loss = gradients(b, [uneven()])
+    loss = accumulate_gradients(b, [uneven()])
     wanted = slow(b, uneven(), direction="forward", temperature=2.0, mixture=0.7)
     assert float(loss.total / loss.weight) == pytest.approx(wanted, rel=2e-6)
 
@@ -176,7 +176,7 @@ def test_gradients_through_chunks_and_checkpoints_are_those_of_the_plain_form() 
     found = []
     for beside in ("", TOGETHER):
         b = made("hidden: 0.3, matched: 2", beside)
-        gradients(b, split(uneven(), [2, 2] if beside else [4]))
+        accumulate_gradients(b, split(uneven(), [2, 2] if beside else [4]))
         found.append({name: p.grad for name, p in b.parameters()})
     assert difference(found[1], found[0]) < 5e-6
     assert any("preheat_maps.1" in name for name in found[0])
@@ -187,7 +187,7 @@ def test_hidden_states_come_near_the_teachers() -> None:
     batch = uneven()
     told = []
     for _ in range(30):
-        loss = gradients(b, [batch], 0.01)
+        loss = accumulate_gradients(b, [batch], 0.01)
         told.append(b.loss.scores(loss.metrics, loss.weight)["hidden_distance"])
         update(b, 0.01)
     assert told[-1] < 0.5 * told[0]
@@ -195,7 +195,7 @@ def test_hidden_states_come_near_the_teachers() -> None:
 
 def test_the_teacher_is_in_no_checkpoint_but_known_by_its_weights() -> None:
     b = made()
-    names = checkpoint._tensors(b)
+    names = checkpoint._collect_tensors(b)
     assert not any("teacher" in name for name in names)
     assert any(name.startswith("model.") for name in names)
     assert b.sources["teacher"].fingerprint() != b.weights.fingerprint()
@@ -210,8 +210,8 @@ def test_a_student_of_fewer_layers_begins_from_layers_all_over_its_teacher(data_
     )
     b = build(recipe, vocabulary=512, device=DEVICE)
     mine, theirs = b.trained[0].model.layers, b.parts["teacher"][0].model.layers  # type: ignore[union-attr,index]
-    assert spread(3, 5) == [0, 2, 4]
-    for n, of in enumerate(spread(3, 5)):
+    assert space_layers(3, 5) == [0, 2, 4]
+    for n, of in enumerate(space_layers(3, 5)):
         assert difference(mine[n].state_dict(), theirs[of].state_dict()) == 0  # type: ignore[index,union-attr]
 
 
@@ -239,18 +239,18 @@ def test_what_a_teacher_said_is_read_by_row_and_gives_the_loss_of_the_teacher_at
     asked: list[str] = []
     kept.run_dataset_passes(rows, [4, 1, 0, 4], lambda what, done, whole: asked.append(what))
     assert asked
-    loss, wanted = (gradients(b, [_batch(rows, [4, 0]), _batch(rows, [1])]) for b in (kept, live))
+    loss, wanted = (accumulate_gradients(b, [_batch(rows, [4, 0]), _batch(rows, [1])]) for b in (kept, live))
     assert float(loss.total) == pytest.approx(float(wanted.total), rel=1e-4)
     measure(kept, [_batch(rows, [3])])  # an evaluation reads no rows of it
     asked.clear()
     again = made(f"{settings}, cache: {tmp_path}, top_k: 96", "chunked_loss: {}")
     again.run_dataset_passes(rows, [0, 1, 4], lambda what, done, whole: asked.append(what))
     assert not asked  # the teacher runs once
-    assert float(gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
+    assert float(accumulate_gradients(again, [_batch(rows, [4, 0]), _batch(rows, [1])]).total) == float(loss.total)
     with pytest.raises(RunError, match="sequence 3 is not in the cache"):
-        gradients(again, [_batch(rows, [3])])
+        accumulate_gradients(again, [_batch(rows, [3])])
     with pytest.raises(RunError, match="sequence 1 belongs to another text"):
-        gradients(again, [_batch(rows_of(seed=1), [1])])
+        accumulate_gradients(again, [_batch(rows_of(seed=1), [1])])
 
 
 def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_cache_that_is_damaged_or_of_something_else_is_refused(tmp_path: Path)
     damaged = made(f"cache: {folder}, top_k: 4")
     damaged.run_dataset_passes(rows, range(6), lambda *_: None)
     with pytest.raises(RunError, match=r"sequence [23] is damaged; remove the folder"):
-        gradients(damaged, [_batch(rows, [2, 3])])
+        accumulate_gradients(damaged, [_batch(rows, [2, 3])])
     file.write_bytes(content[:-5])
     with pytest.raises(RunError, match=r"rows\.bin is missing or incomplete"):
         made(f"cache: {folder}, top_k: 4").run_dataset_passes(rows, range(6), lambda *_: None)
@@ -288,7 +288,7 @@ def test_rows_that_were_not_written_whole_are_missing(tmp_path: Path) -> None:
     kept, tokens = RowCache(tmp_path, **how), np.arange(4)
     kept.write(1, tokens, np.array([7, -8]), np.array([0.5]))
     again = RowCache(tmp_path, **how)
-    assert again.missing([2, 1, 0, 2]) == [0, 2]
+    assert again.find_missing([2, 1, 0, 2]) == [0, 2]
     assert [a.tolist() for a in again.read(1, tokens)] == [[7, -8], [0.5]]
 
 
@@ -416,12 +416,12 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_but_a_changed_one_ha
 def test_tokenizers_that_cut_alike_are_told_from_those_that_do_not(data_folder: Path, tmp_path: Path) -> None:
     folder = data_folder / "tokenizers/gpt2"
     gpt2 = load_tokenizer(str(folder))
-    assert unlike(gpt2, load_tokenizer(str(folder))) is None
-    assert "tokens)" in str(unlike(gpt2, load_tokenizer(str(teacher()))))
+    assert describe_difference(gpt2, load_tokenizer(str(folder))) is None
+    assert "tokens)" in str(describe_difference(gpt2, load_tokenizer(str(teacher()))))
     shutil.copytree(folder, tmp_path / "cut")
     file = tmp_path / "cut" / "tokenizer.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace('"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
-    assert "they split text differently" in str(unlike(gpt2, load_tokenizer(str(tmp_path / "cut"))))
-    assert "they split text differently" in str(unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:"))
+    assert "they split text differently" in str(describe_difference(gpt2, load_tokenizer(str(tmp_path / "cut"))))
+    assert "they split text differently" in str(compare_folders(str(folder), str(tmp_path / "cut"), knob="teacher:"))
     shutil.copy(folder / "tokenizer.json", file)
-    assert unlike_folders(str(folder), str(tmp_path / "cut"), knob="teacher:") is None  # what changed is read again
+    assert compare_folders(str(folder), str(tmp_path / "cut"), knob="teacher:") is None  # what changed is read again

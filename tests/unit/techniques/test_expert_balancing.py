@@ -10,7 +10,7 @@ import torch
 
 from preheat.core import Build
 from preheat.engine import checkpoint
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.models.moe import biases, routers
 from preheat.training.recovery.oom import StepSnapshot
 
@@ -32,7 +32,7 @@ def skewed(family: str, techniques: str = FAST) -> Build:
 def train(b: Build, steps: int, first: int = 0, *, lr: float = 0.001, seed: int | None = None) -> list[float]:
     loads = []
     for n in range(first, first + steps):
-        loss = gradients(b, split(uneven(seed=n if seed is None else seed), [2, 2]), lr)
+        loss = accumulate_gradients(b, split(uneven(seed=n if seed is None else seed), [2, 2]), lr)
         loads.append(b.loss.scores(loss.metrics, float(loss.weight))["expert_load"])
         update(b, lr)
     return loads
@@ -51,7 +51,7 @@ def test_a_skipped_step_moves_no_bias() -> None:
     b = skewed("qwen3_moe", "{expert_balancing: {rate: 0.01}, mixed_precision: {mode: fp16, loss_scale: 1.0e+9}}")
     finite = []
     while not any(finite):
-        gradients(b, [uneven()], 0.001)
+        accumulate_gradients(b, [uneven()], 0.001)
         finite.append(bool(update(b, 0.001)[1]))
         assert all(bool(bias.any()) == finite[-1] for bias in biases(b.trained[0]).values())
     assert len(finite) > 1, "the first step overflowed"
@@ -60,7 +60,7 @@ def test_a_skipped_step_moves_no_bias() -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_it_moves_by_the_global_batch_and_a_checkpoint_goes_on_alike(family: str, tmp_path: Path) -> None:
     a = skewed(family)
-    gradients(a, split(uneven(), [1, 3]), 0.001)
+    accumulate_gradients(a, split(uneven(), [1, 3]), 0.001)
     counts = a.loss.metrics["expert_tokens"].clone()
     update(a, 0.001)
     for bias, row in zip(biases(a.trained[0]).values(), counts, strict=True):
@@ -95,7 +95,7 @@ def test_a_folder_holds_it_where_the_family_has_a_place(family: str, tmp_path: P
     # What an evaluation here computes is what the folder computes there.
     from preheat.models import hf
 
-    a, c = hf.plain_logits(model, tokens), theirs(tokens).logits.detach()
+    a, c = hf.compute_reference_logits(model, tokens), theirs(tokens).logits.detach()
     assert float((a - c).norm() / c.norm()) < 1e-5
 
 
@@ -104,7 +104,7 @@ def test_a_failed_attempt_leaves_it_alone() -> None:
     train(b, 2)
     kept = {name: bias.clone() for name, bias in biases(b.trained[0]).items()}
     guard = StepSnapshot(b)
-    gradients(b, split(uneven(seed=2), [2, 2]), 0.001)
+    accumulate_gradients(b, split(uneven(seed=2), [2, 2]), 0.001)
     guard.restore()
     assert difference(dict(biases(b.trained[0])), kept) == 0
     again = skewed("qwen3_moe")
@@ -113,7 +113,7 @@ def test_a_failed_attempt_leaves_it_alone() -> None:
 
 def test_the_loss_is_the_other_method() -> None:
     b = made("mixtral", "{expert_balancing: {method: loss, coefficient: 0.2}}", strong=False)
-    loss = gradients(b, [uneven()], 0.001)
+    loss = accumulate_gradients(b, [uneven()], 0.001)
     assert b.trained[0].config.router_aux_loss_coef == 0.2  # type: ignore[union-attr]
     assert "balance_loss" in b.loss.scores(loss.metrics, float(loss.weight))
     assert not biases(b.trained[0])

@@ -20,13 +20,13 @@ from preheat.data.rows.example_kinds import require_examples
 from preheat.data.rows.formats import Layout
 from preheat.engine.builder import build
 from preheat.engine.evaluate import evaluate, measure
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import DataError, RecipeError, RunError
 from preheat.models.generation.generate import generate
 from preheat.recipe import Sample
 from preheat.run.reader import Reader
-from preheat.techniques.classification import accuracy_and_f1, classify, confusion
-from preheat.techniques.dynamic_batch import regrouped
+from preheat.techniques.classification import compute_accuracy_and_f1, confusion_matrix, replace_head
+from preheat.techniques.dynamic_batch import regroup_batches
 from preheat.techniques.preference import preference_loss
 
 from ...conftest import DEVICE, difference, split, tiny, uneven
@@ -134,7 +134,7 @@ def test_losses_and_gradients_equal_the_slow_reference(settings: dict[str, Any],
     expected = {name: p.grad.clone() for name, p in made.parameters()}
     for _, p in made.parameters():
         p.grad = None
-    found = gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
+    found = accumulate_gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
     assert found.weight == (8 if settings.get("loss") == "apo_zero" else 4)
     assert float(found.total / found.weight) == pytest.approx(wanted.item(), rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, expected) < 3e-6
@@ -144,7 +144,7 @@ def test_the_reference_stays_as_the_model_was() -> None:
     made, batch = build(tiny("{preference: {}}"), vocabulary=96, device=DEVICE), uneven(examples=PAIRS)
     first = {name: p.clone() for name, p in made.trained[0].named_parameters()}
     for _ in range(2):
-        gradients(made, [batch])
+        accumulate_gradients(made, [batch])
         update(made, 0.01)
     kept = dict(made.parts["reference"][0].named_parameters())
     assert all(torch.equal(kept[name], value) for name, value in first.items())
@@ -159,7 +159,7 @@ def test_under_an_adapter_there_is_no_second_copy_and_metrics_say_what_was_learn
     assert (loss, weight) == (pytest.approx(math.log(2)), 4)
     assert scores["reward_margin"] == 0
     for _ in range(8):
-        seen = gradients(made, split(batch, [3, 1]))
+        seen = accumulate_gradients(made, split(batch, [3, 1]))
         update(made, 0.01)
     scores = made.loss.scores(seen.metrics, seen.weight)
     assert scores["reward_accuracy"] == 1
@@ -177,7 +177,7 @@ def test_dropout_moves_the_policy_but_not_the_reference() -> None:
         build(tiny("{preference: {}, lora: {dropout: 0.5}}"), vocabulary=96, device=DEVICE),
         uneven(examples=PAIRS),
     )
-    loss = gradients(made, [batch])
+    loss = accumulate_gradients(made, [batch])
     assert float(loss.total / 4) == pytest.approx(math.log(2))  # B is zero, and the base has no dropout
     assert made.trained[0].training
 
@@ -207,7 +207,7 @@ def test_classification_equals_the_slow_reference(beside: str) -> None:
     assert "lm_head.weight" in expected
     for _, p in made.parameters():
         p.grad = None
-    found = gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
+    found = accumulate_gradients(made, split(batch, [2, 2] if made.state.accumulation > 1 else [4]))
     assert found.weight == len(documents(batch))
     assert float(found.total / found.weight) == pytest.approx(-logp.mean().item(), rel=1e-6)
     assert difference({name: p.grad for name, p in made.parameters()}, expected) < 3e-6
@@ -233,9 +233,9 @@ def slow_f1(predicted: list[int], truth: list[int]) -> float:
 def test_confusion_and_f1() -> None:
     draw = np.random.default_rng(0)
     predicted, truth = draw.integers(0, 4, 50), draw.integers(0, 4, 50)
-    table = confusion(torch.tensor(predicted), torch.tensor(truth), 6)
+    table = confusion_matrix(torch.tensor(predicted), torch.tensor(truth), 6)
     assert table.sum() == 50
-    assert accuracy_and_f1(table)["macro_f1"] == pytest.approx(slow_f1(predicted.tolist(), truth.tolist()))
+    assert compute_accuracy_and_f1(table)["macro_f1"] == pytest.approx(slow_f1(predicted.tolist(), truth.tolist()))
 
 
 def test_drawing_a_head_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_drawing_a_head_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=16, **sizes))
     before = torch.get_rng_state()
-    classify(model, 3)
+    replace_head(model, 3)
     assert torch.equal(torch.get_rng_state(), before)
     assert not seeded
 
@@ -261,7 +261,7 @@ def test_a_tied_head_is_not_replaced_by_hand() -> None:
         tie_word_embeddings=True,
     )
     with pytest.raises(ValueError, match="tied to the embedding"):
-        classify(LlamaForCausalLM(config), 3)
+        replace_head(LlamaForCausalLM(config), 3)
 
 
 # --- from tokens to batches ----------------------------------------------------------------------------------------
@@ -298,10 +298,10 @@ def test_batches_have_every_example_once(kind: str) -> None:
     rows = Rows(KINDS[kind], 32, "whole", pad=95)
     batches = list(evaluation_batches(rows, micro=3, limit=99))
     assert sum(b.weight for b in batches) == 40
-    assert sum(b.weight for b in regrouped(batches, 2)) == 40
-    judged = [n for b in regrouped(batches, 2) for row in b.desirable for n in row]
+    assert sum(b.weight for b in regroup_batches(batches, 2)) == 40
+    judged = [n for b in regroup_batches(batches, 2) for row in b.desirable for n in row]
     assert sorted(judged) == ([0] * 20 + [1] * 20 if kind == "desirable" else [])
-    assert all(b.group == (2 if kind == "pairs" else 1) for b in regrouped(batches, 2))
+    assert all(b.group == (2 if kind == "pairs" else 1) for b in regroup_batches(batches, 2))
     if kind == "pairs":  # chosen and rejected of one example stand side by side
         found = {tuple(t.tolist()) for b in batches for t, _ in documents(b)}
         assert len(found) == 80
@@ -361,7 +361,7 @@ def test_data_that_fits_passes_and_a_stream_without_pairs_is_refused_at_its_firs
         require_examples(tiny(f"{{{techniques}}}"), PreparedData(None, rows, rows, "", {}, "", _LAYOUT))  # type: ignore[arg-type]
     made = build(tiny("{preference: {}}"), vocabulary=96, device=DEVICE)
     with pytest.raises(DataError, match="loss dpo finds no pairs in the sequences"):
-        gradients(made, [uneven()])
+        accumulate_gradients(made, [uneven()])
 
 
 @pytest.mark.slow
@@ -401,12 +401,12 @@ def test_scores_stand_in_the_run_and_a_resumed_run_goes_on(tmp_path: Path, monke
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_classifier_becomes_that_of_transformers(family: str) -> None:
-    from preheat.ops.classification_head import as_sequence_classifier
+    from preheat.ops.classification_head import convert_to_sequence_classifier
 
     made = moved("{classification: {classes: 3}}", family=family)
     with pytest.raises(RunError, match="over 3 classes: it generates no text"):
         generate(made.trained[0], None, [[0]], Sample(max_new_tokens=2))  # type: ignore[arg-type]
-    theirs = as_sequence_classifier(made.trained[0], pad=95)
+    theirs = convert_to_sequence_classifier(made.trained[0], pad=95)
     assert theirs.config.num_labels == 3
     for found, _ in documents(uneven(examples=CLASSES)):
         found = found[:24].clamp(max=94)

@@ -18,7 +18,7 @@ from preheat.errors import RecipeError
 from preheat.models import hf, pipeline_split
 from preheat.models.weights import WeightSource, materialize
 from preheat.ops.attention.sdpa import reference_attention
-from preheat.ops.distributed.pipelining import alike, ranks_of
+from preheat.ops.distributed.pipelining import pad_micro_batches, ranks_of
 
 from ...architectures.tiny import tiny_config
 from ...conftest import DEVICE, split, tiny, uneven
@@ -37,12 +37,12 @@ def test_no_other_cut_has_a_cheaper_dearest_stage() -> None:
             found[-1] += after
             return max(found)
 
-        made = pipeline_split.balance(costs, count, before=before, after=after)
+        made = pipeline_split.balance_stages(costs, count, before=before, after=after)
         assert [n for cut in made for n in cut] == list(range(len(costs)))
         cheapest = min(dearest((0, *inner)) for inner in itertools.combinations(range(1, len(costs)), count - 1))
         assert dearest(tuple(cut.start for cut in made)) == cheapest
     with pytest.raises(ValueError, match="use at most 2"):
-        pipeline_split.balance([1, 1], 3)
+        pipeline_split.balance_stages([1, 1], 3)
 
 
 def config(family: str, **more: Any) -> Any:
@@ -106,7 +106,7 @@ def stages_are_the_model(settings: Any, tmp_path: Path) -> None:
     tied = "true" if settings.tie_word_embeddings else "false"
     model = hf.build_on_meta(settings).eval()
     course = pipeline_split.observe(model.config, 32)
-    cuts = pipeline_split.balance(course.each, 3)
+    cuts = pipeline_split.balance_stages(course.each, 3)
     parts = [
         pipeline_split.cut(hf.build_on_meta(model.config).eval(), course, cuts, n) for n in range(3)
     ]  # a model for each device
@@ -137,7 +137,7 @@ def stages_are_the_model(settings: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         whole = hf.hidden_states(twin, batch.tokens, batch.positions, batch.mask, reference_attention)
         assert torch.equal(hidden, whole)
-        assert torch.equal(hf.logits(parts[-1], hidden), hf.logits(twin, whole))
+        assert torch.equal(hf.compute_logits(parts[-1], hidden), hf.compute_logits(twin, whole))
 
 
 def test_a_model_that_works_between_its_modules_is_not_cut() -> None:
@@ -155,7 +155,7 @@ def test_a_model_that_works_between_its_modules_is_not_cut() -> None:
 
 def test_micro_batches_are_made_alike_with_rows_that_train_nothing() -> None:
     whole = uneven(5)
-    made = alike(split(whole, [2, 2, 1]), 4)
+    made = pad_micro_batches(split(whole, [2, 2, 1]), 4)
     assert {tuple(batch.tokens.shape) for batch in made} == {(2, 32)}
     assert [batch.weight for batch in made] == [*(batch.weight for batch in split(whole, [2, 2, 1])), 0]
     assert sum(int((batch.labels >= 0).sum()) for batch in made) == int((whole.labels >= 0).sum())
@@ -212,7 +212,7 @@ def test_what_does_not_serve_is_refused_with_the_reason(techniques: str, sets: l
     tags = frozenset(tag for t in recipe.techniques.values() for tag in t.provided()) | {Tag.CPU}
     sizes = dict.fromkeys(Axis, 1) | {Axis.PIPELINE: 2, Axis.SHARD: 2 if "fsdp" in techniques else 1}
     found = conflicts_of(
-        recipe.techniques.values(), Context(recipe, hf.facts(hf.configure(recipe, 96)), DEVICE, tags, sizes)
+        recipe.techniques.values(), Context(recipe, hf.read_facts(hf.configure(recipe, 96)), DEVICE, tags, sizes)
     )
     if words is None:
         assert not found

@@ -16,12 +16,12 @@ from preheat.compress.compress import trained_for
 from preheat.compress.methods.int4 import Int4
 from preheat.core import Batch, MaskSpec
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RecipeError
 from preheat.inference.load import load_model
-from preheat.models.hf import plain_logits
+from preheat.models.hf import compute_reference_logits
 from preheat.ops.adapters.peft_layers import merge
-from preheat.ops.quantization.fake_quant import Grid, _product, rounded, unfake_
+from preheat.ops.quantization.fake_quant import Grid, _multiply, round_weight, unfake_
 from preheat.ops.quantization.linear import Int4Linear, Int8Linear
 from preheat.techniques.lora import add_lora
 from preheat.techniques.quantization_aware import QuantizationAware, round_weights
@@ -57,10 +57,10 @@ def test_converting_gives_the_weights_and_logits_of_training(family: str, symmet
     assert (four, eight) == ((4, 8) if family == "gpt2" else (7, 14))
     made = converted(trained, Int4(symmetric=symmetric, inputs=inputs, group=16))
     assert sum(isinstance(m, Int4Linear) for m in made.modules()) == four
-    wanted, found = plain_logits(trained, TOKENS), plain_logits(made, TOKENS)
+    wanted, found = compute_reference_logits(trained, TOKENS), compute_reference_logits(made, TOKENS)
     assert float((wanted - found).norm() / wanted.norm()) < 2e-6
     unfake_(trained)
-    plain = plain_logits(trained, TOKENS)
+    plain = compute_reference_logits(trained, TOKENS)
     assert float((wanted - plain).norm() / wanted.norm()) > 1e-2, "rounding is seen"
 
 
@@ -72,19 +72,19 @@ def test_under_lora_base_and_adapter_are_rounded_together() -> None:
     for name, p in trained.named_parameters():
         if "lora_B" in name:
             p.data.normal_(0, 0.05)
-    wanted = plain_logits(trained, TOKENS)
+    wanted = compute_reference_logits(trained, TOKENS)
     made = converted(trained, Int4(group=16))
-    assert float((plain_logits(made, TOKENS) - wanted).norm() / wanted.norm()) < 2e-6
+    assert float((compute_reference_logits(made, TOKENS) - wanted).norm() / wanted.norm()) < 2e-6
     layer = trained.model.layers[1].mlp.up_proj
-    together = rounded(layer.base_layer.weight + layer.get_delta_weight("default"), Grid(4, 16))
+    together = round_weight(layer.base_layer.weight + layer.get_delta_weight("default"), Grid(4, 16))
     assert torch.equal(made.model.layers[1].mlp.up_proj.weight, together)
 
 
 def test_gradients_pass_as_if_nothing_was_rounded() -> None:
     x = torch.randn(3, 16)
     w = torch.randn(4, 16, requires_grad=True)
-    _product(x, w, None, Grid(4, 16)).square().sum().backward()
-    out = x @ rounded(w, Grid(4, 16)).t()
+    _multiply(x, w, None, Grid(4, 16)).square().sum().backward()
+    out = x @ round_weight(w, Grid(4, 16)).t()
     assert w.grad is not None
     assert torch.allclose(w.grad, (2 * out).t() @ x, atol=1e-4)
 
@@ -105,10 +105,10 @@ def test_it_learns_what_rounding_after_training_loses(data_folder: Path) -> None
             device=DEVICE,
         )
         for rows in ids[:20]:
-            gradients(b, [batch_of(rows)])
+            accumulate_gradients(b, [batch_of(rows)])
             update(b, 5e-4)
         made = converted(b.trained[0], Int4(keep=("embedding", "head")))
-        logits = torch.cat([plain_logits(made, rows[:, :-1]) for rows in ids[20:]])
+        logits = torch.cat([compute_reference_logits(made, rows[:, :-1]) for rows in ids[20:]])
         found[techniques] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[20:, :, 1:].flatten()))
     plain, aware = found.values()
     assert aware < plain - 0.03
@@ -158,12 +158,12 @@ def test_what_was_trained_with_is_what_a_folder_gives(data_folder: Path, tmp_pat
     taught: Any = opened.build.trained[0].requires_grad_(False)
     round_weights(taught)
     row = torch.tensor([opened.tokenizer.encode("Once upon a time, there was a little girl named Lily.")])
-    wanted = plain_logits(taught, row)
+    wanted = compute_reference_logits(taught, row)
     unfake_(taught)
     Int4().apply(taught, [])
     save_load.write_model(taught, opened, tmp_path, method="int4", dtype=torch.float32)
     again: Any = load_model(tmp_path).build.trained[0]
     assert sum(isinstance(m, Int8Linear) for m in again.modules()) == 15
-    found = plain_logits(again, row)
+    found = compute_reference_logits(again, row)
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
     assert bool((found.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.9)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from preheat import recipe as recipes
 from preheat.core import Device
 from preheat.errors import RecipeError, RunError
-from preheat.hardware.child_processes import all_here, store_address
-from preheat.hardware.interrupts import Interrupted, raising
+from preheat.hardware.child_processes import is_single_host, store_address
+from preheat.hardware.interrupts import Interrupted, raise_on_signal
 from preheat.planning.request import Request
 from preheat.training.launch.local import start
 from preheat.training.process_group import Ranks, _roll_call, rendezvous
@@ -112,7 +112,7 @@ def test_the_store_is_served_to_other_hosts_where_there_are_some(monkeypatch: py
             monkeypatch.delenv(key, raising=False)
         for key, value in stated.items():
             monkeypatch.setenv(key, value)
-        return all_here(), store_address()
+        return is_single_host(), store_address()
 
     here = socket.gethostname()
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -138,7 +138,7 @@ def test_a_rank_that_waits_for_the_first_heeds_a_signal() -> None:
         threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM]).start()
         Ranks(1, 2, store=dist.HashStore()).fetch("never")
 
-    with within(20), pytest.raises(Interrupted), raising():
+    with within(20), pytest.raises(Interrupted), raise_on_signal():
         wait()
 
 
@@ -193,7 +193,7 @@ def test_a_process_that_the_watchdog_aborts_is_explained(
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: dict[str, Any] = {}
     told: list[str] = []
-    monkeypatch.setattr("preheat.training.process_group.all_here", lambda: False)
+    monkeypatch.setattr("preheat.training.process_group.is_single_host", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(str(device)))
     monkeypatch.setattr(

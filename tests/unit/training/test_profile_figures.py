@@ -14,7 +14,7 @@ from preheat.core import Phase
 from preheat.core.operator_kinds import kind_of
 from preheat.core.plan import StepSeconds
 from preheat.core.step_profile import StepProfile
-from preheat.files import read_record, schema_of, to_json
+from preheat.files import build_schema, read_record, to_json
 from preheat.training.profile_figures import STEP_MARK, Measured, Setting, figures_of, phase_mark
 
 SETTING = Setting(0, 1, "a device", length=64, vocabulary=1000)
@@ -55,7 +55,7 @@ def test_a_large_matmul_dominates_and_the_parts_add_up_to_the_step(tmp_path: Pat
     assert found.stores_scores
     assert "aten::mul_" in [row.name for row in found.operators if row.kind == "optimizer"]
     assert read_record(StepProfile, json.loads(to_json(found))) == found
-    assert schema_of(StepProfile)["properties"].keys() == vars(found).keys()
+    assert build_schema(StepProfile)["properties"].keys() == vars(found).keys()
 
 
 def event(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:

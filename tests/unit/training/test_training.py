@@ -12,7 +12,7 @@ import torch
 from preheat.core import Slot
 from preheat.engine import checkpoint
 from preheat.engine.builder import build
-from preheat.engine.step import gradients, update
+from preheat.engine.step import accumulate_gradients, update
 from preheat.errors import RunError
 from preheat.recipe import Schedule, override
 from preheat.training.lr_schedule import lr_factor
@@ -26,7 +26,7 @@ def test_one_batch_of_32_has_the_gradients_of_4_by_8_and_32_by_1(techniques: str
     found = []
     for sizes in ([32], [8] * 4, [1] * 32, [5, 20, 7]):
         b = build(tiny(techniques, rows=32), vocabulary=96, device=DEVICE)
-        loss = gradients(b, split(uneven(rows=32), sizes))
+        loss = accumulate_gradients(b, split(uneven(rows=32), sizes))
         found.append((float(loss.total / loss.weight), {n: p.grad for n, p in b.parameters()}))
     for loss, grads in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-6)
@@ -37,12 +37,12 @@ def test_averaging_means_would_not_pass_that_test() -> None:
     """The mean of micro-batches' means, as often done, differs where masks are uneven: the test above can fail."""
     b = build(tiny(rows=32), vocabulary=96, device=DEVICE)
     whole = uneven(rows=32)
-    gradients(b, [whole])
+    accumulate_gradients(b, [whole])
     right = {n: p.grad.clone() for n, p in b.parameters()}
     b.optimizer.zero_grad()
     for part in split(whole, [8] * 4):
         part.weight *= 4  # each micro-batch's own mean, averaged over four
-        gradients(b, [part])
+        accumulate_gradients(b, [part])
     assert difference({n: p.grad for n, p in b.parameters()}, right) > 1e-3
 
 
@@ -67,7 +67,7 @@ def test_schedules(kind: str) -> None:
 def test_clipping_scales_to_the_limit_and_reports_the_norm_before() -> None:
     def norms(clip: float) -> tuple[float, float]:
         b = build(override(tiny(), f"optimizer.max_grad_norm={clip}"), vocabulary=96, device=DEVICE)
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         before = float(b.slot(Slot.CLIP)(b))
         return before, math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in b.parameters()))
 
@@ -81,7 +81,7 @@ def test_clipping_scales_to_the_limit_and_reports_the_norm_before() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
     b = build(tiny(), vocabulary=96, device=DEVICE)
-    gradients(b, [uneven()])
+    accumulate_gradients(b, [uneven()])
     before = {n: p.detach().clone() for n, p in b.parameters()}
     next(p for _, p in b.parameters()).grad[0, 0] = float("inf")
     norm, finite = update(b, 0.1).tolist()
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
 def _saved(tmp_path: Path, steps: int = 3, keep: int = 2) -> Path:
     b = build(tiny(), vocabulary=96, device=DEVICE)
     for n in range(1, steps + 1):
-        gradients(b, [uneven()])
+        accumulate_gradients(b, [uneven()])
         update(b, 0.01)
         checkpoint.save(b, checkpoint.Progress(step=n), tmp_path, keep=keep)
     return tmp_path
@@ -117,7 +117,7 @@ def test_a_large_state_is_saved_in_small_files_and_read_back(tmp_path: Path, mon
     b = build(override(tiny(), "seed=9"), vocabulary=96, device=DEVICE)
     checkpoint.load(b, folder / "step-1")
     again = build(tiny(), vocabulary=96, device=DEVICE)
-    gradients(again, [uneven()])
+    accumulate_gradients(again, [uneven()])
     update(again, 0.01)
     assert all(torch.equal(p, q) for (_, p), (_, q) in zip(b.parameters(), again.parameters(), strict=True))
 
